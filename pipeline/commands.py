@@ -387,7 +387,7 @@ def _inspect_mix(arguments: argparse.Namespace) -> None:
             f"{arguments.run_dir} is a multi-task run, which --find and --skip do not know: use "
             "--step N or --batch N; ledger.jsonl in it lists what was skipped"
         )
-    from pipeline.multitask.show import step_lines
+    from pipeline.multitask.run import step_lines
 
     step, batch = arguments.step, arguments.batch
     for line in step_lines(arguments.run_dir, step, batch, as_json=arguments.json):

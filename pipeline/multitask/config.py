@@ -53,6 +53,8 @@ _WHOLE = {
 """Why a rule needs each task's own gradient, which the stages of ZeRO above 0 never hold."""
 OF_LOSSES = ("real_time", "generalised_mean")
 """Rules that need the step's losses, but of the gradients only the sum over the ranks."""
+OF_PRODUCTS = ("pcgrad", "cagrad", "mgda", "main_and_helpers")
+"""Rules that need the products of the tasks' gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,12 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
+from itertools import islice
 from pathlib import Path
+
+import torch
 
 from pipeline.checkpoints.state import TrainState
 from pipeline.config.data import BatchPlan, DataConfig
@@ -18,6 +21,7 @@ from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import FORMAT_VERSION, DatasetIndex
 from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.data.objects import open_index
+from pipeline.data.record import number_of_step, read_batches
 from pipeline.data.run_order import Share
 from pipeline.errors import ConfigError
 from pipeline.finetune.batches import TaskStream, class_weights
@@ -32,15 +36,25 @@ from pipeline.finetune.run import (
 )
 from pipeline.model.architecture import TASK_HEADS, tokenizer_path
 from pipeline.model.encoder import EncoderModel
-from pipeline.multitask.config import MIX_FILE, MLM, Mix, mix_text, require_split
+from pipeline.multitask.config import (
+    MIX_FILE,
+    MLM,
+    OF_PRODUCTS,
+    Mix,
+    load_mix,
+    mix_text,
+    require_split,
+)
 from pipeline.multitask.data import Corruption, MixedStream
 from pipeline.multitask.draws import Draws, shares
 from pipeline.multitask.model import MultiTaskModel, MultiTaskObjective
 from pipeline.multitask.prepare import known_losses, prepare_mix, read_mix
 from pipeline.multitask.weigh import Balancer, Known, StepWeighing
 from pipeline.objectives.mlm import MaskedLanguageModeling
+from pipeline.runtime import dist, env
 from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.runtime.rank import Rank
+from pipeline.runtime.run_folder import RunFolder
 from pipeline.tasks.task import RANDOM
 from pipeline.train.build import train_run
 from pipeline.train.data import open_data
@@ -56,6 +70,8 @@ logger = logging.getLogger(__name__)
 
 LEFT_OUT_FILE = "left-out.json"
 _TOKENS = "tokens"
+_TIMEOUT_S = 600.0
+"""Of the process group of one rank in which `inspect` opens text."""
 
 
 def multitask(mix: Mix, rank: Rank) -> int:
@@ -372,12 +388,7 @@ class MixedScores:
         loss = values["loss"] = 1.0 - mean if main else values.get(f"{MLM}_loss", 0.0)
         images = {}
         cosines = self._balancer.take_cosines()
-        if shows and self._balancer.config.method in (
-            "pcgrad",
-            "cagrad",
-            "mgda",
-            "main_and_helpers",
-        ):
+        if shows and self._balancer.config.method in OF_PRODUCTS:
             names = self._balancer.names
             listed = ", ".join(f"{number} {name}" for number, name in enumerate(names))
             images["tasks/cosines"] = heat_map(
@@ -386,3 +397,43 @@ class MixedScores:
                 row_name="task", column_name="task", unit="cosine",
             )  # fmt: skip
         return Evaluated(loss, f"dev  {'  '.join(text)}", values, images)
+
+
+def step_lines(
+    folder: Path, step: int | None, batch: int | None, *, as_json: bool
+) -> Iterator[str]:
+    """Yield a line for each row of a step or batch, for `inspect`; nothing of the run changes.
+
+    Raises:
+        PostnormError: the folder is not that of a started run, or its data is not there any more.
+    """
+    RunFolder.started(folder)
+    mix = load_mix(str(folder / MIX_FILE), (f"run_dir={json.dumps(str(folder))}",))
+    records = read_batches(folder)
+    number = batch
+    if step is not None:
+        number = number_of_step(step, mix.config.train.num_steps, records)
+    assert number is not None, "one of the two is given"
+    work, config = open_work(mix)
+    with env.restored():
+        # Text is opened by all ranks together: here by one.
+        dist.open_group(env.process_info_or_alone(), torch.device("cpu"), _TIMEOUT_S)
+        data = work.open(config, Share(0, 1))
+        dist.close_group()
+    place = config.batches.number(number)
+    rows = (
+        ids[seen].tolist()
+        for micro in next(data.steps_from(place.cursor))
+        for ids, seen in zip(micro.input_ids, micro.documents > 0, strict=True)
+    )
+    if not as_json:
+        yield f"batch {number}: draws of {', '.join(data.tasks(place))}"
+    for name, epoch, unit, num_rows in data.examples(place):
+        where = work.where(name, unit)
+        for ids in islice(rows, num_rows):
+            tokens = [work.piece(token) for token in ids]
+            if as_json:
+                found = {"task": name, "epoch": epoch, "example": unit, "where": where}
+                yield json.dumps({**found, "tokens": tokens}, ensure_ascii=False)
+            else:
+                yield f"{name}, epoch {epoch}, {where}: {' '.join(tokens)}"

@@ -18,14 +18,13 @@ import torch
 from torch import Tensor
 
 from pipeline.multitask import balance as rules
-from pipeline.multitask.config import OF_LOSSES, BalanceConfig
+from pipeline.multitask.config import OF_LOSSES, OF_PRODUCTS, BalanceConfig
 from pipeline.multitask.draws import Draws
 from pipeline.runtime import dist
 from pipeline.train.engine import Measures
 
 Memory = dict[str, dict[str, float]]
 """By what is remembered, a number of each task; saved with every checkpoint."""
-_PRODUCTS = ("pcgrad", "cagrad", "mgda", "main_and_helpers")
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ class StepWeighing:
         config = self.balancer.config
         if config.method in OF_LOSSES:
             return "losses"
-        if config.method in _PRODUCTS:
+        if config.method in OF_PRODUCTS:
             return "products"
         if config.method == "gradnorm":
             return "norms"

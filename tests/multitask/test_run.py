@@ -18,8 +18,7 @@ from pipeline.checkpoints.state import read_weights
 from pipeline.errors import ConfigError
 from pipeline.inspect.status import run_status
 from pipeline.multitask.config import is_mix, load_mix
-from pipeline.multitask.run import multitask
-from pipeline.multitask.show import step_lines
+from pipeline.multitask.run import multitask, step_lines
 from pipeline.runtime import env
 from pipeline.runtime.rank import Rank
 from pipeline.use.model import load

@@ -16,7 +16,7 @@ from pipeline.data.format import DatasetIndex
 from pipeline.data.loader import MicroBatch
 from pipeline.data.run_order import Share
 from pipeline.model.encoder import MaskedLanguageModel
-from pipeline.multitask.show import step_lines
+from pipeline.multitask.run import step_lines
 from pipeline.objectives.inputs import train_steps
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.use.folder import load_checkpoint, load_model, write_model
