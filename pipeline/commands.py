@@ -58,7 +58,7 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
 def _export(arguments: argparse.Namespace) -> None:
     from pipeline.finetune.export import export_hf
     from pipeline.use.folder import export
-    from pipeline.use.sentence_transformers import export_sentence_transformers
+    from pipeline.use.sentences import export_sentence_transformers
 
     chosen = arguments.pooling, arguments.max_length, arguments.whiten
     if arguments.format == "sentence-transformers":

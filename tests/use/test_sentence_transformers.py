@@ -15,7 +15,7 @@ from pipeline.errors import ConfigError
 from pipeline.model.heads import Pool
 from pipeline.runtime import cli
 from pipeline.use.model import load
-from pipeline.use.sentence_transformers import export_sentence_transformers
+from pipeline.use.sentences import export_sentence_transformers
 from tests.use.test_model import BERT, TEXTS, write
 
 LONG = [*TEXTS, " ".join(TEXTS) * 9]
