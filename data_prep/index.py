@@ -138,6 +138,7 @@ def _row(shard: int, block: dict[str, Any]) -> dict[str, Any]:
     return {"shard": shard, **of_block, **of_members}
 
 
+# Part of the fingerprint, which must be the same on every node: hence the rounding.
 def entropy_nats(frequencies: np.ndarray[Any, Any]) -> float:
     """Compute the Shannon entropy of counts, rounded to be the same on every processor."""
     share = frequencies[frequencies > 0] / frequencies.sum()

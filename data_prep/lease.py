@@ -32,6 +32,8 @@ from pipeline.runtime.files import is_alive, temporary_beside
 
 logger = logging.getLogger(__name__)
 
+# Files, no `flock`: that does not reach over all shared file systems, and has no name to show. A
+# task that is requeued at once waits this long.
 EXPIRES_S = 90.0
 """A process of another machine whose file nobody touched for so long is dead."""
 _TOUCHED_EVERY_S = 10.0

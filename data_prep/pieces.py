@@ -79,6 +79,8 @@ class PieceWriter:
         self.hashes.append(hashlib.blake2b(encoded, digest_size=16).digest())
         self.sizes.append(len(encoded))
 
+    # Whole, and compressed: half of 280 GB as plain text would fill a disk; `show --rejected`
+    # reads it.
     def reject(self, item: Rejected) -> None:
         """Store a rejected document for people to look at."""
         self.rejected.write(item.to_json().encode() + b"\n")
@@ -111,6 +113,8 @@ def _compressed(file: IO[bytes]) -> Iterator[IO[bytes]]:
         file.write(zstd.compress(b"", options=_ZSTD))
 
 
+# Level 1 would save 0.17 core-hours of 280 GB and make files 26% larger. `backports.zstd`, not
+# `zstandard`, which reads a file that was cut short as if it had ended there.
 _ZSTD: dict[int, int] = {
     zstd.CompressionParameter.compression_level: 3,
     zstd.CompressionParameter.checksum_flag: 1,

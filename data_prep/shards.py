@@ -166,6 +166,7 @@ def _write_tar(
     path: Path, stem: str, blocks: Iterator[_Block], vocab_size: int
 ) -> Iterator[_Block]:
     """Write blocks to a tar and yield each; closes the tar after the last."""
+    # Not webdataset's TarWriter: that of 1.0.2 imports torch and ignores `format`.
     with tarfile.open(path, mode="w", format=tarfile.USTAR_FORMAT) as tar:
         for number, block in enumerate(blocks):
             for name, content in _members(block, vocab_size).items():

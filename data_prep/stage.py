@@ -305,6 +305,8 @@ def recorded_sha256(path: Path) -> str | None:
         return None
 
 
+# Two runs in one folder once mixed their pieces with exit code 0, and a flipped bit went into the
+# dataset.
 def require_written(path: Path, found: str, expected: str) -> None:
     """Check that a file is as its task wrote it.
 
@@ -397,6 +399,7 @@ def _results(
         pool.shutdown(cancel_futures=True)
 
 
+# After kill -9 of the parent workers waited for ever, and outlived the job.
 def _end_with_parent() -> None:
     """End this worker when the process that started it is killed, or it would wait forever."""
     parent = multiprocessing.parent_process()

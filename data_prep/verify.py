@@ -158,6 +158,7 @@ def _content_problems(
 ) -> Iterator[str]:
     """Read the shard with webdataset, as other programs would, and check its contents."""
     try:
+        # On every dataset, not in tests alone: it must stay readable by the stock reader.
         samples = list(webdataset.WebDataset(str(path), shardshuffle=False, empty_check=False))
     except (OSError, tarfile.TarError, ValueError) as error:
         yield f"shard {path} cannot be read by webdataset: {error}"

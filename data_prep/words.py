@@ -21,6 +21,8 @@ HAN = ((0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xF900, 0xFAFF), (0x20000, 0x3FFFF))
 _JOINED = "a-zA-Z0-9+#&._%-"
 _BETWEEN = re.compile(f"[^{''.join(f'{chr(a)}-{chr(b)}' for a, b in HAN)}{_JOINED}]")
 _IS_JOINED, _IS_HAN = 1, 2
+# Stages take turns by the megabyte, not by the document: sentencepiece took 2.77 s between other
+# work, 2.48 s in batches, 2.19 s alone.
 _CHUNK = 1 << 20
 
 Tokens = npt.NDArray[np.unsignedinteger]
@@ -71,6 +73,9 @@ def _chinese(text: str) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
         np.equal(kinds, _IS_HAN, out=han[start:end])
         if han[start:end].any():
             places = _places(kinds)
+            # jieba looks at one such run at a time, so giving it only runs with Chinese changes no
+            # bit (0 of 27.5 million). A cache of unique runs (-12% before its own cost) and jieba
+            # without its HMM (no faster) were tried.
             words = rjieba.cut(codes[places].tobytes().decode("utf-32-le"))
             lengths = np.fromiter(map(len, words), dtype=np.int64, count=len(words))
             begins[start + places[np.cumsum(lengths) - lengths]] = True

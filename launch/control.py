@@ -198,6 +198,7 @@ def _scancel(jobs: Sequence[str]) -> list[str]:
     for job in left:
         try:
             # A script that requeues its job when it hears SIGTERM would undo the cancellation.
+            # First: a script that requeues on SIGTERM undid `scancel`.
             run_command(["scontrol", "update", f"jobid={job}", "requeue=0"])
         except SlurmError:
             continue  # it has just ended

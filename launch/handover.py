@@ -34,6 +34,7 @@ _CLOCKS_S = 5.0
 """By which the clocks of this machine and of the controller may differ."""
 
 
+# On disk before sbatch: a lock alone would not know what a killed process left in the queue.
 class Intent:
     """A submission on its way: what is on disk of it before, during and after sbatch.
 

@@ -441,6 +441,7 @@ def submit(draft: PrepDraft, room: Room | None = None) -> dict[str, list[str]]:
         return _roll(draft, last, arrays, intent, room) if arrays else _submit(draft, intent, room)
 
 
+# Stages after the first incomplete one go in whole: what they depend on is not known yet.
 def _left_over(draft: PrepDraft, last: Path) -> list[_Array]:
     """Read the arrays of the last submission if some are not in the queue yet, and still to be."""
     arrays = _read(last)
@@ -622,6 +623,7 @@ def _ask_data_prep(command: str, config_path: str, arguments: Sequence[str]) -> 
     return done.stdout
 
 
+# Both chains would do the same work.
 def _refuse_twice(draft: PrepDraft) -> None:
     """Refuse a second chain: two would redo and overwrite each other's tasks."""
     left = still_queued(_all(prep_jobs(draft.job.folder)))

@@ -319,6 +319,9 @@ _MEASURE = """\
   judge --bandwidth
 """
 
+# `done.json` may be of an earlier, shorter run; `scontrol requeue` fails while the controller
+# restarts; a signal to ranks that still start is lost. A late SIGUSR1 may reach a later start
+# (seen on a loaded machine): a restart, no step.
 _ATTEMPT = """\
 run_ranks() {{
   trap '' USR1  # srun passes it on all the same; by default it would die before it can
@@ -368,6 +371,8 @@ if [ "$go" = 1 ]; then
   fi
 fi"""
 
+# SLURM 22.05: a running job refuses excnodelist ("Job is no longer pending"), and after `scontrol
+# requeue` nobody of the job is left but a script that traps SIGTERM. The job keeps its id.
 _REQUEUE_WITHOUT = """\
 without=$(paste -sd, "$excluded" 2>/dev/null)
 [ -z "$without" ] || without={exclude}$without

@@ -179,6 +179,9 @@ def host_names(host_list: str) -> list[str]:
     return run_command(["scontrol", "show", "hostnames", host_list]).split() if host_list else []
 
 
+# SLURM 22.05: with EnforcePartLimits=NO sbatch queues a job for ever that asks for five of four
+# nodes, and --test-only passes a time limit above the partition's; it also refuses drained nodes
+# that sbatch would wait for, so that is a warning.
 def ask_sbatch(script: str) -> str:
     """Ask sbatch whether it would accept a script (`--test-only`), and return its answer.
 

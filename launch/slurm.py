@@ -35,6 +35,8 @@ _ACCESS = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 """How commands find the controller."""
 # Options of SLURM by another way than the profile; the job, step or group of processes that this
 # shell may itself be in; and what has no meaning beyond this login session.
+# A list of exceptions, not of permissions: users rely on proxies and variables of W&B and NCCL
+# without knowing it.
 _WITHHELD = re.compile(
     r"(SBATCH|SALLOC|SRUN|SQUEUE|SACCT|SCANCEL|SCONTROL|SINFO|SLURM|SLURMD)_.*|"
     r"RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|POSTNORM_(RUN_DIR|START)|"

@@ -10,6 +10,7 @@ from studies.config import Cell, Plan
 from studies.reading import Reading
 
 LEVEL = 0.95
+# Student's t up to here: a bootstrap of so few pairs is too narrow.
 _MOST_FOR_T = 5
 """Pairs up to which an interval is Student's: a bootstrap of so few is too narrow."""
 _DRAWS = 10_000

@@ -32,6 +32,10 @@ import numpy.typing as npt
 from data_prep.pieces import Hashes, Numbers
 
 Letters = npt.NDArray[np.uint32]
+# Our own: 95 MB a CPU-second of Chinese, 56 of English. With an earlier setting on the same text
+# 124 and 68, where datatrove had 3.0 and 4.0, gaoya 11 and 6, rensa 171 and 86. rensa saves 0.2
+# CPU-hours of 280 GB, but its digests changed with 0.5.0: the same text must give the same dataset
+# next year.
 NUM_BINS = 256
 _U64 = np.dtype("<u8")
 _EMPTY = np.uint64(2**64 - 1)

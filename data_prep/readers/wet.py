@@ -6,6 +6,8 @@ rejected by type, and only their address is stored.
 
 from typing import Any
 
+# Plain Python, so that our decompression, which notices a cut, stands below; fastwarc is faster
+# and brings its own.
 from warcio.archiveiterator import WARCIterator  # type: ignore[import-untyped,import-not-found]
 from warcio.exceptions import ArchiveLoadFailed  # type: ignore[import-untyped,import-not-found]
 

@@ -143,6 +143,8 @@ def gather(
     )
 
 
+# Nodes look at different blocks, so one node alone sees what is damaged for all: read it again
+# here.
 def _confirmed(data: DataConfig, records: Iterable[Record]) -> set[int]:
     """Return the suspected blocks that are damaged as this node reads them, too."""
     damaged = set()

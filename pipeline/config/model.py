@@ -63,6 +63,8 @@ class ModelConfig:
     attention_scale: Literal["sqrt", "entropy_invariant"] = param(
         "sqrt", "scores over sqrt(d), or that times log_512 of the number of keys, 16 at least"
     )
+    # DeepNorm in Pre-LN is an error: nothing undoes (2N)^(1/4), and x grows by it in each
+    # sub-layer.
     residual: Literal["plain", "deepnorm", "rezero"] = param(
         "plain",
         "x + alpha F(x) with the alpha of train.alpha_warmup_steps (plain), (2N)^(1/4) x + F(x), "

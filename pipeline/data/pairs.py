@@ -259,6 +259,8 @@ def _random_word(word_bits: npt.NDArray[np.uint8], start: int, stop: int, draw: 
     return at
 
 
+# From the same block, which is read anyway: pairs cost no input and stay a function of (seed,
+# sample, epoch).
 @kernel
 def _other_text(
     text: Text, document: int, how: tuple[np.uint64, bool], longest: int, ends_whole: bool

@@ -42,6 +42,8 @@ class Purpose(IntEnum):
     EVAL_GENERATOR = 11
 
 
+# Our own, checked against the published known answers: numpy does not promise that the streams of
+# a `Generator` stay the same between versions, and a mask must.
 def philox(
     counter: tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike, npt.ArrayLike], key: tuple[int, int]
 ) -> tuple[Words, Words, Words, Words]:

@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 Bytes = npt.NDArray[np.uint8]
 
 _SHOWN = 5
+# Matched, not evaluated: numpy's reader calls `ast.literal_eval`, and Python 3.11's keeps one
+# recursion counter for all threads (python/cpython issue 106905): threads failed now and then with
+# SystemError.
 _NPY_HEADER = re.compile(
     rb"\x93NUMPY\x01\x00..\{'descr': '([^']+)', 'fortran_order': False, "
     rb"'shape': \((\d+),\), \} *\n",
@@ -123,6 +126,9 @@ class Block:
         return list(json.loads(self.meta_json)["document_ids"])
 
 
+# pread, not a mapping: it costs the same with hashing (1,398 against 1,430 MB a CPU-second, warm;
+# `python -m benchmarks.loading DATASET`), an I/O error can be tried again where SIGBUS kills, and
+# no file stays open. The price: each rank reads all blocks of its window (16 x 2.3 MB).
 class BlockReader:
     """Reads blocks of a dataset by their row in the index; threads may share it.
 

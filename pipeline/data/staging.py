@@ -58,6 +58,8 @@ def stage(
     return staging.staged
 
 
+# By lock, not by rank: ranks, other jobs and the successor of a killed process need no agreement.
+# 915 MB a CPU-second with hashing (copyfile 2,409, sha256 alone 1,811, in memory).
 @dataclass(frozen=True)
 class _Staging:
     index: DatasetIndex

@@ -13,7 +13,7 @@ are, is not part of the resumable state.
   that the run can still be saved.
 
 torch's DataLoader raises an error from a signal handler in the middle of any line when a worker
-dies, and its workers load torch (see DECISIONS.md).
+dies, and its workers load torch.
 """
 
 import atexit
@@ -44,6 +44,9 @@ from pipeline.runtime.stop import kept_from_children
 
 logger = logging.getLogger(__name__)
 
+# Not ProcessPoolExecutor: it does not say which worker died or of what, and its workers outlive a
+# killed parent. torch's workers take 219 MiB each, ours peak at 204 with numba, a rank at 371.
+# Reused memory: 107 (128 slots) to 196 M tokens (512) a CPU-second in the rank.
 _BLOCKED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 
 

@@ -17,6 +17,7 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.finetune.result import CLASS_KINDS, RESULT, Prediction, Run, averaged, joined
 from pipeline.tasks.scores import Floats, tables
 
+# Above what sampling gives; a fixed bound would warn of noise at 119 classes and miss shifts at 2.
 _SHIFT = 0.1
 
 

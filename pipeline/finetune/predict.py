@@ -162,6 +162,7 @@ def _answer(spec: HeadSpec, example: Example, pairs: Sequence[tuple[TokenRow, An
     null = min(decided[3] for _, decided in pairs)
     if not math.isfinite(score):
         return ""
+    # Only of tasks with unanswerable questions: else no question is left without an answer.
     if spec.null_threshold is not None and null - score > spec.null_threshold:
         return ""
     return example.text[int(row.offsets[first, 0]) : int(row.offsets[last, 1])]

@@ -136,6 +136,7 @@ def run_status(folder: Path, now_s: float | None = None) -> RunStatus:
     last_sign_s = max([attempts[-1]["unix_s"], *(line.get("unix_s", 0.0) for line in lines[-1:])])
     idle_s = now_s - last_sign_s
     is_here = attempts[-1]["host"] == socket.gethostname()
+    # The lock is believed on the run's own host only.
     is_alive = run.is_locked() or (not is_here and idle_s < silence_s)
     starts = _starts(run, attempts, is_alive=is_alive)
     state = FINISHED if run.done.exists() else starts[-1].state

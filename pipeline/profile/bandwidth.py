@@ -191,6 +191,8 @@ def _wait_for_all(process: ProcessInfo, store: Store, key: str) -> None:
         return  # rank 0, which serves the store, has seen all ranks and left
 
 
+# Disjoint, each pair in a group of its own: overlapping groups with `use_local_synchronization`
+# hung with 3 nodes (torch 2.13, gloo).
 def pairs_in_ring(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
     """Return rounds of disjoint pairs in which every node meets both of its neighbours.
 

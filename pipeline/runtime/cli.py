@@ -223,6 +223,8 @@ def parse(parser: argparse.ArgumentParser, line: Sequence[str]) -> argparse.Name
         place = list(line).index("--")
         line, words = line[:place], line[place + 1 :]
     # argparse fills a `*` argument once: overrides behind an option are left over.
+    # argparse fills a `*` positional once: `config FILE --explain a=b` fails with it, so overrides
+    # behind options are collected from the rest.
     arguments, rest = parser.parse_known_args(line)
     strangers = [text for text in rest if text.startswith("-") or "=" not in text]
     if strangers or (rest and not hasattr(arguments, "overrides")):

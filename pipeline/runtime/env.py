@@ -91,7 +91,12 @@ def process_info_or_alone(environ: MutableMapping[str, str] | None = None) -> Pr
         )
     # With port 0 rank 0 takes any port that is free; no other rank has to know it.
     environ.update(
-        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
+        # Port 0: a free port that is looked up first can be taken before it is used.
+        RANK="0",
+        LOCAL_RANK="0",
+        WORLD_SIZE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="0",
     )
     return process_info(environ)
 

@@ -182,6 +182,8 @@ class _Ranges(io.RawIOBase):
         return end - start
 
 
+# Our own ranges on top of fsspec: its files have caches that differ from store to store, and take
+# an answer that was cut short for the end of some files.
 def _store(address: str) -> tuple[Any, str]:
     """Return fsspec's file system, without memory of listings, and the path in it.
 

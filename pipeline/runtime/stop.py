@@ -73,6 +73,7 @@ def _without_traceback(
         return
     sys.stderr.write("interrupted\n")
     sys.stderr.flush()
+    # CPython kills itself with SIGINT when the interrupt passed through C code: no exit code 130.
     os._exit(EXIT_INTERRUPTED)
 
 

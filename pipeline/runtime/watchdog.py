@@ -30,6 +30,7 @@ _WRITING_TAKES_S = 10.0
 """After which the process ends, even if what hangs is the file system of the run's folder."""
 
 
+# On a loaded machine making the engine took 100 s.
 _STARTING_TAKES_S = 600.0
 """Until a step is done, a phase may take this long whatever the limit: import, compilation."""
 

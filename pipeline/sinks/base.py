@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 GROUP = "postnorm.sinks"
 # Not entry points of the installed package: a job runs its own copy of the code, not installed.
+# A table, not entry points: jobs run a copy of the code that is not installed.
 _BUILT_IN = {
     "tensorboard": "pipeline.sinks.tensorboard:TensorBoard",
     "wandb": "pipeline.sinks.wandb:WeightsAndBiases",
@@ -207,6 +208,7 @@ class _Worker:
         self._name = name
         self._calls: queue.Queue[Callable[[Sink], None] | None] = queue.Queue(_MOST_WAITING)
         self._given = self._lost = 0
+        # A thread each: W&B and MLflow may block for minutes.
         self._thread = threading.Thread(
             target=self._run, args=(opener, start), name=f"sink {name}", daemon=True
         )

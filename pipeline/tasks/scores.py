@@ -204,6 +204,7 @@ def assign(scores: Floats) -> list[int]:
 # Metrics
 
 
+# A bootstrap draw is then a product, paired for two models by the same key.
 @dataclass(frozen=True)
 class Table:
     """A metric's lines, a row of the data each, and its value from sums of lines."""

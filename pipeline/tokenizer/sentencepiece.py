@@ -45,6 +45,9 @@ _MAX_SENTENCE_BYTES = 1 << 16
 _IDENTITY_RULES = b"\x1a\x0c\x0a\x08identity\x12\x00"
 _SPACES = re.compile("  +")
 _NEWLINES = re.compile("\n\n\n+")
+# The model's rules do not name the break, which falls back to its byte; no other text has it. Ids
+# stay, and whoever has the file reads alike. A symbol of its own would need training, a private
+# character could stand in a text; WordPiece cannot have either.
 _BREAK_PIECE = "<0x0A>"
 BREAKS = "\n\r\x85\u2028\u2029"
 """Line breaks, as the inside of a regex class."""
@@ -425,6 +428,7 @@ def train(
         if limit := re.search(r"<= (\d+)", str(error)):
             raise VocabularyTooLargeError(text, int(limit[1])) from error
         raise DataError(text) from error
+    # Not written by sentencepiece: a file would hold its own path, and so would the fingerprint.
     return model.getvalue()
 
 

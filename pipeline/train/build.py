@@ -47,6 +47,8 @@ from pipeline.train.watch import Watch
 
 logger = logging.getLogger(__name__)
 
+# The old rank 0 of a node that was cut off may live on for most of a minute: then exit code 1, a
+# retry.
 _LOCK_PATIENCE_S = 15.0
 
 

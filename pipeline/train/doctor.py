@@ -47,6 +47,12 @@ _SHARE_OF_RUN = 0.02
 _LEVEL = 0.95
 _LEAST_FALL = 0.01
 _LEAST_RISE = 0.01
+# 200 updates behind the warm-ups the ratio was at most 2.4% in 32 of 35 stuck runs, often nothing;
+# in 37 runs that learned no window's median was below 59%. A run of another corpus fell to 4%
+# after 100 updates and came back: hence twice the patience, a tenth, and no way back. Losses and
+# accuracy alone found 23, and reported one run that learned. On 24 runs that did not shape the
+# rule (width 64, batch 8, another corpus and vocabulary) all 11 stuck ones were found and none of
+# 13 others; the first advice freed all 11.
 _CUT_OFF = 0.1
 _COMES_BACK = 1.5
 _CONTRADICTS, _PROVES = -2.0, 3.0

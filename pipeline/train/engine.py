@@ -564,6 +564,8 @@ def _import_deepspeed() -> Any:
 
     compatible = deepspeed.ops.__compatible_ops__
     if "deepspeed_shm_comm" in compatible:
+        # It compiles for a minute at the first start; a kill in that minute leaves a lock that
+        # later starts wait for.
         compatible["deepspeed_shm_comm"] = False
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     return deepspeed

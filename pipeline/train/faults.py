@@ -257,6 +257,8 @@ class Rescue:
         self._leave_out(state, start, to_step, text, loss=loss, limit=limit)
         return True
 
+    # NaN in a moment reaches the weights a step later and the loss another step later: the batch
+    # at fault is one of the last, so one is left out, then two more, then four.
     def _leave_out(
         self,
         state: TrainState,

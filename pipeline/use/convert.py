@@ -221,6 +221,7 @@ def _read(source: Path) -> _Source:
     return _Source(config, config_path, read, is_tensorflow)
 
 
+# Names of BERT and RealFormer are the same in TensorFlow, the computations are not.
 def _check_family(read: _Source, family: Family | None) -> Family:
     """Find the checkpoint's family; one that is asked for must not contradict it."""
     found: set[Family]

@@ -164,6 +164,8 @@ def double_width(
     ), grown
 
 
+# The half of a doubling stands here, so that it is exact for any epsilon. RMSNorm without a gain
+# halves the embeddings, and norm_eps is divided by 4 where that is seen.
 def _last_norm(config: ModelConfig) -> str | None:
     """Name the norm whose result the tied output reads; None if it cannot be halved alone."""
     if not config.norm_affine:

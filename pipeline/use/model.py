@@ -31,6 +31,8 @@ from pipeline.use.hf import is_own_hf, load_own_hf
 from pipeline.use.whiten import Vectors, Whitening, fingerprint, fit
 
 _DEFAULT_LENGTH = 512
+# Sorting by length: 2,000 texts of 10 to 400 characters take 22 CPU-seconds in any order; before,
+# 40 as they come, 33 one at a time, 25 sorted by hand.
 _WINDOW_BATCHES = 32
 """Batches whose texts are sorted by length together; so many texts are held at once."""
 _CPU_TOKENS = 512
