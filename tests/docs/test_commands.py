@@ -20,6 +20,7 @@ import pytest
 
 from pipeline.runtime import cli
 from tests.support.pages import NEEDS, PAGES, ROOT, Block, blocks, commands_in_sentences
+from tests.support.processes import write_program
 
 _OF_OTHERS = re.compile(
     "apptainer|cd|diff|docker|echo|git|head|pip|source|ssh|tail|tensorboard|touch|zstdcat"
@@ -182,9 +183,8 @@ def workshop(tmp_path_factory: pytest.TempPathFactory, processes: None) -> Path:
     (folder / "prep.yaml").write_text(prep)
     (folder / "train.yaml").write_text(train)
     (folder / "bin").mkdir()
-    command = folder / "bin" / "postnorm"
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m postnorm "$@"\n')
-    command.chmod(0o755)
+    program = f'#!/bin/sh\nexec {sys.executable} -m postnorm "$@"\n'
+    write_program(folder / "bin" / "postnorm", program)
     _run("postnorm prep run prep.yaml && postnorm pretrain train.yaml", folder)
     shutil.copytree(folder / "runs" / "mine", folder / "runs" / "other")
     shutil.copytree(folder, folder.with_suffix(".kept"))
@@ -195,16 +195,13 @@ def _run(command: str, folder: Path) -> None:
     path = f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"}
     done = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", command],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+        ["bash", "-o", "pipefail", "-c", command], cwd=folder, env=environment,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
     assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page, found in _RUN.items() if found])
 def test_commands_run(page: str, workshop: Path) -> None:
     # At the same place: a dataset knows its inputs by their paths.

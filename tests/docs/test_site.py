@@ -18,11 +18,8 @@ def test_site_has_every_page(processes: None, tmp_path: Path) -> None:
     """A warning is an error by mkdocs.yml: of links, of pages without a place, of docstrings."""
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path / "site")],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout
     for page in PAGES:
         if page.parent.name == "docs":

@@ -1,7 +1,5 @@
 """The scripts in examples/, each run as a user would, at its smallest size."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,20 +9,17 @@ import transformers
 
 from pipeline.runtime.env import child_environment
 from tests.support import bert_vocabulary
+from tests.support.processes import python
 
 ROOT = Path(__file__).parents[2]
 
 
 def _example(name: str, *words: object, cwd: Path, text: str = "") -> str:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / name), *map(str, words)],
-        capture_output=True, text=True, cwd=cwd, input=text,
-        env=child_environment(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1"),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    environment = child_environment(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    return python(ROOT / "examples" / name, *words, cwd=cwd, input=text, env=environment)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("processes")
 def test_own_corpus_then_embed_lines(corpus: Path, tmp_path: Path) -> None:
     said = _example(
@@ -48,6 +43,7 @@ def test_own_corpus_then_embed_lines(corpus: Path, tmp_path: Path) -> None:
         (tmp_path / "vectors.npy").unlink()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("processes")
 def test_continue_bert(corpus: Path, tmp_path: Path) -> None:
     pieces = bert_vocabulary.rows([corpus.read_text()])

@@ -1,24 +1,15 @@
 """Raw text to an exported encoder with the commands that a user types, small."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from pipeline.data.format import read_index
+from tests.support.processes import python
 from tests.support.ranks import Ranks, records
 
 ROOT = Path(__file__).parents[2]
-
-
-def _command(*arguments: object) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", *map(str, arguments)], capture_output=True, text=True, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.mark.smoke
@@ -31,12 +22,12 @@ def test_raw_text_becomes_an_encoder(
         f"sources: [{{name: topics, inputs: [{corpus}]}}]\n"
         "tokenizer: {vocab_size: 1000}\nshards: {block_tokens: 8000, eval_fraction: 0.05}\n"
     )
-    _command("data_prep", "run", config)
+    python("-m", "data_prep", "run", config)
     run_dir, out = tmp_path / "run", tmp_path / "export"
     ranks = start_ranks(run_dir, read_index(tmp_path / "data"), "train.num_steps=20")
     assert ranks.wait() == [0, 0], ranks.output
     first, last = records(run_dir, "eval")[0]["loss"], records(run_dir, "eval")[-1]["loss"]
     assert last < first - 0.2, "it learned nothing"
-    assert "largest difference of logits" in _command("pipeline", "export", run_dir, out)
+    assert "largest difference of logits" in python("-m", "pipeline", "export", run_dir, out)
     assert json.loads((out / "config.json").read_text())["max_abs_diff"] <= 1e-3
-    assert _command("pipeline", "fill-mask", out, "a [MASK] b").startswith("[MASK] 1: ")
+    assert python("-m", "pipeline", "fill-mask", out, "a [MASK] b").startswith("[MASK] 1: ")

@@ -23,16 +23,6 @@ done
 """
 _SLEEPING = "#!/bin/bash\nsrun sleep 1000\n"
 _ON_TWO_NODES = ("--nodes=2", "--ntasks-per-node=2", "--requeue", "--gpus-per-node=2")
-# Tells of the network between two nodes, a line each time that it changes.
-_LOOKING = """#!/bin/bash
-other=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tail -n 1)
-while :; do
-  timeout 1 bash -c ": </dev/tcp/$other/6818" 2>/dev/null && now=there || now=gone
-  [ "$now" = "$before" ] || echo "$now"
-  before=$now
-  sleep 0.1
-done
-"""
 _OWNER = """
 import sys
 from pathlib import Path
@@ -81,6 +71,7 @@ def _traces(folder: Path) -> list[object]:
     return [*_of(folder), *lines, *(n for n in names if re.match(r"bridge|node\d|n\db\d", n))]
 
 
+@pytest.mark.slow
 def test_tasks_run_on_two_nodes_and_are_lost_with_one(folder: Path, kind: type[Machines]) -> None:
     log = folder / "job.log"
     with SlurmCluster(folder, machines=kind(folder, 2)) as cluster:
@@ -105,54 +96,6 @@ def test_tasks_run_on_two_nodes_and_are_lost_with_one(folder: Path, kind: type[M
     assert not _traces(folder)
 
 
-def test_lost_network_comes_back(cluster: SlurmCluster, tmp_path: Path) -> None:
-    if not cluster.can_cut_network:
-        pytest.skip("nodes share a network: namespaces need root and iproute2")
-    log = tmp_path / "job.log"
-
-    def last() -> str:
-        return (log.read_text() if log.exists() else "").split("\n")[-2:][0]
-
-    job = cluster.sbatch(_LOOKING, "--nodes=2", f"--output={log}")
-    cluster.wait_until(lambda: last() == "there", "node 2 is seen by node 1")
-    cluster.netcut(2)
-    cluster.wait_until(lambda: last() == "gone", "node 2 is not seen")
-    assert [process.name() for process in cluster.processes(2)].count("slurmd") == 1
-    cluster.netheal(2)
-    cluster.wait_until(lambda: last() == "there", "node 2 is seen again")
-    assert cluster.state(job) == "RUNNING"
-
-
-def test_killed_rank_takes_the_others_along(cluster: SlurmCluster) -> None:
-    script = _SLEEPING.replace("srun", "srun --kill-on-bad-exit=1")
-    job = cluster.sbatch(script, *_ON_TWO_NODES, "--output=/dev/null")
-    cluster.wait_for_tasks(job, 4)
-    assert cluster.tasks(job)[3].cmdline() == ["/usr/bin/sleep", "1000"]
-    cluster.tasks(job)[3].kill()
-    cluster.wait_for(job, "FAILED")
-
-
-def test_controller_comes_back_with_its_jobs(cluster: SlurmCluster) -> None:
-    job = cluster.sbatch(_SLEEPING, "--output=/dev/null")
-    cluster.wait_for(job, "RUNNING")
-    cluster.restart_controller()
-    assert cluster.state(job) == "RUNNING"
-
-
-def test_higher_partition_pushes_jobs_away(cluster: SlurmCluster, tmp_path: Path) -> None:
-    # Each task tells it in a file of its own: the last line of a task's output is lost when srun
-    # is ended before it, and a task that has not yet set its trap ends without a word.
-    task = (
-        "trap 'touch asked.$SLURM_PROCID; exit' TERM; touch ready.$SLURM_PROCID; sleep 1000 & wait"
-    )
-    (tmp_path / "task.sh").write_text(task)
-    cluster.sbatch("#!/bin/bash\nsrun bash task.sh\n", "--nodes=2", f"--chdir={tmp_path}")
-    cluster.wait_until(lambda: len(list(tmp_path.glob("ready.*"))) == 2, "both tasks wait")
-    with cluster.preempting() as other:
-        cluster.wait_for(other, "RUNNING")
-        cluster.wait_until(lambda: len(list(tmp_path.glob("asked.*"))) == 2, "both were asked")
-
-
 def test_nothing_is_left_of_a_cluster_whose_owner_is_killed(
     folder: Path, kind: type[Machines], processes: Processes
 ) -> None:
@@ -169,13 +112,3 @@ def test_nothing_is_left_of_a_cluster_whose_owner_is_killed(
     while left := _traces(folder):
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
-
-
-def test_nothing_is_left_of_a_cluster_that_does_not_start(
-    folder: Path, kind: type[Machines]
-) -> None:
-    wrong = {"SchedulerType": "sched/nonsense"}
-    cluster = SlurmCluster(folder, machines=kind(folder, 2), settings=wrong)
-    with pytest.raises(AssertionError, match=r"(?s)slurmctld has ended.*sched/nonsense"):
-        cluster.start()
-    assert not _traces(folder)

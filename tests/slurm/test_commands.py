@@ -94,12 +94,11 @@ def test_a_run_is_looked_at_requeued_and_cancelled(
     assert str(run.folder) in listed
     assert "10/1,000" in listed
 
+    words = ["logs", str(run.folder), "--follow"]
     log = processes.start(
-        [sys.executable, "-c", PROGRAM, "logs", str(run.folder), "--follow"],
-        cwd=ROOT,
-        env=cluster.environment,
+        [sys.executable, "-c", PROGRAM, *words], cwd=ROOT, env=cluster.environment,
         stderr=subprocess.PIPE,
-    )
+    )  # fmt: skip
     time.sleep(1)
     done = command("requeue", run.folder)
     assert f"asked job {job} to save" in done.stdout, done.stderr
@@ -107,8 +106,7 @@ def test_a_run_is_looked_at_requeued_and_cancelled(
     cluster.wait_for(job, "PENDING")
     # Held, so that it still waits however long the commands take.
     cluster.run("scontrol", "uhold", job)
-    waiting = command("status", run.folder).stdout
-    assert "JobHeldUser: held by you: scontrol release" in waiting, waiting
+    assert "JobHeldUser" in command("status", run.folder).stdout
     assert "nothing to requeue" in command("requeue", run.folder).stdout
     cluster.run("scontrol", "release", job)
     cluster.wait_for(job, "RUNNING")
@@ -120,7 +118,6 @@ def test_a_run_is_looked_at_requeued_and_cancelled(
     assert done.returncode == 0, done.stderr
     assert f"cancelled job {job}" in done.stdout
     assert "newest checkpoint: step 10" in done.stdout
-    assert f"python -m launch resume {run.folder}" in done.stdout
     assert cluster.state(job) == "CANCELLED"
     out, err = log.communicate(timeout=60)
     assert "restart 0" in out
@@ -142,10 +139,10 @@ def test_cancel_lets_it_save_first(cluster: SlurmCluster, command: Command, tmp_
     assert cluster.job(job)["ExitCode"] == "3:0"  # by itself, not by scancel
     assert not (run.folder / "STOP").exists()
     assert cluster.state(others_job) == "PENDING"
-    assert "JobHeldUser: held by you: scontrol release" in command("status", other.folder).stdout
     assert "there is no checkpoint" in command("cancel", other.folder).stdout
 
 
+@pytest.mark.slow
 def test_the_controller_forgets_a_job_that_runs(
     cluster: SlurmCluster, command: Command, tmp_path: Path
 ) -> None:
@@ -155,8 +152,7 @@ def test_the_controller_forgets_a_job_that_runs(
     assert found["jobs"][0]["state"] == "UNKNOWN"
     done = command("cancel", run.folder, "--save")
     assert done.returncode == 2
-    assert f"nothing was cancelled. If its ranks run on without SLURM (see `launch status`), " \
-        f"`touch {run.folder}/STOP`" in done.stderr  # fmt: skip
+    assert f"`touch {run.folder}/STOP`" in done.stderr
     # Its id is that of a stranger: not to be touched.
     stranger = cluster.sbatch("#!/bin/bash\nsleep 100\n", "--output=/dev/null")
     run.submitted(stranger)
@@ -165,6 +161,7 @@ def test_the_controller_forgets_a_job_that_runs(
     assert cluster.state(stranger) in ("PENDING", "RUNNING")
 
 
+@pytest.mark.slow
 def test_a_restarting_controller_is_waited_for(
     cluster: SlurmCluster, processes: Processes, tmp_path: Path
 ) -> None:
@@ -173,11 +170,9 @@ def test_a_restarting_controller_is_waited_for(
     _wait_for_line(cluster, run, job, "restart 0")
     cluster.kill_controller()
     waiting = processes.start(
-        [sys.executable, "-m", "launch", "status", str(run.folder), "--json"],
-        cwd=ROOT,
-        env=cluster.environment,
-        stderr=subprocess.PIPE,
-    )
+        [sys.executable, "-m", "launch", "status", str(run.folder), "--json"], cwd=ROOT,
+        env=cluster.environment, stderr=subprocess.PIPE,
+    )  # fmt: skip
     time.sleep(2)
     assert waiting.poll() is None
     cluster.start_controller()
@@ -188,6 +183,7 @@ def test_a_restarting_controller_is_waited_for(
     assert states in (["RUNNING"], ["UNKNOWN"], ["PENDING"])
 
 
+@pytest.mark.slow
 def test_arrays_of_a_data_preparation(
     cluster: SlurmCluster, command: Command, tmp_path: Path
 ) -> None:

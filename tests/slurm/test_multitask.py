@@ -1,8 +1,6 @@
 """A multi-task run on a real cluster of two nodes: asked to save, requeued, and done."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,10 +8,8 @@ import pytest
 from launch.records import history
 from tests.multitask.test_run import write_mix
 from tests.support.slurm import SlurmCluster
-from tests.support.slurm_runs import PROFILE
+from tests.support.slurm_runs import PROFILE, launch
 from tests.support.tiny_tasks import write_tiny_model
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
@@ -23,15 +19,7 @@ def test_a_mix_is_requeued_and_ends(cluster: SlurmCluster, tmp_path: Path) -> No
     profile.write_text(json.dumps({**PROFILE, "nodes": 2, "ranks_per_node": 1}))
     folder = tmp_path / "run"
 
-    def launch(*words: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "launch", *words], capture_output=True, text=True, cwd=ROOT,
-            env=cluster.environment,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    said = launch("submit", str(path), "--cluster", str(profile))
+    said = launch(cluster, "submit", path, "--cluster", profile)
     job = said.split("\njob ")[-1].split(":")[0]
     cluster.wait_until(lambda: (folder / "checkpoints/latest").exists(), "a checkpoint", 240)
     cluster.run("scancel", "--batch", "--signal=USR1", job)
@@ -42,5 +30,5 @@ def test_a_mix_is_requeued_and_ends(cluster: SlurmCluster, tmp_path: Path) -> No
     assert [start["world_size"] for start in starts] == [2, 2]
     assert starts[1]["resumed_from_step"] > 0
     assert json.loads((folder / "done.json").read_text())["step"] == 200
-    launch("submit", str(path), "--cluster", str(profile), "--dry-run")
-    assert "finished" in launch("status", str(folder))
+    launch(cluster, "submit", path, "--cluster", profile, "--dry-run")
+    assert "finished" in launch(cluster, "status", folder)

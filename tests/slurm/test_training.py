@@ -34,16 +34,22 @@ def test_two_nodes_give_what_torchrun_gives(
     assert_same(run.run_dir, straight)
 
 
-@pytest.mark.slow
-def test_announced_end_loses_no_step_and_a_killed_rank_few(
-    cluster: SlurmCluster, dataset: DatasetIndex, straight: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    "faults",
+    [
+        ("time limit announced", "power of a worker node"),
+        pytest.param(("rank killed", "preempted"), marks=pytest.mark.slow),
+    ],
+)
+def test_the_same_bits_after_two_faults(
+    cluster: SlurmCluster, dataset: DatasetIndex, straight: Path, tmp_path: Path,
+    faults: tuple[str, str],
+) -> None:  # fmt: skip
     run = SlurmRun(cluster, tmp_path / "run", dataset, *STEPS)
-    for step, name in ((30, "time limit announced"), (80, "rank killed")):
+    for step, name in zip((30, 80), faults, strict=True):
         run.wait_for_step(step)
         suffer(run, name)
     assert run.wait_for_end() == "COMPLETED"
-    assert [decision["decision"] for decision in run.decisions()] == [
-        "requeue", "requeue", "finished"
-    ]  # fmt: skip
+    assert len(run.starts()) == 3
+    assert run.decisions()[-1]["decision"] == "finished"
     assert_same(run.run_dir, straight)

@@ -1,10 +1,37 @@
 """Processes that a test starts and that end with it, however it ends."""
 
 import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def output(*command: object, code: int = 0, **options: Any) -> str:
+    """Return what a program prints, or its errors where it must end with a code but 0.
+
+    It runs in the checkout; options are those of `subprocess.run`.
+    """
+    given: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, **options}
+    done = subprocess.run([*map(str, command)], check=False, **given)
+    assert done.returncode == code, f"{command}: {done.returncode}\n{done.stdout}{done.stderr}"
+    return str(done.stderr if code else done.stdout)
+
+
+def python(*words: object, code: int = 0, **options: Any) -> str:
+    """Return the output of this Python, as `output`."""
+    return output(sys.executable, *words, code=code, **options)
+
+
+def write_program(path: Path, text: str) -> Path:
+    """Write a file that can be run."""
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
 
 
 class Processes:

@@ -16,7 +16,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import psutil
 
@@ -57,43 +56,82 @@ exec unshare --pid --fork --kill-child --mount --mount-proc --uts bash -c '
 """
 
 
-class Machines(Protocol):
+class Machines:
     """A controller and nodes 1 to n that can be reached from it."""
 
-    controller: Host
-    nodes: list[Host]
-    can_cut_network: bool
+    can_cut_network = True
+    _enter: Sequence[str] = ()
+    """Words before a daemon's command."""
+
+    def __init__(self, folder: Path, controller: Host, nodes: list[Host]) -> None:
+        self._folder, self.controller, self.nodes = folder, controller, nodes
+        self._keeper: subprocess.Popen[bytes] | None = None
+        """All ends with its standard input."""
+        self._started: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self) -> None:
         """Makes what the daemons run in."""
+        raise NotImplementedError
 
     def wrap(self, client: str) -> list[str]:
         """The command of a client of SLURM, to be run on the outside."""
+        raise NotImplementedError
+
+    def boot(self, number: int, command: Sequence[str], environment: dict[str, str]) -> None:
+        """Starts a node with its daemon."""
+        raise NotImplementedError
+
+    def poweroff(self, number: int) -> None:
+        """Ends every process of a node at once."""
+        raise NotImplementedError
+
+    def processes(self, number: int) -> list[psutil.Process]:
+        """Those of a node."""
+        raise NotImplementedError
+
+    def cable(self, number: int, *, plugged: bool) -> None:
+        """Cuts a node off the network while its processes live on, or connects it again."""
+        raise NotImplementedError
 
     def run_controller(self, command: Sequence[str], environment: dict[str, str]) -> None:
         """Starts the controller's daemon."""
+        self._started[0] = self._spawn([*self._enter, *command], environment)
 
     @property
     def has_controller(self) -> bool:
         """Whether it still runs."""
+        return 0 in self._started and self._started[0].poll() is None
 
     def kill_controller(self, number: signal.Signals) -> None:
         """Sends it a signal and waits for its end."""
-
-    def boot(self, number: int, command: Sequence[str], environment: dict[str, str]) -> None:
-        """Starts a node with its daemon."""
-
-    def poweroff(self, number: int) -> None:
-        """Ends every process of a node at once."""
-
-    def processes(self, number: int) -> list[psutil.Process]:
-        """Those of a node."""
-
-    def cable(self, number: int, *, plugged: bool) -> None:
-        """Cuts a node off the network while its processes live on, or connects it again."""
+        outer = self._started.pop(0)
+        daemons = psutil.Process(outer.pid).children() if self._enter else [outer]
+        for process in daemons:
+            process.send_signal(number)
+        outer.wait(60)
 
     def stop(self) -> None:
         """Ends everything."""
+        if self._keeper:
+            assert self._keeper.stdin
+            self._keeper.stdin.close()
+            self._keeper.wait(60)
+            if self._keeper.stdout:
+                self._keeper.stdout.close()
+        for each in self._started.values():
+            each.wait(60)
+        self._started, self._keeper = {}, None
+
+    def _spawn(
+        self, command: Sequence[str], environment: dict[str, str], *,
+        stdin: int = subprocess.DEVNULL, stdout: int | None = None,
+    ) -> subprocess.Popen[bytes]:  # fmt: skip
+        with (self._folder / "log/machines.log").open("a") as log:
+            # Ctrl-C is for whoever started this, who then ends it in order.
+            return subprocess.Popen(
+                command, stdin=stdin, stdout=log if stdout is None else stdout, stderr=log,
+                start_new_session=True, env={**environment, "PATH": _PATH},
+            )  # fmt: skip
 
 
 def make(folder: Path, num_nodes: int) -> Machines:
@@ -119,18 +157,13 @@ def program(name: str) -> str | None:
     return shutil.which(name, path=_PATH)
 
 
-class Namespaces:
+class Namespaces(Machines):
     """Nodes in namespaces of their own."""
-
-    can_cut_network = True
 
     def __init__(self, folder: Path, num_nodes: int) -> None:
         assert num_nodes < 10
-        self.controller = Host("controller", "10.0.0.254", 6817)
-        self.nodes = [Host(f"node{i}", f"10.0.0.{i}", 6818) for i in range(1, num_nodes + 1)]
-        self._folder = folder
-        self._world: subprocess.Popen[bytes] | None = None
-        self._started: dict[int, subprocess.Popen[bytes]] = {}
+        nodes = [Host(f"node{i}", f"10.0.0.{i}", 6818) for i in range(1, num_nodes + 1)]
+        super().__init__(folder, Host("controller", "10.0.0.254", 6817), nodes)
         self._boots = 0
         self._interfaces: dict[int, str] = {}
 
@@ -141,32 +174,20 @@ class Namespaces:
         (self._folder / "resolv.conf").write_text(
             "nameserver 127.0.0.1\noptions timeout:1 attempts:1\n"
         )
-        self._world = self._spawn(
+        self._keeper = self._spawn(
             ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc",
              "--uts", "bash", "-c", _WORLD, "world", str(self._folder)],
             dict(os.environ), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
-        assert self._world.stdout
-        ready = self._world.stdout.readline()
+        assert self._keeper.stdout
+        ready = self._keeper.stdout.readline()
         assert ready, (self._folder / "log/machines.log").read_text()
-        (first,) = psutil.Process(self._world.pid).children()
+        (first,) = psutil.Process(self._keeper.pid).children()
         self._first = first.pid
+        self._enter = ["nsenter", f"--target={self._first}", "--net", "--mount", "--uts", "--pid"]
 
     def wrap(self, client: str) -> list[str]:
         return ["nsenter", f"--net=/proc/{self._first}/ns/net", client]
-
-    def run_controller(self, command: Sequence[str], environment: dict[str, str]) -> None:
-        self._started[0] = self._spawn([*self._enter, *command], environment)
-
-    @property
-    def has_controller(self) -> bool:
-        return 0 in self._started and self._started[0].poll() is None
-
-    def kill_controller(self, number: signal.Signals) -> None:
-        outer = self._started.pop(0)
-        for process in psutil.Process(outer.pid).children():
-            process.send_signal(number)
-        outer.wait(60)
 
     def boot(self, number: int, command: Sequence[str], environment: dict[str, str]) -> None:
         self._boots += 1  # an interface that is going away still has its name
@@ -193,48 +214,18 @@ class Namespaces:
         subprocess.run([*self.wrap("ip"), "link", "set", self._interfaces[number], state],
                        check=True, env={**os.environ, "PATH": _PATH})  # fmt: skip
 
-    def stop(self) -> None:
-        if self._world:
-            assert self._world.stdin
-            assert self._world.stdout
-            self._world.stdin.close()
-            self._world.wait(60)
-            self._world.stdout.close()
-        for each in self._started.values():
-            each.wait(60)
-        self._started, self._world = {}, None
 
-    @property
-    def _enter(self) -> list[str]:
-        return ["nsenter", f"--target={self._first}", "--net", "--mount", "--uts", "--pid"]
-
-    def _spawn(
-        self, command: Sequence[str], environment: dict[str, str], *,
-        stdin: int = subprocess.DEVNULL, stdout: int | None = None,
-    ) -> subprocess.Popen[bytes]:  # fmt: skip
-        with (self._folder / "log/machines.log").open("a") as log:
-            # Ctrl-C is for whoever started this, who then ends it in order.
-            return subprocess.Popen(
-                command, stdin=stdin, stdout=log if stdout is None else stdout, stderr=log,
-                start_new_session=True, env={**environment, "PATH": _PATH},
-            )  # fmt: skip
-
-
-class Ports:
+class Ports(Machines):
     """Nodes that share this machine; each has an address of the loopback network for a name."""
 
     can_cut_network = False
 
     def __init__(self, folder: Path, num_nodes: int) -> None:
         first, *rest = _free_ports(num_nodes + 1)
-        self.controller = Host(socket.gethostname().partition(".")[0], "127.0.0.1", first)
+        own = Host(socket.gethostname().partition(".")[0], "127.0.0.1", first)
         # Jobs look up the name of their first node, and an address needs no entry in /etc/hosts.
-        self.nodes = [
-            Host(f"127.0.1.{i}", f"127.0.1.{i}", port) for i, port in enumerate(rest, start=1)
-        ]
-        self._folder = folder
-        self._keeper: subprocess.Popen[bytes] | None = None
-        self._started: dict[int, subprocess.Popen[bytes]] = {}
+        nodes = [Host(f"127.0.1.{i}", f"127.0.1.{i}", port) for i, port in enumerate(rest, start=1)]
+        super().__init__(folder, own, nodes)
 
     @property
     def _conf(self) -> Path:
@@ -249,18 +240,6 @@ class Ports:
     def wrap(self, client: str) -> list[str]:
         return [client]
 
-    def run_controller(self, command: Sequence[str], environment: dict[str, str]) -> None:
-        self._started[0] = self._spawn(command, environment)
-
-    @property
-    def has_controller(self) -> bool:
-        return 0 in self._started and self._started[0].poll() is None
-
-    def kill_controller(self, number: signal.Signals) -> None:
-        process = self._started.pop(0)
-        process.send_signal(number)
-        process.wait(60)
-
     def boot(self, number: int, command: Sequence[str], environment: dict[str, str]) -> None:
         marked = {**environment, _NODE_VARIABLE: self.nodes[number - 1].name}
         self._started[number] = self._spawn(command, marked)
@@ -274,27 +253,6 @@ class Ports:
 
     def processes(self, number: int) -> list[psutil.Process]:
         return _of_cluster(self._conf, self.nodes[number - 1].name)
-
-    def cable(self, number: int, *, plugged: bool) -> None:
-        raise NotImplementedError("the nodes share one network")
-
-    def stop(self) -> None:
-        if self._keeper:
-            assert self._keeper.stdin
-            self._keeper.stdin.close()
-            self._keeper.wait(60)
-        for each in self._started.values():
-            each.wait(60)
-        self._started, self._keeper = {}, None
-
-    def _spawn(
-        self, command: Sequence[str], environment: dict[str, str]
-    ) -> subprocess.Popen[bytes]:
-        with (self._folder / "log/machines.log").open("a") as log:
-            return subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                start_new_session=True, env={**environment, "PATH": _PATH},
-            )  # fmt: skip
 
 
 def _free_ports(number: int) -> list[int]:

@@ -34,6 +34,16 @@ def place_of(name: str) -> Place:
     return int(job), int(restart)
 
 
+def launch(cluster: SlurmCluster, *words: object, code: int = 0) -> str:
+    """Return the output of `python -m launch ...`, or its errors where it must fail."""
+    done = subprocess.run(
+        [sys.executable, "-m", "launch", *map(str, words)], cwd=ROOT, env=cluster.environment,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == code, f"{words}: {done.returncode}\n{done.stdout}{done.stderr}"
+    return done.stderr if code else done.stdout
+
+
 class SlurmRun:
     """One run, submitted with `python -m launch submit`."""
 
