@@ -75,12 +75,6 @@ def test_ratios_are_of_rounds_and_of_the_fastest() -> None:
     assert over("ours/realformer_v2-base/", "ours/roformer_v2-base/", (128, 512))(found) is None
 
 
-def test_a_subject_that_failed_later_does_not_count() -> None:
-    found = {"steps": steps(v2=[1.0, 2.0, 3.0])}
-    found["steps"]["subjects"][V2]["cases"]["s512 65536"]["error"] = "no answer"
-    assert best(found, "ours/roformer_v2-base/", 512) is None
-
-
 def test_attention_goal_takes_the_worse_of_sum_and_mean() -> None:
     ms = {"eager sum": 10.0, "carried sum": 2.0, "eager mean": 10.0, "carried mean": 4.0}
     subjects = {name: {"ms": value} for name, value in ms.items()}
@@ -102,41 +96,17 @@ def test_the_page_says_what_was_missed_and_what_was_not_measured() -> None:
         "steps": steps(v2=[700e3, 720e3, 730e3], real=[7e5, 7e5, 7e5]),
     }
     page = report(found)
-    assert "NVIDIA H200, 140 GiB; torch 2.11.0; a bf16 product" in page
-    assert "reaches 790 TFLOP/s, a copy 4.30 TB/s" in page
-    assert "Not measured: attention, few, profile, training." in page
-    goal = "| RoFormerV2 base, s512 | >= 0.6 of the measured bf16 peak |"
-    assert f"{goal} 0.51 | 0.85 | missed by 15.0% |" in page
-    assert "| RealFormerV2 over RoFormerV2, base, s512 | >= 0.85 | 0.972 | 1.14 | reached |" in page
-    # Peaks of 33 GiB where 30 were planned.
-    assert "| peak memory off the plan, base, s512 | <= 0.05 | 0.1 | 0.50 | missed by 50.0" in page
-    assert f"| {V2} | s512 65536 | 720,000 | 1.0% | 3 | 51.0% | 33.0 | 30.00 | 9.0 |" in page
-    assert "| dropout | failed: no |" in page
-
-
-def test_the_page_has_all_parts() -> None:
-    profile = {
-        "step_ms": 90.0, "untraced_step_ms": 85.0, "categories_ms": {"GEMM": 60.0, "idle": 30.0},
-        "roofline": {"GEMM": 0.75}, "kernels": [["GEMM", "nvjet_tst", 12.5]],
-    }  # fmt: skip
-    training = {"machine": MACHINE, "data_wait": 0.004, "first_steps_difference": 0.02,
-                "first_losses": {"gpu": [10.0]}}  # fmt: skip
-    found = {"few": steps(v2=[1.0, 2.0, 3.0]), "profile": profile, "training": training}
-    page = report(found)
-    assert "## Training steps of few tokens" in page
-    assert "| GEMM | 60.00 | 66.7% | 75.0% |" in page
-    assert "| `nvjet_tst` | GEMM | 12.50 |" in page
-    assert "| data wait in a real training run | <= 0.01 | 0.004 | 2.50 | reached |" in page
-    assert "| loss of the first steps off the CPU's | <= 0.01 | 0.02 | 0.50 | missed" in page
-    # Only goals of whole micro-batches are judged by steps.
-    assert "| RoFormerV2 base, s512 | >= 0.6 of the measured bf16 peak | not measured |" in page
-
-
-def test_what_ran_on_a_cpu_reaches_no_goal() -> None:
-    found = {"steps": steps(v2=[9e9, 9e9, 9e9]) | {"machine": {"device": "cpu"}}}
-    page = report(found)
-    assert "Nothing was measured on a GPU yet" in page
-    assert page.count("| not measured |  | not measured |") == len(GOALS)
+    for line in (
+        "reaches 790 TFLOP/s, a copy 4.30 TB/s", "attention, few, profile, training",
+        "measured bf16 peak | 0.51 | 0.85 | missed by 15.0% |",
+        "base, s512 | >= 0.85 | 0.972 | 1.14 | reached |",
+        # Peaks of 33 GiB where 30 were planned.
+        "off the plan, base, s512 | <= 0.05 | 0.1 | 0.50 | missed by 50.0",
+        f"| {V2} | s512 65536 | 720,000 | 1.0% | 3 | 51.0% | 33.0 | 30.00 | 9.0 |",
+    ):  # fmt: skip
+        assert line in page
+    on_cpu = report(found["steps"] | {"steps": found["steps"] | {"machine": {"device": "cpu"}}})
+    assert on_cpu.count("| not measured |  | not measured |") == len(GOALS)
 
 
 def test_the_committed_page_is_of_its_results(tmp_path: Path) -> None:

@@ -105,54 +105,7 @@ def test_a_part_that_fails_says_so_and_the_others_go_on(
     assert "it broke" in (tmp_path / "out/run.log").read_text()
 
 
-def test_a_part_by_itself_has_all_the_time(kit: Path, tmp_path: Path, stub: Path) -> None:
-    done = start("run_gpu.sh", kit, tmp_path / "out", "--only", "steps", PYTHON=stub,
-                 CALLS=tmp_path / "calls", BREAK="", BUDGET_S=100)  # fmt: skip
-    assert done.returncode == 0
-    assert calls(tmp_path) == ["benchmarks.kit", "benchmarks.step", "benchmarks.gpu_report"]
-    assert seconds((tmp_path / "calls").read_text(), "--budget-s ") > 80
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([], "benchmarks/run_gpu.sh KIT [OUT]"),
-        (["nowhere"], "nowhere/kit.json is not there: run `make gpu-kit`"),
-        (["nowhere", "--only", "step"], "--only step: expected some of checks,attention,steps"),
-    ],
-)
-def test_wrong_arguments(arguments: list[str], said: str, tmp_path: Path) -> None:
-    done = start("run_gpu.sh", *arguments)
-    assert done.returncode == 2
-    assert said in done.stdout
-
-
-def test_a_missing_package_is_named_before_anything_starts(
-    kit: Path, tmp_path: Path, stub: Path
-) -> None:
-    about = json.loads((kit / "kit.json").read_text())
-    about["needs"] |= {"no-such-package>=3": "postnorm"}
-    (kit / "kit.json").write_text(json.dumps(about))
-    done = start("run_gpu.sh", kit, tmp_path / "out", "--only", "checks", BUDGET_S=8)
-    lines = done.stdout.splitlines()
-    assert lines[1] == "missing: no-such-package>=3, which postnorm needs"
-    assert "FAILED: checks: no time was left" in lines
-
-
-def test_training_plan(kit: Path, tmp_path: Path) -> None:
-    done = start("train_gpu.sh", kit, tmp_path / "out", "train.lr=1e-3", DRY_RUN=1, PYTHON="py")
-    assert done.returncode == 0
-    lines = [line for line in done.stdout.splitlines() if "py -m torch.distributed.run" in line]
-    # The first two run side by side.
-    by_name = {line.split()[1].strip(","): line for line in lines}
-    assert set(by_name) == {"gpu", "cpu", "run"}
-    assert "benchmarks/gpu/train.yaml" in by_name["run"]
-    assert by_name["run"].endswith(f"data.dir={kit}/data train.budget_hours=0.1000 train.lr=1e-3")
-    assert "first_steps.yaml" in by_name["gpu"]
-    assert "train.precision=fp32" in by_name["cpu"]
-    assert "kernels.attention=reference" in by_name["cpu"]
-
-
+@pytest.mark.slow
 @NEEDS_TRITON
 @pytest.mark.usefixtures("processes")
 def test_everything_once_on_a_cpu(kit: Path, tmp_path: Path, dataset: DatasetIndex) -> None:
@@ -177,6 +130,7 @@ def test_everything_once_on_a_cpu(kit: Path, tmp_path: Path, dataset: DatasetInd
     assert len(list(out.iterdir())) <= 8
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("processes")
 def test_training_once_on_a_cpu(kit: Path, tmp_path: Path, dataset: DatasetIndex) -> None:
     out = tmp_path / "out"

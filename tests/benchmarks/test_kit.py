@@ -14,11 +14,10 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from pip._vendor.packaging.requirements import Requirement
 from pip._vendor.packaging.utils import canonicalize_name
 
 from benchmarks import kit
-from benchmarks.kit import MACHINE, Machine, Wheels
+from benchmarks.kit import MACHINE, Machine
 
 pytestmark = pytest.mark.usefixtures("processes")
 
@@ -58,68 +57,6 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, value in (NO_INDEX | {"PIP_FIND_LINKS": str(folder)}).items():
         monkeypatch.setenv(name, value)
     return folder
-
-
-def machine(tmp_path: Path, *lines: str) -> Machine:
-    path = tmp_path / "machine.txt"
-    path.write_text("# what it has\npython==3.12\n" + "\n".join(lines) + "\n")
-    return Machine.read(path)
-
-
-def followed(has: Machine, tmp_path: Path, pins: list[str], *needs: str) -> Wheels:
-    folder = tmp_path / "wheels"
-    folder.mkdir()
-    wheels = Wheels(has, map(Requirement, pins), folder)
-    wheels.follow("postnorm", map(Requirement, needs))
-    return wheels
-
-
-def test_what_the_machine_lacks_is_fetched_for_its_python(tmp_path: Path, index: Path) -> None:
-    compiled = "manylinux_2_28_x86_64"
-    for python in ("cp311", "cp312"):
-        wheel(index, "fast", "1.5", tag=f"{python}-{python}-{compiled}")
-    wheel(index, "outer", "2.0", "fast>=1", "there", "inner; python_version >= '3.12'",
-          "old; python_version < '3.12'", "extra_one; extra == 'more'")  # fmt: skip
-    wheel(index, "outer", "3.0")  # newer than the pin
-    for name in ("inner", "old", "extra_one", "there"):
-        wheel(index, name, "1")
-    has = machine(tmp_path, "torch==2.11.0", "stale==1.0", "There")
-    wheel(index, "stale", "2.1")
-    pins = ["outer==2.0", "fast==1.5; python_version >= '3.11'", "fast==9; python_version < '3.11'"]
-    wheels = followed(has, tmp_path, pins, "torch>=2.11", "outer[more]", "stale>=2")
-    names = sorted(path.name for path in wheels.files.values())
-    assert names == [
-        "extra_one-1-py3-none-any.whl", f"fast-1.5-cp312-cp312-{compiled}.whl",
-        "inner-1-py3-none-any.whl", "outer-2.0-py3-none-any.whl", "stale-2.1-py3-none-any.whl",
-    ]  # fmt: skip
-    assert wheels.needs["there"] == "outer"
-    assert wheels.needs["torch>=2.11"] == "postnorm"
-    assert "old" not in wheels.needs
-
-
-@pytest.mark.parametrize(
-    ("needs", "said"),
-    [
-        (["torch>=2.12"], "postnorm needs torch>=2.12; the machine has torch 2.11.0"),
-        (["nowhere>=1"], r"pip download nowhere>=1 failed:\n(.*\n)*.*nowhere"),
-        (["one==1", "two"], "two needs one>=2, and one 1 was fetched"),
-    ],
-)
-def test_what_cannot_be_met_is_named(
-    needs: list[str], said: str, tmp_path: Path, index: Path
-) -> None:
-    wheel(index, "one", "1")
-    wheel(index, "two", "1", "one>=2")
-    with pytest.raises(SystemExit, match=said):
-        followed(machine(tmp_path, "torch==2.11.0"), tmp_path, [], *needs)
-
-
-def test_the_machine_of_the_repository() -> None:
-    """It has a torch that the project can use, and lacks what is published as source."""
-    has = Machine.read(MACHINE)
-    torch = next(need for need in kit._project_requirements() if need.name == "torch")
-    assert has.meets(torch)
-    assert "deepspeed" not in has.packages
 
 
 def test_every_import_of_every_instrument_resolves() -> None:
@@ -255,23 +192,15 @@ def test_a_kit_that_is_damaged_or_for_another_python_is_refused(
     if sys.version_info[:2] != (3, 12):
         done = install(sys.executable, folder, tmp_path / "target")
         assert "is for Python 3.12 on" in done.stdout
-        assert "change python== in benchmarks/gpu/machine.txt" in done.stdout
+        assert "benchmarks/gpu/machine.txt" in done.stdout
     [path] = (folder / "wheels").iterdir()
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     done = install(python_3_12 / "bin/python", folder, tmp_path / "target")
     assert done.returncode == 1
-    assert f"{path.name} is missing or damaged; copy the kit again" in done.stdout
+    assert path.name in done.stdout
 
 
-def test_where_nothing_is_missing_nothing_is_installed(tmp_path: Path) -> None:
-    """A kit for another Python does for an environment that is complete."""
-    folder = small_kit(tmp_path / "kit", {"numpy>=2.1": "postnorm"})
-    (folder / "kit.json").write_text((folder / "kit.json").read_text().replace('"3.12"', '"3.9"'))
-    done = install(sys.executable, folder, tmp_path / "target")
-    assert (done.stdout, done.returncode) == ("every requirement is met\n", 0)
-    assert not (tmp_path / "target").exists()
-
-
+@pytest.mark.slow
 def test_the_real_kit(python_3_12: Path, tmp_path: Path) -> None:
     asked = subprocess.run(
         [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest",

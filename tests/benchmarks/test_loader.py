@@ -1,7 +1,6 @@
 """The comparison of loaders counts the same text for all, and says what it could not measure."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict
 
 import numpy as np
@@ -10,8 +9,6 @@ import pytest
 from benchmarks import loader, loader_subjects
 from pipeline.data.format import DatasetIndex
 from pipeline.data.reader import BlockReader
-from pipeline.tokenizer.wordpiece import load_tokenizer
-from pipeline.use.hf_tokenizer import write_hf_tokenizer
 
 _SLOTS, _BATCH = 64, 8
 
@@ -81,58 +78,6 @@ def test_readers_yield_each_row_at_most_once(spec: loader.Spec, reader: str) -> 
     assert found != rows[: len(found)]
     for row in found:
         rows.remove(row)
-
-
-@pytest.mark.usefixtures("text_a_row")
-@pytest.mark.parametrize("reader", ["collator", "memmap"])
-def test_peers_mask_whole_words(dataset: DatasetIndex, spec: loader.Spec, reader: str) -> None:
-    pytest.importorskip("transformers")
-    tokenizer = load_tokenizer(dataset.folder / dataset.tokenizer_file)
-    write_hf_tokenizer(tokenizer, spec.file("tokenizer"))
-    ids, starts = _expected_rows(dataset)
-    size = spec.rows().size
-    starts_of = dict(
-        zip(
-            map(tuple, np.array(ids[:size]).reshape(-1, _SLOTS).tolist()),
-            np.array(starts[:size]).reshape(-1, _SLOTS),
-            strict=True,
-        )
-    )
-    tokens = masked = longer = 0
-    for batch in loader_subjects.READERS[reader](spec, "whole_word")():
-        by_name = not isinstance(batch, tuple)
-        corrupted, labels = (batch["input_ids"], batch["labels"]) if by_name else batch
-        chosen = (labels != -100).numpy()
-        for row, original in zip(chosen, np.where(chosen, labels, corrupted), strict=True):
-            words = np.cumsum(starts_of[tuple(original.tolist())])
-            special = np.isin(original, spec.special_ids)
-            assert not row[special].any()
-            for word in set(words[row]):
-                assert row[(words == word) & ~special].all()
-                longer += int((words == word).sum()) > 1
-            tokens, masked = tokens + int((~special).sum()), masked + int(row.sum())
-    assert longer > 20
-    assert 0.12 < masked / tokens < 0.18  # its deviation is below 0.003
-
-
-def test_what_is_before_the_first_batch_is_not_counted() -> None:
-    passes = []
-
-    def batches() -> Iterator[int]:
-        passes.append(1)
-        for number in range(5):
-            sum(range(50_000))  # takes CPU time
-            yield number
-
-    assert loader_subjects.measure(batches, 0.01, first_batch=False)["batches"] <= 4 * len(passes)
-    passes.clear()
-    found = loader_subjects.measure(batches, 0.01, first_batch=True)
-    assert found["batches"] > 4 * (len(passes) - 1)
-
-
-def test_a_pass_without_a_batch_is_refused() -> None:
-    with pytest.raises(SystemExit, match="smaller --batch"):
-        loader_subjects.measure(lambda: iter([0]), 1.0, first_batch=False)
 
 
 @pytest.mark.usefixtures("processes")

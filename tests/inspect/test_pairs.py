@@ -58,11 +58,3 @@ def test_parts_are_the_tokens_that_the_model_sees(
     assert {0, 1} <= set(labels)
     assert sum(others) == (labels.count(1) if kind == "mlm_nsp" else 0)
     assert text.count("; segment 1 document ") == sum(others)
-
-
-def test_json_of_single_segments_has_no_more_keys(dataset: DatasetIndex, tmp_path: Path) -> None:
-    run = _run(dataset, tmp_path, "mlm")
-    line = json.loads(next(step_text(run, run.batch_of_step(1), None, None, as_json=True)))
-    assert set(line["pieces"][0]) == {
-        "document_id", "first_token", "stop_token", "num_document_tokens", "slots",
-    }  # fmt: skip

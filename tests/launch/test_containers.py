@@ -3,11 +3,12 @@
 import fnmatch
 import re
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+
+from tests.support.processes import python
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
@@ -42,13 +43,10 @@ def test_dependencies_come_before_code_and_the_user_is_not_root() -> None:
 @pytest.mark.parametrize("recipe", [DOCKERFILE, DEFINITION], ids=["docker", "apptainer"])
 def test_both_recipes_install_all_but_tools_for_developers(recipe: str) -> None:
     [program] = re.findall(r'python -c "(.*)" > requirements.txt', recipe)
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    )
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     expected = {*project["dependencies"], *extras["train"], *extras["hf"]} - {"postnorm[train]"}
-    assert set(done.stdout.splitlines()) == expected
+    assert set(python("-c", program).splitlines()) == expected
     assert "pip install --constraint constraints.txt --requirement requirements.txt" in recipe
     assert "pip install --no-deps --editable ." in recipe
 

@@ -31,30 +31,25 @@ def test_done_needs_the_mark_and_rank_0() -> None:
     assert _word(replace(done, is_done=False)) == "requeue"
 
 
-def test_wrong_input_is_not_tried_again() -> None:
-    found = decide(replace(FAILED, codes=(1, 2, 1)), 0, LIMITS, RUN)
-    assert (found.word, found.exit_code) == ("failed", 2)
-    assert "rank 1 failed permanently (exit code 2); see its message above" in found.reason
-    assert "/runs/a/logs" in found.reason
-
-
-def test_a_person_stopped_it() -> None:
-    found = decide(replace(FAILED, codes=(3, 3, 3, 3)), 0, LIMITS, RUN)
-    assert (found.word, found.exit_code) == ("stopped", 3)
-    assert "/runs/a/STOP" in found.reason
-
-
-def test_restarts_are_limited() -> None:
-    assert _word(replace(SAVED, restart=4)) == "requeue"
-    found = decide(replace(SAVED, restart=5), 0, LIMITS, RUN)
-    assert found.word == "failed"
-    assert "not done after 5 restarts (max_restarts=5)" in found.reason
+@pytest.mark.parametrize(
+    ("attempt", "word", "code", "facts"),
+    [
+        (replace(FAILED, codes=(1, 2, 1)), "failed", 2, ("rank 1", "exit code 2", "/runs/a/logs")),
+        (replace(FAILED, codes=(3, 3, 3, 3)), "stopped", 3, ("/runs/a/STOP",)),
+        (replace(SAVED, restart=4), "requeue", 75, ()),
+        (replace(SAVED, restart=5), "failed", 2, ("5 restarts", "max_restarts=5")),
+    ],
+    ids=["wrong input", "a person stopped it", "restarts are left", "no restart is left"],
+)
+def test_verdicts(attempt: Attempt, word: str, code: int, facts: tuple[str, ...]) -> None:
+    found = decide(attempt, 0, LIMITS, RUN)
+    assert (found.word, found.exit_code) == (word, code)
+    assert all(fact in found.reason for fact in facts)
 
 
 def test_jobs_of_a_chain_count_as_restarts_and_as_attempts_of_one_job(tmp_path: Path) -> None:
     found = decide(replace(SAVED, job="7_5", jobs_before=5), 0, LIMITS, RUN)
     assert (found.word, found.exit_code) == ("failed", 2)
-    assert "not done after 5 restarts (max_restarts=5)" in found.reason
     words = [
         end_attempt(replace(FAILED, job=f"7_{n}", jobs_before=n), LIMITS, tmp_path).word
         for n in range(2)
@@ -66,8 +61,7 @@ def test_attempts_without_a_new_checkpoint_are_limited() -> None:
     assert _word(FAILED) == "requeue"
     found = decide(FAILED, 1, LIMITS, RUN)
     assert found.word == "failed"
-    assert found.reason.startswith("2 attempts in a row without a new checkpoint")
-    assert "exit codes 1 of 2 ranks, 75 of 1 rank, none of 1 rank (srun: 143)" in found.reason
+    assert "1 of 2 ranks, 75 of 1 rank, none of 1 rank (srun: 143)" in found.reason
     assert _word(replace(FAILED, after="step-00000020"), 1) == "requeue"
 
 
@@ -163,7 +157,7 @@ def test_no_wait_for_storage_passes_the_end_of_the_jobs_time(tmp_path: Path) -> 
     assert time.monotonic() - begun < 15
     assert (found.word, found.exit_code) == ("requeue", 75)
     assert str(tmp_path / "launch") in found.reason
-    assert "storage fails, and the time limit is near" in found.reason
+    assert "the time limit is near" in found.reason
     # Restarts are limited here, too.
     last = replace(FAILED, restart=4)
     limits = replace(LIMITS, restarts=4)
@@ -188,10 +182,3 @@ def test_damaged_history_and_exit_codes_do_not_hide_the_verdict(tmp_path: Path) 
     (tmp_path / "exit" / "7.0" / "rank-00000").write_text("7x\n")
     assert exit_codes(tmp_path, "7.0") == (1,)
     assert end_attempt(FAILED, LIMITS, tmp_path).word == "requeue"
-
-
-def test_the_time_limit_is_named_where_it_ends_a_run(tmp_path: Path) -> None:
-    early = replace(SAVED, before=None, after=None, at_limit=True)
-    limits = replace(LIMITS, time="4:00:00")
-    reason = decide(early, 1, limits, RUN).reason
-    assert "the time limit (4:00:00) was near: raise time_limit of the cluster profile" in reason

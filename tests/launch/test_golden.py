@@ -53,12 +53,9 @@ def _scripts(profile: str) -> dict[str, str]:
     profile_file = f"configs/cluster/{profile}.yaml"
     job = checkout_job(config, Source("train.yaml", ("train.lr=3e-4",), profile_file, "/shared/me"))
     prep = PrepJob(
-        name="prep",
-        start=("-m",),
-        config_path="prep.yaml",
-        output_dir="data/mine",
+        name="prep", start=("-m",), config_path="prep.yaml", output_dir="data/mine",
         work_dir="/shared/me",
-    )
+    )  # fmt: skip
     plan = StagePlan("ingest", max_tasks=64, core_hours=1, memory_gb=0.7)
     [stage] = render_prep([plan], cluster, prep)
     scripts = {f"{profile}-train.sh": render(job, cluster), f"{profile}-prep.sh": stage.scripts[0]}

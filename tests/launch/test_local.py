@@ -13,7 +13,6 @@ import pytest
 from launch.decide import Limits
 from launch.local import run_local, run_side_by_side
 from launch.records import FOLDER, PROGRAM, history
-from pipeline.errors import RunFolderError
 from tests.launch.test_submit import ROOT
 from tests.support.processes import Processes
 
@@ -25,14 +24,9 @@ Rank = Callable[..., "Popen[str]"]
 def rank(processes: Processes, tmp_path: Path) -> Rank:
     """Starts a program as rank 1 of a job."""
     variables = {
-        "RANK": "1",
-        "LOCAL_RANK": "1",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",
-        "SLURM_JOB_ID": "7",
-        "POSTNORM_RUN_DIR": str(tmp_path),
-    }
+        "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1", "SLURM_JOB_ID": "7", "POSTNORM_RUN_DIR": str(tmp_path),
+    }  # fmt: skip
 
     def start(*words: str) -> "Popen[str]":
         return processes.start([*START, "rank", "--", *words], env={**os.environ, **variables})
@@ -52,11 +46,6 @@ def test_exit_code_is_the_programs_and_is_left_behind(
 ) -> None:
     assert rank("bash", "-c", script).wait(30) == code
     assert _record(tmp_path) == str(code)
-
-
-def test_options_of_the_program_are_its_own(rank: Rank) -> None:
-    started = rank("bash", "-c", 'echo "$RANK of $WORLD_SIZE: $*"', "x", "--lr", "a b", "--")
-    assert started.communicate(timeout=30)[0] == "1 of 2: --lr a b --\n"
 
 
 def test_program_that_does_not_exist_is_not_tried_again(rank: Rank, tmp_path: Path) -> None:
@@ -93,12 +82,6 @@ def test_commands_side_by_side_divide_the_gpus(
     # The first two run at the same time: each waits for the other.
     assert {(tmp_path / f"{name}.log").read_text() for name in "ab"} == {"4,5\n", "6,7\n"}
     assert (tmp_path / "c.log").read_text() in ("4,5\n", "6,7\n")
-
-
-def test_a_local_run_without_a_folder_does_not_start(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(RunFolderError, match="cannot be written"):
-        run_local(["launch", "rank", "--", "true"], PROGRAM, tmp_path / "file", 1, Limits(1, 9))
 
 
 @pytest.mark.usefixtures("processes")

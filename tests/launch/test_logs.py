@@ -39,12 +39,12 @@ def test_the_log_that_is_meant(run: RunFolder) -> None:
     assert logs.find_log(run.folder, None, None) == folder / "slurm-412.log"
     assert logs.find_log(run.folder, "411", None) == folder / "slurm-411.log"
     assert logs.find_log(run.folder, None, 3) == folder / "rank-00003.log"
-    with pytest.raises(DataError, match=r"job 410 does not belong to .*one of 411, 412"):
+    with pytest.raises(DataError, match=r"job 410 .*411, 412"):
         logs.find_log(run.folder, "410", None)
-    with pytest.raises(DataError, match=r"slurm-412.log does not exist yet; --follow waits"):
+    with pytest.raises(DataError, match=r"slurm-412.log .*--follow"):
         logs.show(folder / "slurm-412.log", 10)
     (folder / "rank-00001.log").write_text("")
-    with pytest.raises(DataError, match=r"the run has 1 such logs, up to .*rank-00001.log"):
+    with pytest.raises(DataError, match=r" 1 .*rank-00001.log"):
         logs.find_log(run.folder, None, 3)
 
 

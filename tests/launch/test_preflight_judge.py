@@ -60,125 +60,6 @@ def _having(blame: Blame, text: str = "trouble") -> Record:
     return replace(GOOD, findings=[Finding("check", text, blame)])
 
 
-def test_good_nodes() -> None:
-    verdict = _judge()
-    assert (verdict.exit_code, verdict.bad, verdict.problems, verdict.warnings) == (0, {}, [], [])
-
-
-@pytest.mark.parametrize("blame", ["node", "all"])
-def test_what_one_of_several_has_is_its_own_fault(blame: Blame) -> None:
-    verdict = _judge({"n3": _having(blame)})
-    assert (verdict.exit_code, verdict.bad) == (75, {"n3": ["trouble"]})
-
-
-@pytest.mark.parametrize(
-    ("blame", "nodes", "code"),
-    [("node", NODES[:2], 2), ("all", NODES[:2], 2), ("node", NODES[:1], 75), ("all", NODES[:1], 2)],
-)
-def test_what_all_have(blame: Blame, nodes: tuple[str, ...], code: int) -> None:
-    verdict = _judge({node: _having(blame, f"of {node}") for node in nodes}, nodes=nodes)
-    assert verdict.exit_code == code
-    assert len(verdict.bad) == (len(nodes) if code == 75 else 0)
-
-
-def test_nodes_without_a_record_do_not_hide_what_all_others_have() -> None:
-    verdict = _judge({"n1": None, **{node: _having("all", "no space") for node in NODES[1:]}})
-    assert verdict.exit_code == 2
-    assert verdict.problems == ["all 3 nodes, n2 says: no space"]
-    assert set(verdict.bad) == {"n1"}
-
-
-def test_silent_nodes() -> None:
-    verdict = _judge({"n2": None, "n4": None})
-    assert (verdict.exit_code, list(verdict.bad)) == (75, ["n2", "n4"])
-    assert "left no record within preflight.timeout_s=120" in verdict.bad["n2"][0]
-    lone = _judge({"n1": None}, nodes=("n1",))
-    assert (lone.exit_code, lone.bad) == (2, {})
-    assert "n1: it left no record within" in lone.problems[0]
-    assert "add it to exclude of the profile" in lone.problems[0]
-    verdict = _judge(dict.fromkeys(NODES))
-    assert (verdict.exit_code, verdict.bad) == (2, {})
-    assert "none of the 4 nodes left a record" in verdict.problems[0]
-
-
-def test_checks_that_srun_ended_because_of_another_node() -> None:
-    """It kills all tasks as soon as one cannot be started."""
-    ended: dict[str, Record | None] = {"n1": None, "n2": None, "n3": None}
-    verdict = _judge(ended, begun={"n1", "n3"})
-    assert (verdict.exit_code, list(verdict.bad)) == (75, ["n2"])
-    assert verdict.warnings[0].startswith("n1 was not checked: srun ended its check")
-    verdict = _judge({"n1": None}, begun={"n1"})
-    assert verdict.bad == {"n1": ["its check began and was killed: out of memory, or it hangs"]}
-    verdict = _judge(dict.fromkeys(NODES), begun=NODES[1:])
-    assert (verdict.exit_code, list(verdict.bad)) == (75, ["n1"])
-
-
-@pytest.mark.parametrize(
-    ("other", "text"),
-    [
-        (replace(GOOD, gpus=["A100"] * 8), "GPUs: A100, most nodes have H100"),
-        (replace(GOOD, packages={"python": "3.11.7", "torch": "2.12.0"}),
-         "packages: torch 2.12.0, most nodes have torch 2.13.0"),
-        (replace(GOOD, packages={"python": "3.11.7"}),
-         "packages: nothing more, most nodes have torch 2.13.0"),
-        (replace(GOOD, fingerprint="e" * 64), f"dataset fingerprint: {'e' * 64}, most nodes have"),
-    ],
-)  # fmt: skip
-def test_minority_is_bad_and_a_draw_is_a_problem(other: Record, text: str) -> None:
-    verdict = _judge({"n4": other})
-    assert (verdict.exit_code, list(verdict.bad)) == (75, ["n4"])
-    assert verdict.bad["n4"][0].startswith(text)
-    verdict = _judge({"n2": other, "n4": other})
-    assert (verdict.exit_code, verdict.bad) == (2, {})
-    assert "differ, and no value has a majority:" in verdict.problems[0]
-    assert "on n1, n3; " in verdict.problems[0]
-
-
-def test_other_driver_is_a_warning() -> None:
-    verdict = _judge({"n4": replace(GOOD, driver="560.28")})
-    assert verdict.exit_code == 0
-    assert verdict.warnings == ["GPU drivers differ: 550.54 on n1, n2, n3; 560.28 on n4"]
-
-
-def test_cap() -> None:
-    two: dict[str, Record | None] = {"n1": _having("node"), "n2": None}
-    assert _judge(two, max_excluded=2).exit_code == 75
-    for verdict in (
-        _judge(two, max_excluded=1), _judge(two, max_excluded=3, excluded=("old1", "old2"))
-    ):  # fmt: skip
-        assert verdict.exit_code == 2
-        assert "nodes would be excluded, " in verdict.problems[0]
-        assert set(verdict.bad) == {"n1", "n2"}
-    assert _judge(max_excluded=1, excluded=("old1", "old2")).exit_code == 0
-
-
-def test_node_that_was_excluded_and_came_again_is_told() -> None:
-    assert (
-        "n2: excluded before, but SLURM assigned it again" in _judge(excluded=("n2",)).warnings[0]
-    )
-
-
-def test_checkpoint_of_another_dataset() -> None:
-    assert _judge(checkpoint=("step-1", "f" * 64)).exit_code == 0
-    verdict = _judge(checkpoint=("step-1", "a" * 64))
-    assert verdict.exit_code == 2
-    assert f"checkpoint step-1 was trained on {'a' * 64}" in verdict.problems[0]
-
-
-def test_damage_is_the_datasets_where_the_judge_sees_it_too() -> None:
-    finding = Finding("shards", "shard x is damaged", "node", block=3)
-    record = replace(GOOD, findings=[finding])
-    verdict = _judge({"n2": record})
-    assert verdict.bad == {"n2": ["only this node reads it so: shard x is damaged"]}
-    verdict = _judge({"n2": record}, damaged={3})
-    assert (verdict.exit_code, verdict.bad) == (2, {})
-    # All nodes may read other blocks wrong, and that is still not one fault of all.
-    everywhere = {
-        node: replace(GOOD, findings=[replace(finding, block=i)]) for i, node in enumerate(NODES)
-    }
-    assert _judge(everywhere, damaged={2}).exit_code == 2  # type: ignore[arg-type]
-
-
 def _bandwidths(
     gb_per_s: dict[tuple[str, str], float], nodes: tuple[str, ...] = NODES, **changed: Bandwidth
 ) -> dict[str, Bandwidth]:
@@ -195,81 +76,122 @@ def _bandwidths(
     return {**found, **changed}
 
 
-FAST = PreflightConfig(bandwidth_gb_per_s=40, bandwidth_share=0.7)
+NODE, ALL = _having("node"), _having("all")
+TWO, OLD = {"n1": NODE, "n2": None}, ("old1", "old2")
+RING = [("n1", "n2"), ("n2", "n3"), ("n3", "n4"), ("n4", "n1")]
+DAMAGED = Finding("shards", "shard x is damaged", "node", block=3)
+EVERYWHERE = {
+    node: replace(GOOD, findings=[replace(DAMAGED, block=i)]) for i, node in enumerate(NODES)
+}
+WAITED = Bandwidth("", [], "1 of 4 ranks did not start in time", ["n3"])
+ALONE = Bandwidth("", [], "rank 0 does not answer", [])
+BROKEN = Bandwidth("", [], "NCCL error", [])
+PAIR = Bandwidth("", [BandwidthRound(["n1", "n2"], 16, 3.0)], "", [])
+LONE = Bandwidth("n1", [BandwidthRound(["n1"], 8, 3.0)], "", [])
+HUNG = {n: Bandwidth(n, [], "no answer while measuring n2, n3", []) for n in ("n2", "n3")}
+NO_N4 = {node: found for node, found in _bandwidths({}).items() if node != "n4"}
+Records = dict[str, Record | None]
 
 
-def test_bandwidth_that_was_not_measured_yet() -> None:
-    assert _judge(config=FAST, bandwidths=None).exit_code == 0
-    verdict = _judge(config=FAST, bandwidths={})
+@pytest.mark.parametrize(
+    ("records", "given", "code", "bad", "fact"),
+    [
+        ({}, {}, 0, "", ""),
+        # What one of several has is its own fault, what all have is not.
+        ({"n3": NODE}, {}, 75, "n3", "trouble"),
+        ({"n3": ALL}, {}, 75, "n3", "trouble"),
+        (dict.fromkeys(NODES[:2], NODE), {"nodes": NODES[:2]}, 2, "", ""),
+        (dict.fromkeys(NODES[:2], ALL), {"nodes": NODES[:2]}, 2, "", ""),
+        (dict.fromkeys(NODES[:1], NODE), {"nodes": NODES[:1]}, 75, "n1", ""),
+        (dict.fromkeys(NODES[:1], ALL), {"nodes": NODES[:1]}, 2, "", ""),
+        ({"n1": None, **dict.fromkeys(NODES[1:], ALL)}, {}, 2, "n1", "all 3 nodes, n2"),
+        # Silent nodes.
+        ({"n2": None, "n4": None}, {}, 75, "n2 n4", "preflight.timeout_s=120"),
+        ({"n1": None}, {"nodes": ("n1",)}, 2, "", "exclude"),
+        (dict.fromkeys(NODES), {}, 2, "", "none of the 4 nodes"),
+        # srun kills all checks as soon as one cannot be started.
+        (dict.fromkeys(NODES[:3]), {"begun": {"n1", "n3"}}, 75, "n2", "n1 was not checked"),
+        ({"n1": None}, {"begun": {"n1"}}, 75, "n1", "killed"),
+        (dict.fromkeys(NODES), {"begun": NODES[1:]}, 75, "n1", ""),
+        ({"n4": replace(GOOD, driver="560.28")}, {}, 0, "", "550.54 on n1, n2, n3; 560.28 on n4"),
+        # At most so many are excluded.
+        (TWO, {"max_excluded": 2}, 75, "n1 n2", ""),
+        (TWO, {"max_excluded": 1}, 2, "n1 n2", "would be excluded"),
+        (TWO, {"max_excluded": 3, "excluded": OLD}, 2, "n1 n2", "would be excluded"),
+        ({}, {"max_excluded": 1, "excluded": OLD}, 0, "", ""),
+        ({}, {"excluded": ("n2",)}, 0, "", "n2: excluded before"),
+        ({}, {"checkpoint": ("step-1", "f" * 64)}, 0, "", ""),
+        ({}, {"checkpoint": ("step-1", "a" * 64)}, 2, "", "step-1 was trained on " + "a" * 64),
+        # Damage is the dataset's where the judge sees it too; nodes may read other blocks wrong.
+        ({"n2": replace(GOOD, findings=[DAMAGED])}, {}, 75, "n2", "only this node"),
+        ({"n2": replace(GOOD, findings=[DAMAGED])}, {"damaged": {3}}, 2, "", ""),
+        (EVERYWHERE, {"damaged": {2}}, 2, None, ""),
+    ],
+)
+def test_verdict(
+    records: Records, given: dict[str, Any], code: int, bad: str | None, fact: str
+) -> None:
+    verdict = _judge(records, **given)
+    assert verdict.exit_code == code
+    assert bad is None or list(verdict.bad) == bad.split()
+    assert fact in str(verdict)
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        (replace(GOOD, gpus=["A100"] * 8), "A100, most nodes have H100"),
+        (replace(GOOD, packages={"python": "3.11.7", "torch": "2.12.0"}),
+         "torch 2.12.0, most nodes have torch 2.13.0"),
+        (replace(GOOD, packages={"python": "3.11.7"}), "most nodes have torch 2.13.0"),
+        (replace(GOOD, fingerprint="e" * 64), f"{'e' * 64}, most nodes have"),
+    ],
+)  # fmt: skip
+def test_minority_is_bad_and_a_draw_is_a_problem(other: Record, text: str) -> None:
+    verdict = _judge({"n4": other})
+    assert (verdict.exit_code, list(verdict.bad)) == (75, ["n4"])
+    assert text in verdict.bad["n4"][0]
+    verdict = _judge({"n2": other, "n4": other})
     assert (verdict.exit_code, verdict.bad) == (2, {})
-    assert "no node left a record" in verdict.problems[0]
+    assert "on n1, n3; " in verdict.problems[0]
 
 
-def test_slow_node_is_told_from_a_slow_network() -> None:
-    assert _judge(config=FAST, bandwidths=_bandwidths({})).exit_code == 0
-    # Each node counts with its faster neighbour: one slow pair names nobody.
-    assert _judge(config=FAST, bandwidths=_bandwidths({("n2", "n3"): 3.0})).exit_code == 0
-    slow = {("n2", "n3"): 3.0, ("n3", "n4"): 4.0}
-    verdict = _judge(config=FAST, bandwidths=_bandwidths(slow))
-    assert (verdict.exit_code, list(verdict.bad)) == (75, ["n3"])
-    assert verdict.bad["n3"] == [
-        "bandwidth: 4 GB/s, expected 28 GB/s "
-        "(preflight.bandwidth_share=0.7 of the nodes' median 40)"
-    ]
-    ring = [("n1", "n2"), ("n2", "n3"), ("n3", "n4"), ("n4", "n1")]
-    verdict = _judge(config=FAST, bandwidths=_bandwidths(dict.fromkeys(ring, 3.0)))
-    assert (verdict.exit_code, verdict.bad) == (2, {})
-    assert "3 GB/s is the nodes' median, expected 28 GB/s" in verdict.problems[0]
-
-
-def test_share_of_the_median_is_the_limit() -> None:
-    for share, code in ((0.66, 0), (0.68, 75)):
-        config = replace(FAST, bandwidth_share=share)
-        slow = {("n2", "n3"): 26.8, ("n3", "n4"): 26.8}
-        assert _judge(config=config, bandwidths=_bandwidths(slow)).exit_code == code
-
-
-def test_two_slow_nodes_cannot_be_told_apart() -> None:
-    pair = NODES[:2]
-    slow = Bandwidth("", [BandwidthRound(list(pair), 16, 3.0)], "", [])
-    verdict = _judge(config=FAST, nodes=pair, bandwidths=dict.fromkeys(pair, slow))
-    assert (verdict.exit_code, verdict.bad) == (2, {})
-    lone = Bandwidth("n1", [BandwidthRound(["n1"], 8, 3.0)], "", [])
-    verdict = _judge(config=FAST, nodes=("n1",), bandwidths={"n1": lone})
-    assert (verdict.exit_code, verdict.bad) == (2, {})  # nor a slow node from what is expected
-    assert "3 GB/s is the nodes' median" in verdict.problems[0]
-
-
-def test_node_that_did_not_join_is_bad_and_those_who_waited_are_not() -> None:
-    waited = Bandwidth("", [], "1 of 4 ranks did not start in time", ["n3"])
-    verdict = _judge(config=FAST, bandwidths=dict.fromkeys(("n1", "n2", "n4"), waited))
-    assert list(verdict.bad) == ["n3"]
-    # One of its ranks joined, and left a record, but not all.
-    verdict = _judge(config=FAST, bandwidths=dict.fromkeys(NODES, waited))
-    assert list(verdict.bad) == ["n3"]
-    # The first node keeps the store; without it nobody can tell who is missing.
-    alone = Bandwidth("", [], "rank 0 does not answer", [])
-    verdict = _judge(config=FAST, bandwidths=dict.fromkeys(NODES[1:], alone))
-    assert list(verdict.bad) == ["n1"]
-
-
-def test_pair_that_hangs() -> None:
-    hung = {n: Bandwidth(n, [], "no answer while measuring n2, n3", []) for n in ("n2", "n3")}
-    verdict = _judge(config=FAST, bandwidths=_bandwidths({}, **hung))
-    assert list(verdict.bad) == ["n2", "n3"]
-    broken = Bandwidth("", [], "NCCL error", [])
-    verdict = _judge(config=FAST, bandwidths=dict.fromkeys(NODES, broken))
-    assert verdict.exit_code == 2
-    assert "no node could measure; n1 says: NCCL error" in verdict.problems[0]
-
-
-def test_bad_node_is_not_asked_for_its_bandwidth() -> None:
-    """It did not come, or slowed others down."""
-    found = _bandwidths({})
-    del found["n4"]
-    verdict = _judge({"n4": None}, config=FAST, bandwidths=found)
-    assert list(verdict.bad) == ["n4"]
-    assert len(verdict.bad["n4"]) == 1
+@pytest.mark.parametrize(
+    ("records", "bandwidths", "given", "code", "bad", "fact"),
+    [
+        ({}, None, {}, 0, "", ""),  # not measured yet
+        ({}, {}, {}, 2, "", "no node left a record"),
+        ({}, _bandwidths({}), {}, 0, "", ""),
+        # Each node counts with its faster neighbour: one slow pair names nobody.
+        ({}, _bandwidths({RING[1]: 3.0}), {}, 0, "", ""),
+        ({}, _bandwidths({RING[1]: 3.0, RING[2]: 4.0}), {}, 75, "n3",
+         "4 GB/s, expected 28 GB/s (preflight.bandwidth_share=0.7 of the nodes' median 40)"),
+        ({}, _bandwidths({RING[1]: 27.8, RING[2]: 27.8}), {}, 75, "n3", ""),
+        ({}, _bandwidths({RING[1]: 28.2, RING[2]: 28.2}), {}, 0, "", ""),
+        ({}, _bandwidths(dict.fromkeys(RING, 3.0)), {}, 2, "", "3 GB/s is the nodes' median"),
+        # Two slow nodes cannot be told apart, nor a slow one from what is expected.
+        ({}, dict.fromkeys(NODES[:2], PAIR), {"nodes": NODES[:2]}, 2, "", ""),
+        ({}, {"n1": LONE}, {"nodes": ("n1",)}, 2, "", "3 GB/s is the nodes' median"),
+        # A node that did not join is bad, those who waited are not; one of its ranks may have.
+        ({}, dict.fromkeys(("n1", "n2", "n4"), WAITED), {}, 75, "n3", ""),
+        ({}, dict.fromkeys(NODES, WAITED), {}, 75, "n3", ""),
+        # The first node keeps the store; without it nobody can tell who is missing.
+        ({}, dict.fromkeys(NODES[1:], ALONE), {}, 75, "n1", ""),
+        ({}, _bandwidths({}, **HUNG), {}, 75, "n2 n3", ""),
+        ({}, dict.fromkeys(NODES, BROKEN), {}, 2, "", "n1 says: NCCL error"),
+        # A bad node is not asked: it did not come, or slowed others down.
+        ({"n4": None}, NO_N4, {}, 75, "n4", ""),
+    ],
+)  # fmt: skip
+def test_bandwidth(
+    records: Records, bandwidths: dict[str, Bandwidth] | None, given: dict[str, Any], code: int,
+    bad: str, fact: str,
+) -> None:  # fmt: skip
+    config = PreflightConfig(bandwidth_gb_per_s=40, bandwidth_share=0.7)
+    verdict = _judge(records, config=config, bandwidths=bandwidths, **given)
+    assert (verdict.exit_code, list(verdict.bad)) == (code, bad.split())
+    assert all(len(reasons) == 1 for reasons in verdict.bad.values())
+    assert fact in str(verdict)
 
 
 def _command(run_dir: Path, dataset: Path, records: Path, *more: str) -> tuple[int, str]:

@@ -11,7 +11,7 @@ from launch.prep import ARRAYS_FILE, PrepDraft, PrepJob, StagePlan, render_prep,
 from launch.queue import Room, room_of
 from launch.records import FAILED_MARK, next_number, read_prep, submission_folder, write_prep
 from launch.site import parse_submit_limit
-from launch.slurm import SlurmError, TooManyJobsError
+from launch.slurm import TooManyJobsError
 from pipeline.errors import BusyError, PostnormError
 from tests.support.fake_slurm import FakeSlurm
 
@@ -85,7 +85,7 @@ def test_what_does_not_fit_is_told_before_anything_is_submitted(
     tmp_path: Path, slurm: FakeSlurm
 ) -> None:
     _queue(slurm, tmp_path, "7", "8_1", "8_2", "8_3")
-    with pytest.raises(TooManyJobsError, match=r"4 of 8 jobs that you may .* with --wait-room"):
+    with pytest.raises(TooManyJobsError, match=r"4 of 8 jobs .*--wait-room"):
         submit(_draft(tmp_path), Room(8))
     assert not slurm.calls
     _queue(slurm, tmp_path)
@@ -126,7 +126,7 @@ def test_ended_submission_goes_on_without_a_job_twice(tmp_path: Path, slurm: Fak
     assert found
     assert found.waiting == 2
     _queue(slurm, tmp_path, "101_0", "102_0")
-    with pytest.raises(BusyError, match=r"1 arrays of the submission .* go on with --wait-room"):
+    with pytest.raises(BusyError, match=r"1 arrays .*--wait-room"):
         submit(_draft(tmp_path), Room(8))
     jobs = submit(_draft(tmp_path), room)
     assert jobs == {"ingest": ["101", "102"], "dedup": ["103"]}
@@ -161,10 +161,3 @@ def test_nothing_more_is_submitted_after_a_failure_or_a_cancellation(
     (slurm.folder / "fails_at").unlink()
     submit(_draft(tmp_path), room)
     assert len(slurm.calls) == 5
-
-
-def test_other_refusals_of_sbatch_are_not_waited_for(tmp_path: Path, slurm: FakeSlurm) -> None:
-    slurm.add("sbatch", "echo 'sbatch: error: invalid partition' >&2; exit 1")
-    with pytest.raises(SlurmError, match="invalid partition"):
-        submit(_draft(tmp_path), Room(8, every_s=0.01))
-    assert not (tmp_path / "work/launch/0001").exists()

@@ -13,6 +13,7 @@ from launch.submit import Source, checkout_job
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 from pipeline.errors import ConfigError
+from tests.support.processes import python
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,32 +23,6 @@ def _render(*overrides: str, work_dir: str = "/work dir", **cluster: object) -> 
     profile = ClusterConfig(**{"nodes": 2, "gpus_per_node": 8, **cluster})  # type: ignore[arg-type]
     job = checkout_job(config, Source("configs/demo.yaml", overrides, None, work_dir))
     return render(job, profile)
-
-
-def _options(text: str) -> dict[str, str]:
-    found = re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", text, re.MULTILINE)
-    assert len(found) == len({name for name, _ in found})
-    return dict(found)
-
-
-def test_options() -> None:
-    options = _options(
-        _render("train.micro_batch=2", account="a1", partition="p", time_limit="2-00:00:00",
-                stop_before_end_s=200, cpus_per_rank=6, mem_per_node="500G")
-    )  # fmt: skip
-    assert options == {
-        "job-name": "train", "output": "'/work dir'/slurm-%j.log", "open-mode": "append",
-        "nodes": "2", "ntasks-per-node": "8", "cpus-per-task": "6", "time": "2-00:00:00",
-        "requeue": "", "signal": "B:USR1@200", "kill-on-invalid-dep": "yes",
-        "gpus-per-node": "8", "mem": "500G", "partition": "p", "account": "a1",
-        "comment": "'/work dir/runs/demo/train'",
-    }  # fmt: skip
-
-
-def test_cpu_cluster_asks_for_no_gpu() -> None:
-    options = _options(_render("train.micro_batch=2", nodes=4, gpus_per_node=0, ranks_per_node=4))
-    assert options["ntasks-per-node"] == "4"
-    assert not {"gpus-per-node", "account", "mem", "qos"} & set(options)
 
 
 def test_script_is_valid_bash_with_options_first() -> None:
@@ -85,35 +60,15 @@ def test_rank_command_sets_the_process_group_and_keeps_overrides() -> None:
     ), done.stderr
 
 
-def test_signal_is_trapped_before_anything_else_runs() -> None:
-    text = _render("train.micro_batch=2", setup=("module load cuda/13.0",))
-    assert text.index("trap ") < text.index("module load") < text.index("set -u +e")
-
-
 def test_percent_in_the_folder_is_no_pattern_of_slurm() -> None:
     text = _render("train.micro_batch=2", work_dir="/work/50%j")
-    assert _options(text)["output"] == "/work/50%%j/slurm-%j.log"
-
-
-def test_rendering_is_pure() -> None:
-    assert _render("train.micro_batch=2") == _render("train.micro_batch=2")
-
-
-@pytest.mark.usefixtures("processes")
-def test_batch_that_does_not_fit_the_cluster_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_text("{nodes: 2, gpus_per_node: 8}")
-    command = [sys.executable, "-m", "launch", "render", "configs/demo.yaml", "--cluster"]
-    done = subprocess.run(
-        [*command, str(tmp_path / "c.yaml")], capture_output=True, text=True, cwd=ROOT
-    )
-    assert done.returncode == 2
-    assert "train.micro_batch=16 x 16 ranks" in done.stderr
+    assert "\n#SBATCH --output=/work/50%%j/slurm-%j.log\n" in text
 
 
 def test_impossible_cluster_is_refused() -> None:
-    with pytest.raises(ConfigError, match="ranks_per_node=4 must equal gpus_per_node=8"):
+    with pytest.raises(ConfigError, match=r"ranks_per_node=4.*gpus_per_node=8"):
         ClusterConfig(gpus_per_node=8, ranks_per_node=4)
-    with pytest.raises(ConfigError, match="gpus_per_node=0 needs ranks_per_node"):
+    with pytest.raises(ConfigError, match=r"gpus_per_node=0.*ranks_per_node"):
         ClusterConfig(gpus_per_node=0)
 
 
@@ -127,8 +82,7 @@ def test_time_limit_is_read_as_sbatch_reads_it(text: str, seconds: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [("1 day", "expected minutes"), ("5:00", "no time is left"), ("", "expected minutes")],
+    ("text", "message"), [("1 day", "minutes"), ("5:00", "no time is left"), ("", "minutes")]
 )
 def test_impossible_time_limit_is_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -138,17 +92,13 @@ def test_impossible_time_limit_is_refused(text: str, message: str) -> None:
 @pytest.mark.usefixtures("processes")
 def test_command(tmp_path: Path) -> None:
     profile = tmp_path / "c.yaml"
-    profile.write_text("nodes: 2\ngpus_per_node: 1\npartition: gpu\n")
-    plain = [sys.executable, "-m", "launch", "render", "configs/demo.yaml"]
-    done = subprocess.run(plain, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0
-    assert "#SBATCH --ntasks-per-node=1\n" in done.stdout
-    command = [*plain, "--cluster"]
-    done = subprocess.run([*command, str(profile)], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0
-    assert "#SBATCH --partition=gpu" in done.stdout
-    assert "configs/demo.yaml" in done.stdout
-    profile.write_text("nodez: 2\n")
-    done = subprocess.run([*command, str(profile)], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 2
-    assert "did you mean 'nodes'" in done.stderr
+    command = ["-m", "launch", "render", "configs/demo.yaml"]
+    for text, code, said in (
+        ("", 0, "#SBATCH --ntasks-per-node=1"),
+        ("nodes: 2\ngpus_per_node: 1\npartition: gpu\n", 0, "#SBATCH --partition=gpu"),
+        ("nodez: 2\n", 2, "did you mean 'nodes'"),
+        ("nodes: 2\ngpus_per_node: 8\n", 2, "train.micro_batch=16 x 16 ranks"),
+    ):
+        profile.write_text(text)
+        given = ["--cluster", str(profile)] if text else []
+        assert said in python(*command, *given, code=code)

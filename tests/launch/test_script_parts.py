@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.cluster import ClusterConfig, ContainerConfig, PrepJobsConfig
-from launch.prep import PrepJob, StagePlan, render_prep
+from launch.cluster import ClusterConfig, ContainerConfig
 from launch.script_parts import (
     CHAIN,
-    prep_resources,
     rank_options,
     sbatch_lines,
     sbatch_resources,
@@ -20,6 +18,7 @@ from launch.script_parts import (
     wrapped,
 )
 from pipeline.errors import ConfigError
+from tests.support.processes import write_program
 
 WORK = "/shared/me/work"
 APPTAINER = ContainerConfig(
@@ -38,9 +37,7 @@ def _bash(lines: list[str], **variables: str) -> "subprocess.CompletedProcess[st
 @pytest.mark.parametrize(
     ("fields", "lines"),
     [
-        ({"gpus_per_node": 8}, ["gpus-per-node=8"]),
         ({"gpus_per_node": 8, "gpu_type": "h200"}, ["gpus-per-node=h200:8"]),
-        ({"gpus_per_node": 8, "gpu_request": "gres"}, ["gres=gpu:8"]),
         ({"gpus_per_node": 4, "gpu_request": "gres", "gpu_type": "a100"}, ["gres=gpu:a100:4"]),
         ({"gpus_per_node": 0, "ranks_per_node": 2, "gpu_request": "gres"}, []),
         (
@@ -57,14 +54,6 @@ def test_options_of_a_run(fields: dict[str, object], lines: list[str]) -> None:
     given = sbatch_lines(sbatch_resources(ClusterConfig(**fields), excluded))  # type: ignore[arg-type]
     every = ["open-mode=append", "requeue", "kill-on-invalid-dep=yes"]
     assert given == [f"#SBATCH --{line}" for line in [*lines, *every]]
-
-
-def test_data_preparation_asks_for_no_gpu_nodes() -> None:
-    cluster = ClusterConfig(
-        constraint="h200", reservation="r", exclusive=True, exclude="n1", sbatch=("--switches=1",),
-        prep=PrepJobsConfig(sbatch=("--constraint=cpu",)),
-    )  # fmt: skip
-    assert prep_resources(cluster) == {"exclude": "n1", "constraint": "cpu"}
 
 
 def test_setup_comes_in_order_and_values_stay_as_they_are() -> None:
@@ -94,14 +83,7 @@ def test_failing_setup_ends_the_job_and_says_why() -> None:
     done = _bash([*setup_lines(ClusterConfig(scratch="$NODE_DISK/x")), "echo went on"])
     assert done.returncode
     assert not done.stdout
-    assert "NODE_DISK: is not set in the job: change scratch of the cluster profile" in done.stderr
-
-
-def test_plain_profile_adds_nothing_but_the_export() -> None:
-    cluster = ClusterConfig(setup=("true",))
-    assert setup_lines(cluster) == ["export SLURM_EXPORT_ENV=ALL", "true"]
-    assert srun_words(cluster, [WORK], work_dir=WORK) == []
-    assert wrapped(cluster, ["rel ative"], ["a", '"$b"'], work_dir=WORK, gpus=True) == ["a", '"$b"']
+    assert "NODE_DISK" in done.stderr
 
 
 def test_apptainer() -> None:
@@ -152,13 +134,6 @@ def _shown(kind: str, image: str, **fields: object) -> list[str]:
     )  # fmt: skip
     assert not done.stderr
     return done.stdout.splitlines()
-
-
-def test_singularity_is_asked_as_apptainer_is() -> None:
-    assert _shown("singularity", "a.sif") == [
-        "exec", "--nv", f"--bind={WORK}", "--bind=/data:/d:ro", "--bind=/s", f"--pwd={WORK}",
-        "--x=y z", "a.sif", "env", "A=x,y z", "python3", "r 3",
-    ]  # fmt: skip
 
 
 def test_podman() -> None:
@@ -220,52 +195,25 @@ def test_folder_that_cannot_be_mounted_is_refused(folder: str) -> None:
         wrapped(cluster, [folder], ["true"], work_dir=WORK, gpus=False)
 
 
-@pytest.mark.parametrize(
-    ("container", "start"),
-    [
-        (ContainerConfig(), "python3 -m data_prep"),
-        (APPTAINER, f"apptainer exec --bind=/shared/me/work --bind={WORK}/data"),
-        (PYXIS, 'srun --ntasks=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --container-image='),
-    ],
-    ids=["none", "apptainer", "pyxis"],
-)
-def test_data_preparation_runs_in_the_container(
-    container: ContainerConfig, start: str, tmp_path: Path
-) -> None:
-    cluster = ClusterConfig(container=container, python="python3", modules=("gcc/13",))
-    job = PrepJob(
-        name="web", start=("-m",), config_path="web.yaml", output_dir="data", work_dir=WORK
-    )
-    [stage] = render_prep([StagePlan("ingest", 4, 1, 1)], cluster, job)
-    [script] = stage.scripts
-    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
-    assert script.index("module load gcc/13") < script.index(f"\n  {start}")
-
-
 def test_ranks_keep_to_their_cores_and_the_profile_adds_options() -> None:
     assert rank_options(ClusterConfig()) == "--cpu-bind=cores --distribution=block:block"
     srun = ("--mpi=none", "exact", "--prolog=/my dir/it's $HOME", "network=a b")
     own = ClusterConfig(cpu_bind="map_cpu:0,8", distribution="*:cyclic", srun=srun)
     shown = _bash([f"printf '%s\\n' {rank_options(own)}"])
     assert shown.stdout.splitlines() == [
-        "--cpu-bind=map_cpu:0,8",
-        "--distribution=*:cyclic",
-        "--mpi=none",
-        "--exact",
-        "--prolog=/my dir/it's $HOME",
-        "--network=a b",
-    ]
+        "--cpu-bind=map_cpu:0,8", "--distribution=*:cyclic", "--mpi=none", "--exact",
+        "--prolog=/my dir/it's $HOME", "--network=a b",
+    ]  # fmt: skip
     assert rank_options(ClusterConfig(cpu_bind="", distribution="")) == ""
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"srun": ("--label",)}, "the launcher or another field sets --label"),
-        ({"srun": ("--cpu-bind=none",)}, "the launcher or another field sets --cpu-bind"),
-        ({"srun": ("mpi none",)}, "srun: 'mpi none' is not an option"),
-        ({"cpu_bind": "all cores"}, "cpu_bind='all cores': expected a value"),
-        ({"distribution": "; rm"}, "distribution='; rm': expected a value"),
+        ({"srun": ("--label",)}, "sets --label"),
+        ({"srun": ("mpi none",)}, "srun: 'mpi none'"),
+        ({"cpu_bind": "all cores"}, "cpu_bind='all cores'"),
+        ({"distribution": "; rm"}, "distribution='; rm'"),
     ],
     ids=str,
 )
@@ -282,9 +230,7 @@ def test_wrong_options_of_srun_are_refused(fields: dict[str, object], message: s
 def test_a_verdict_ends_the_chain_and_a_signal_does_not(
     line: str, cancelled: bool, tmp_path: Path
 ) -> None:
-    scancel = tmp_path / "scancel"
-    scancel.write_text(f'#!/bin/bash\necho "$*" >{tmp_path}/cancelled\n')
-    scancel.chmod(0o755)
+    write_program(tmp_path / "scancel", f'#!/bin/bash\necho "$*" >{tmp_path}/cancelled\n')
     found = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_ARRAY_JOB_ID": "7"}
     _bash(["sleep() { :; }", CHAIN.format(again=75), line], **found)
     assert (tmp_path / "cancelled").exists() == cancelled

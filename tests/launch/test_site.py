@@ -1,5 +1,6 @@
 """Reading a SLURM site and comparing a profile with it, on recorded answers of SLURM 22.05."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from launch.site import profile_here
 from launch.slurm import NoAnswerError, NoSlurmError
 from pipeline.errors import ConfigError
 from tests.support.fake_slurm import FakeSlurm
+from tests.support.processes import write_program
 
 # `sinfo --all --noheader --Node --format=...`: a line a node and partition.
 SINFO = """\
@@ -42,36 +44,24 @@ def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launch.slurm._FIRST_WAIT_S", 1000)
 
 
-class FakeSite:
-    """Commands that print recorded answers, before all others in PATH."""
-
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, enforce: str) -> None:
-        self.folder = folder
-        self._patch = monkeypatch
-        folder.mkdir()
-        monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-        self.answer("sinfo", SINFO)
-        self.answer("sacctmgr", ASSOCIATIONS)
-        config = CONFIG.format(enforce=enforce)
-        self.script(
-            "scontrol",
-            f'case "$*" in\n"show config") cat <<"E"\n{config}E\n;;\n'
-            f'"--oneliner show reservation") cat <<"E"\n{RESERVATIONS}E\n;;\n'
-            '"show hostnames n[1-2],zz") printf "n1\\nn2\\nzz\\n";;\n'
-            "*) echo unexpected: $* >&2; exit 9;;\nesac",
-        )
-
-    def answer(self, name: str, text: str) -> None:
-        self.script(name, f'cat <<"E"\n{text}E')
-
-    def script(self, name: str, text: str) -> None:
-        (self.folder / name).write_text(f"#!/bin/bash\n{text}\n")
-        (self.folder / name).chmod(0o755)
+def _site(slurm: FakeSlurm, enforce: str) -> None:
+    """Have the commands print recorded answers."""
+    slurm.add("sinfo", f'cat <<"E"\n{SINFO}E')
+    slurm.add("sacctmgr", f'cat <<"E"\n{ASSOCIATIONS}E')
+    config = CONFIG.format(enforce=enforce)
+    slurm.add(
+        "scontrol",
+        f'case "$*" in\n"show config") cat <<"E"\n{config}E\n;;\n'
+        f'"--oneliner show reservation") cat <<"E"\n{RESERVATIONS}E\n;;\n'
+        '"show hostnames n[1-2],zz") printf "n1\\nn2\\nzz\\n";;\n'
+        "*) echo unexpected: $* >&2; exit 9;;\nesac",
+    )
 
 
 @pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSite:
-    return FakeSite(tmp_path / "bin", monkeypatch, "associations,limits,qos")
+def at_site(slurm: FakeSlurm) -> FakeSlurm:
+    _site(slurm, "associations,limits,qos")
+    return slurm
 
 
 def _problems(kind: str = "pretrain", **fields: object) -> list[str]:
@@ -81,7 +71,7 @@ def _problems(kind: str = "pretrain", **fields: object) -> list[str]:
     return site.problems(cluster, kind, site.read(), site.host_names(cluster.exclude))
 
 
-def test_site_is_read(slurm: FakeSite) -> None:
+def test_site_is_read(at_site: FakeSlurm) -> None:
     found = site.read()
     assert found.default == "train"
     assert {name: len(part.nodes) for name, part in found.partitions.items()} == {
@@ -105,11 +95,11 @@ def test_site_is_read(slurm: FakeSite) -> None:
     [("none", False, False), ("associations,limits", True, False), ("qos", True, True)],
 )
 def test_names_are_asked_for_only_where_slurm_enforces_them(
-    enforce: str, accounts: bool, qos: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    enforce: str, accounts: bool, qos: bool, slurm: FakeSlurm
 ) -> None:
-    fake = FakeSite(tmp_path / "bin", monkeypatch, enforce)
+    _site(slurm, enforce)
     if not accounts:
-        fake.script("sacctmgr", "exit 1")  # as without accounting
+        slurm.add("sacctmgr", "exit 1")  # as without accounting
     found = site.read()
     assert (found.accounts is not None, found.qos is not None) == (accounts, qos)
     assert bool(_problems(account="nobody")) == accounts
@@ -133,61 +123,44 @@ def test_names_are_asked_for_only_where_slurm_enforces_them(
     ],
     ids=str,
 )  # fmt: skip
-def test_what_fits(slurm: FakeSite, fields: dict[str, object]) -> None:
+def test_what_fits(at_site: FakeSlurm, fields: dict[str, object]) -> None:
     assert _problems(**fields) == []
 
 
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"partition": "tran"}, ["partition='tran' is not known; expected one of: closed, plain, "
-                                 "short, train, week; did you mean 'train'?"]),
-        ({"partition": "closed", "nodes": 1},
-         ["partition closed takes no jobs at the moment (drain)"]),
-        ({"partition": "short", "nodes": 1, "time_limit": "31"},
-         ["time_limit='31' is above the limit of partition short, 30:00; lower it"]),
-        ({"nodes": 5}, ["nodes=5: partition train has 4; lower it"]),
-        ({"partition": "short", "time_limit": "20"},
-         ["nodes=2: partition short gives a job at most 1; lower it"]),
-        ({"nodes": 3, "exclude": "n[1-2],zz"},
-         ["nodes=3: partition train has 4, 2 of them excluded; lower it",
-          "exclude='n[1-2],zz': the site has no zz"]),
+        ({"partition": "tran"}, ["'tran'.* closed, plain, short, train, week; .*'train'"]),
+        ({"partition": "closed", "nodes": 1}, ["closed.*drain"]),
+        ({"partition": "short", "nodes": 1, "time_limit": "31"}, ["time_limit='31'.*short, 30:00"]),
+        ({"nodes": 5}, ["nodes=5.*train has 4"]),
+        ({"partition": "short", "time_limit": "20"}, ["nodes=2.*short.*at most 1"]),
+        ({"nodes": 3, "exclude": "n[1-2],zz"}, ["nodes=3.*has 4, 2 of them excluded", "no zz"]),
         ({"gpu_type": "H200"},
-         ["gpus_per_node=4 of gpu_type='H200': partition train has 0 such node(s), nodes=2 are "
-          "asked for; its nodes have: 8 a100 (2 nodes), 4 h200 (1 nodes), 4 h200+2 l4 (1 nodes)"]),
-        ({"gpus_per_node": 8, "cpus_per_rank": 1, "nodes": 3},
-         ["gpus_per_node=8: partition train has 2 such node(s), nodes=3 are asked for"]),
-        ({"partition": "plain", "nodes": 1, "gpus_per_node": 1},
-         ["gpus_per_node=1: partition plain has 0 such node(s), nodes=1 are asked for; its nodes "
-          "have: no (1 nodes)"]),
-        ({"cpus_per_rank": 5},
-         ["4 ranks of cpus_per_rank=5 on each node: partition train has 0 such node(s), nodes=2 "
-          "are asked for; its nodes have: 8 cores (2 nodes), 16 cores (2 nodes)"]),
-        ({"mem_per_node": "70G"}, ["mem_per_node='70G': partition train has 0 such node(s)"]),
-        ({"constraint": "a100&h20"},
-         ["constraint='a100&h20': in partition train feature 'h20' is not known; expected one of: "
-          "a100, h200, ib, rack-2; did you mean 'h200'?"]),
-        ({"constraint": "a100&h200"},
-         ["constraint='a100&h200': partition train has 0 such node(s), nodes=2 are asked for"]),
+         [r"gpu_type='H200'.* 0 .*nodes=2.*: 8 a100 \(2 .*, 4 h200 \(1 .*, 4 h200\+2 l4 \(1 "]),
+        ({"gpus_per_node": 8, "cpus_per_rank": 1, "nodes": 3}, ["gpus_per_node=8.* 2 .*nodes=3"]),
+        ({"partition": "plain", "nodes": 1, "gpus_per_node": 1}, [r"gpus_per_node=1.* no \(1 "]),
+        ({"cpus_per_rank": 5}, [r"cpus_per_rank=5.* 0 .*nodes=2.* 8 cores \(2 .* 16 cores \(2 "]),
+        ({"mem_per_node": "70G"}, ["mem_per_node='70G'.* 0 "]),
+        ({"constraint": "a100&h20"}, ["'h20'.* a100, h200, ib, rack-2; .*'h200'"]),
+        ({"constraint": "a100&h200"}, ["constraint='a100&h200'.* 0 .*nodes=2"]),
         ({"gpu_type": "h200", "mem_per_node": "60G"},
-         ["partition train has 0 node(s) with all of these together, nodes=2 are asked for: 4 "
-          "ranks of cpus_per_rank=2 on each node; mem_per_node='60G'; gpus_per_node=4 of "
-          "gpu_type='h200'"]),
+         [".* 0 .*together.*cpus_per_rank=2.*mem_per_node='60G'.*gpu_type='h200'"]),
         ({"reservation": "hol", "account": "lob", "qos": "lang"},
-         ["reservation='hol' is not known; expected one of: hold; did you mean 'hold'?",
-          "account='lob' is not known; expected one of: lab, root; did you mean 'lab'?",
-          "qos='lang' is not known; expected one of: long, normal; did you mean 'long'?"]),
+         ["reservation='hol'.* hold", "account='lob'.* lab, root;", "qos='lang'.* long, normal;"]),
     ],
     ids=str,
 )  # fmt: skip
-def test_what_does_not_fit(slurm: FakeSite, fields: dict[str, object], expected: list[str]) -> None:
+def test_what_does_not_fit(
+    at_site: FakeSlurm, fields: dict[str, object], expected: list[str]
+) -> None:
     found = _problems(**fields)
     assert len(found) == len(expected), found
-    for text, start in zip(found, expected, strict=True):
-        assert text.startswith(start)
+    for text, facts in zip(found, expected, strict=True):
+        assert re.search(facts, text), text
 
 
-def test_data_preparation_is_checked_by_what_its_array_tasks_ask_for(slurm: FakeSite) -> None:
+def test_data_preparation_is_checked_by_what_its_array_tasks_ask_for(at_site: FakeSlurm) -> None:
     prep = PrepJobsConfig(partition="plain", cores=5, mem="9G", time_limit="2-0",
                           max_array_size=2000)  # fmt: skip
     found = _problems("prep", nodes=99, partition="no", gpus_per_node=8, prep=prep)
@@ -199,25 +172,21 @@ def test_data_preparation_is_checked_by_what_its_array_tasks_ask_for(slurm: Fake
     assert _problems("prep", prep=PrepJobsConfig(partition="plain", cores=4, mem="7G")) == []
 
 
-def test_site_without_a_default_partition_wants_a_name(slurm: FakeSite) -> None:
-    slurm.answer("sinfo", SINFO.replace("*", ""))
-    assert _problems() == [
-        "no partition is named, and the site has no default; set partition to one of closed, "
-        "plain, short, train, week"
-    ]
+def test_site_without_a_default_partition_wants_a_name(at_site: FakeSlurm) -> None:
+    at_site.add("sinfo", f'cat <<"E"\n{SINFO.replace("*", "")}E')
+    [problem] = _problems()
+    assert "closed, plain, short, train, week" in problem
 
 
-def test_all_problems_are_named_at_once(slurm: FakeSite, tmp_path: Path) -> None:
+def test_all_problems_are_named_at_once(at_site: FakeSlurm, tmp_path: Path) -> None:
     cluster = ClusterConfig(nodes=5, cpus_per_rank=1, account="x", python="no/python")
     with pytest.raises(ConfigError) as caught:
         site.check(cluster, "pretrain", work_dir=str(tmp_path / "gone"))
-    assert [line[:22] for line in str(caught.value).splitlines()] == [
-        "the cluster profile do", "- nodes=5: partition t", "- account='x' is not k",
-        "- the working folder /", "- python='no/python': ",
-    ]  # fmt: skip
+    lines = str(caught.value).splitlines()
+    for line, fact in zip(lines[1:], ("nodes=5", "'x'", "gone", "no/python"), strict=True):
+        assert fact in line
     python = tmp_path / "python"
-    python.write_text("")
-    python.chmod(0o755)
+    write_program(python, "")
     fitting = ClusterConfig(nodes=4, cpus_per_rank=1, python="./python")
     said = site.check(fitting, "pretrain", work_dir=str(tmp_path))
     assert said == "the profile fits the site: partition train"
@@ -228,14 +197,16 @@ def test_missing_files(tmp_path: Path) -> None:
     (tmp_path / "python").touch()  # no program
     image = ContainerConfig(kind="apptainer", image="a.sif", mounts=(f"{tmp_path}:/x", "/no/such"))
     there = ClusterConfig(container=image, python="no/python")  # the image's
-    assert site.missing_files(there, str(tmp_path)) == ["container.mounts: /no/such does not exist"]
     gone = ClusterConfig(container=ContainerConfig(kind="pyxis", image="./b.sqsh"))
-    assert site.missing_files(gone, str(tmp_path)) == ["container.image='./b.sqsh' does not exist"]
     remote = ClusterConfig(container=ContainerConfig(kind="pyxis", image="nvcr.io#a/b:1"))
-    assert site.missing_files(remote, str(tmp_path)) == []
-    [text] = site.missing_files(ClusterConfig(python="./python"), str(tmp_path))
-    assert text.startswith(f"python='./python': {tmp_path}/python is not a program")
-    assert site.missing_files(ClusterConfig(python="python3"), str(tmp_path)) == []
+    for cluster, named in (
+        (there, "/no/such"), (gone, "./b.sqsh"), (remote, ""),
+        (ClusterConfig(python="./python"), f"{tmp_path}/python"),
+        (ClusterConfig(python="python3"), ""),
+    ):  # fmt: skip
+        found = site.missing_files(cluster, str(tmp_path))
+        assert len(found) == bool(named)
+        assert named in " ".join(found)
 
 
 def test_machine_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,13 +215,6 @@ def test_machine_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         site.check(ClusterConfig(), "pretrain", work_dir=".")
     said = site.check(ClusterConfig(), "pretrain", work_dir=".", optional=True)
     assert said.startswith("the profile was not checked against the site: sinfo was not found")
-
-
-def test_controller_that_does_not_answer_is_worth_another_try(slurm: FakeSite) -> None:
-    slurm.script("sinfo", "echo Unable to contact slurm controller >&2; exit 1")
-    with pytest.raises(NoAnswerError, match=r"sinfo failed \(1\): Unable to contact"):
-        site.read()
-    assert NoAnswerError.exit_code == 1
 
 
 @pytest.mark.parametrize(
@@ -266,9 +230,9 @@ def test_controller_that_does_not_answer_is_worth_another_try(slurm: FakeSite) -
     ],
 )  # fmt: skip
 def test_last_check(
-    slurm: FakeSite, answer: str, code: int, outcome: str | type[Exception]
+    at_site: FakeSlurm, answer: str, code: int, outcome: str | type[Exception]
 ) -> None:
-    slurm.script("sbatch", f'[ "$*" = --test-only ] && cat >/dev/null; echo "{answer}" >&2\n'
+    at_site.add("sbatch", f'[ "$*" = --test-only ] && cat >/dev/null; echo "{answer}" >&2\n'
                            f"exit {code}")  # fmt: skip
     if isinstance(outcome, str):
         assert site.ask_sbatch("#!/bin/bash\n").startswith(outcome)
@@ -282,11 +246,9 @@ def test_last_check(
     [("task/none", ""), ("(null)", ""), ("task/affinity,task/cgroup", "cores"), ("", "cores")],
 )
 def test_ranks_are_bound_where_the_cluster_can(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: str, bind: str
+    slurm: FakeSlurm, tmp_path: Path, said: str, bind: str
 ) -> None:
-    made = FakeSlurm(tmp_path / "commands")
-    monkeypatch.setenv("PATH", made.environment["PATH"])
-    (made.folder / "config").write_text(f"TaskPlugin              = {said}\n" if said else "")
+    (slurm.folder / "config").write_text(f"TaskPlugin              = {said}\n" if said else "")
     assert profile_here(None).cpu_bind == bind
     own = tmp_path / "c.yaml"
     own.write_text("cpu_bind: ''\n")

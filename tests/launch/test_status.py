@@ -1,8 +1,6 @@
 """What `launch status` says of runs and preparations in every state, and never says wrongly."""
 
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -23,8 +21,9 @@ from launch.status import (
     run_summary,
 )
 from pipeline.errors import DataError
+from tests.support.processes import python
 from tests.support.recorded_slurm import NO_ACCOUNTING, UNKNOWN_JOB, RecordedSlurm
-from tests.support.run_folder import ROOT, RunFolder
+from tests.support.run_folder import RunFolder
 
 
 @pytest.fixture
@@ -87,37 +86,31 @@ def test_a_running_job(recorded: RecordedSlurm, run: RunFolder) -> None:
     assert lines[9].endswith("from step 90  running")
 
 
+def _check(run: RunFolder, state: str, *facts: str) -> None:
+    """Compare the state, and look for what the text must name, whatever it says around it."""
+    report = run_report(run.folder)
+    assert headline(report) == state
+    text = run_summary(report, float(int(time.time()))).text()
+    assert [fact for fact in facts if fact not in text] == [], text
+
+
 @pytest.mark.usefixtures("processes")
 def test_a_requeued_job_waits(recorded: RecordedSlurm, run: RunFolder) -> None:
     now = int(_trains(run))
-    line = _line("PENDING", run.folder, reason="BeginTime", start=str(now + 121), restarts=1)
+    line = _line("PENDING", run.folder, reason="BeginTime", start=str(now + 3600), restarts=1)
     recorded.says("squeue", line)
-    report = run_report(run.folder)
-    text = run_summary(report, now).text()
-    assert headline(report) == "pending"
-    assert "412 waits in partition train for" in text
-    assert "BeginTime: not before its start time" in text
-    assert "start expected in 00:02:01" in text
+    _check(run, "pending", "412", "BeginTime", "expected in 0")
 
 
 @pytest.mark.usefixtures("processes")
 def test_an_unknown_job_is_not_called_ended(recorded: RecordedSlurm, run: RunFolder) -> None:
     now = _trains(run)
     recorded.says("squeue", "")
-    report = run_report(run.folder)
-    assert headline(report) == "unknown"
-    text = run_summary(report, now).text()
-    assert "412: the queue does not know it, and there is no accounting" in text
-    assert "its ranks gave a sign of life 00:00:0" in text
-    assert f"`touch {run.folder}/STOP` lets them save and end" in text
+    _check(run, "unknown", "no accounting", "sign of life 00:00:0", f"`touch {run.folder}/STOP`")
     run.decided("412", 1, "failed", "2 attempts without a new checkpoint", now)
-    report = run_report(run.folder)
-    assert headline(report) == "failed"
-    assert "its script ended, failed: 2 attempts without" in run_summary(report).text()
+    _check(run, "failed", "2 attempts without")
     (run.folder / "done.json").write_text("{}")
-    report = run_report(run.folder)
-    assert headline(report) == "finished"
-    assert "the run is finished: it has its done.json" in run_summary(report).text()
+    _check(run, "finished", "done.json")
     assert recorded.calls("sacct")
 
 
@@ -135,27 +128,14 @@ def test_training_comes_before_its_evaluation(recorded: RecordedSlurm, run: RunF
 
 
 @pytest.mark.usefixtures("processes")
-def test_an_id_that_is_another_jobs_now(recorded: RecordedSlurm, run: RunFolder) -> None:
-    _trains(run)
-    recorded.says("squeue", _line("RUNNING", Path("/other/run"), nodes="cm1"))
-    report = run_report(run.folder)
-    assert headline(report) == "unknown"
-    assert "another (/other/run)" in report.jobs[0].reason
-
-
-@pytest.mark.usefixtures("processes")
 def test_a_job_that_failed_says_why(recorded: RecordedSlurm, run: RunFolder) -> None:
     now = _trains(run)
     run.decided("412", 1, "failed", "rank 0 failed permanently (exit code 2)", now)
-    end = str(int(now) - 5)
+    end = str(int(now) - 3600)
     line = _line("FAILED", run.folder, reason="NonZeroExitCode", nodes="cm1", end=end, restarts=1)
     recorded.says("squeue", line.replace("|0|/", "|512|/"))
-    lines = run_summary(run_report(run.folder), int(now)).text().splitlines()
-    assert lines[0].endswith(": failed")
-    assert lines[1] == (
-        "job         412 FAILED (NonZeroExitCode) on cm1, 00:00:05 ago, exit code 2:0, 1 restart"
-    )
-    assert lines[2] == "            failed: rank 0 failed permanently (exit code 2)"
+    facts = ("NonZeroExitCode", "cm1", "01:00:", "exit code 2:0", "rank 0 failed permanently")
+    _check(run, "failed", *facts)
 
 
 @pytest.mark.usefixtures("processes")
@@ -165,26 +145,21 @@ def test_slurm_does_not_answer_and_the_run_still_speaks(
     _trains(run)
     monkeypatch.setenv("PATH", str(tmp_path))  # no SLURM
     text = run_summary(run_report(run.folder)).text()
-    assert "queue       squeue was not found" in text
+    assert "squeue was not found" in text
     assert "step 210 of 1,000" in text
 
 
 def test_not_submitted_not_started_or_no_run(recorded: RecordedSlurm, run: RunFolder) -> None:
     recorded.says("squeue", "")
-    text = run_summary(run_report(run.folder)).text().splitlines()
-    assert text == [
-        f"{run.folder}: not started",
-        "job         none: the run was not submitted to SLURM from here",
-        "run         training has not started yet",
-    ]
-    with pytest.raises(DataError, match=rf"it does not exist.*such as {run.folder}"):
+    _check(run, "not started", "not submitted")
+    with pytest.raises(DataError, match=f"such as {run.folder}"):
         require_run(run.folder.parent / "runn")
     (run.folder.parent / "data" / "work").mkdir(parents=True)
-    with pytest.raises(DataError, match="data preparation that was not submitted"):
+    with pytest.raises(DataError, match="data preparation"):
         require_run(run.folder.parent / "data")
     (run.folder / "launch" / "0001").mkdir()
     (run.folder / "launch" / "0001" / "submission.json").write_text('{"number": 1}')
-    with pytest.raises(DataError, match=r"0001/submission.json is not a record .*'job'"):
+    with pytest.raises(DataError, match=r"0001/submission.json.*'job'"):
         submissions(run.folder)
     assert not recorded.calls("sacct")
 
@@ -226,19 +201,14 @@ def test_the_queue_as_a_table(recorded: RecordedSlurm, run: RunFolder, tmp_path:
         _line("PENDING", data, job="7_1", reason="JobArrayTaskLimit"),
         _line("PENDING", Path("(null)"), job="12", reason="Priority"),
     ]))  # fmt: skip
-    header, *lines = queue_text(queue_reports()).splitlines()
+    _, *lines = queue_text(queue_reports()).splitlines()
     rows = {line.split()[0]: line.split()[1:] for line in lines}
-    assert header.split() == [
-        "run", "job", "state", "reason", "step", "ETA", "restarts", "checkpoint",
-    ]  # fmt: skip
     assert set(rows) == {str(run.folder), str(tmp_path / "gone"), str(data)}
     assert rows[str(run.folder)][:4] == ["412", "running", "-", "210/1,000"]
-    assert rows[str(run.folder)][5] == "1"
     assert rows[str(tmp_path / "gone")][:3] == ["9", "pending", "Resources"]
     assert rows[str(data)][:7] == ["7", "running", "-", "1", "run,", "1", "wait"]
-    assert len({line.index("running") for line in lines if "running" in line}) == 1
     recorded.says("squeue", "")
-    assert queue_text(queue_reports()) == "no run or data preparation of yours is in the queue"
+    assert queue_reports() == []
 
 
 def test_a_data_preparation(recorded: RecordedSlurm, tmp_path: Path) -> None:
@@ -258,7 +228,7 @@ def test_a_data_preparation(recorded: RecordedSlurm, tmp_path: Path) -> None:
     rows = {line.split()[0]: line.split()[1:] for line in lines}
     assert rows["ingest"] == ["0", "1", "1", "1", "1", "FAILED"]
     assert rows["shards"][:5] == ["1", "0", "0", "0", "DependencyNeverSatisfied:"]
-    assert " ".join(rows["verify"]) == "- - - - not known to SLURM (any more): 10"
+    assert rows["verify"][:4] == ["-"] * 4
     assert "--jobs=7,8,9,10" in recorded.calls("squeue")[0]
     assert "--jobs=10 " in recorded.calls("sacct")[0]
 
@@ -310,7 +280,6 @@ def test_cancelled_jobs_are_known_as_cancelled_without_accounting(
     recorded.says("squeue", "")
     report = run_report(run.folder)
     assert headline(report) == "cancelled"
-    assert "its script ended, cancelled: by `launch cancel`" in run_summary(report).text()
     assert report.history[-1]["restart"] == 2
     # Nor is it counted as an attempt without progress.
     assert report.history[-1]["miss"] is None
@@ -337,13 +306,10 @@ def test_cancelled_jobs_are_known_as_cancelled_without_accounting(
 def test_json_has_all_of_it(recorded: RecordedSlurm, run: RunFolder) -> None:
     _trains(run)
     recorded.says("squeue", _line("PENDING", run.folder, reason="Priority"))
-    found = []
-    for folder in ([str(run.folder)], []):
-        done = subprocess.run(
-            [sys.executable, "-m", "launch", "status", *folder, "--json"],
-            capture_output=True, text=True, check=True, cwd=ROOT,
-        )  # fmt: skip
-        found.append(json.loads(done.stdout))
+    found = [
+        json.loads(python("-m", "launch", "status", *folder, "--json"))
+        for folder in ([run.folder], [])
+    ]
     one, every = found
     assert one["jobs"][0]["reason"] == "Priority"
     assert one["run"]["step"] == 210

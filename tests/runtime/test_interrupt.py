@@ -108,13 +108,6 @@ def test_a_program_that_reads(programs: Processes, straight_run: Path) -> None:
     assert said.count("\n") == 1
 
 
-def test_a_status_that_is_watched(programs: Processes, straight_run: Path) -> None:
-    program = _start(programs, "status", straight_run, "--watch", 60)
-    assert program.stdout
-    assert "finished" in program.stdout.readline()
-    assert _interrupt(program) == (130, "interrupted\n")
-
-
 def test_a_local_run_saves_and_says_so_once(
     programs: Processes, tmp_path: Path, dataset: DatasetIndex
 ) -> None:
@@ -138,12 +131,3 @@ def test_errors_leave_the_output_empty(programs: Processes) -> None:
     assert (program.returncode, out) == (2, "")
     assert error.startswith("error: nosuch does not exist.")
     assert len(error.splitlines()) == 1
-
-
-def test_the_demo_ends_with_its_step(programs: Processes, tmp_path: Path) -> None:
-    program = _start(programs, "demo", "--out", tmp_path / "demo")
-    work = tmp_path / "demo" / "data" / "work"
-    _wait_until(lambda: next(work.glob("*/*.running.json"), None) is not None, program)
-    code, error = _interrupt(program)
-    assert code == 130
-    assert error.count("interrupted") == 1

@@ -1,6 +1,5 @@
 """Running as a rank: exit records, a lost rank, and errors and signals that ranks agree on."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 from pipeline.errors import BusyError, ConfigError, LostRankError
 from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.rank import Rank, run_as_rank
+from tests.support.processes import python
 from tests.support.ranks import start
 
 PROCESS = ProcessInfo(0, 0, 2, "here", "17.0")
@@ -48,7 +48,7 @@ def test_a_lost_rank_is_told_from_other_errors(tmp_path: Path) -> None:
         rank.if_lost = "Look at b2"
         raise RuntimeError("[/pytorch/third_party/gloo/gloo/pair.cc:1] Connection closed\nmore")
 
-    with pytest.raises(LostRankError, match=r"rank 0 lost another rank: .*closed\. .* Look at b2"):
+    with pytest.raises(LostRankError, match=r"rank 0 .*closed\. .* Look at b2"):
         run_as_rank(work, PROCESS, str(tmp_path))
     assert (tmp_path / "exit/17.0/rank-00000").read_text() == "1\n"
     with pytest.raises(RuntimeError, match="out of memory"):
@@ -100,12 +100,8 @@ def test_a_rank_alone_is_refused_among_tasks_of_srun(tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text(f"run_dir: {tmp_path}/run\ndata: {{dir: {tmp_path}}}\n")
     for verb in ("pretrain", "profile"):
-        done = subprocess.run(
-            [sys.executable, "-m", "pipeline", verb, str(config)],
-            env={"PATH": "/usr/bin:/bin", "SLURM_NTASKS": "4", "SLURM_PROCID": "3"},
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == 2, done.stderr
-        assert "SLURM has 4 tasks here, and none of RANK" in done.stderr
-        assert "postnorm submit" in done.stderr
+        environment = {"PATH": "/usr/bin:/bin", "SLURM_NTASKS": "4", "SLURM_PROCID": "3"}
+        said = python("-m", "pipeline", verb, config, code=2, cwd=None, env=environment)
+        assert "SLURM has 4 tasks" in said
+        assert "postnorm submit" in said
     assert not (tmp_path / "run").exists()

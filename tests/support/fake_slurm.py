@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.support.processes import write_program
+
 _SBATCH = """\
 #!{python}
 import json, os, re, shlex, subprocess, sys
@@ -71,18 +73,15 @@ class FakeSlurm:
         folder.mkdir()
         for answer in ("config", "queue"):
             (folder / answer).touch()
-        self._write("sbatch", _SBATCH.format(python=sys.executable, folder=str(folder)))
+        program = _SBATCH.format(python=sys.executable, folder=str(folder))
+        write_program(folder / "sbatch", program)
         for name, line in _SHELL.items():
             self.add(name, line.format(folder=folder))
         self.environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
 
     def add(self, name: str, line: str) -> None:
         """Add a command, a line of bash."""
-        self._write(name, f"#!/bin/bash\n{line}\n")
-
-    def _write(self, name: str, text: str) -> None:
-        (self.folder / name).write_text(text)
-        (self.folder / name).chmod(0o755)
+        write_program(self.folder / name, f"#!/bin/bash\n{line}\n")
 
     @property
     def calls(self) -> list[tuple[list[str], str]]:

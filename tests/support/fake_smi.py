@@ -8,6 +8,8 @@ import json
 import sys
 from pathlib import Path
 
+from tests.support.processes import write_program
+
 _SCRIPT = """\
 #!{python} -S
 import json, sys, time
@@ -55,9 +57,8 @@ class FakeSmi:
         ]  # fmt: skip
         self.apps: list[dict[str, object]] = []
         self.error, self.code, self.sleep_s = "", 0, 0.0
-        script = folder / "nvidia-smi"
-        script.write_text(_SCRIPT.format(python=sys.executable, state=str(folder / "state.json")))
-        script.chmod(0o755)
+        program = _SCRIPT.format(python=sys.executable, state=str(folder / "state.json"))
+        write_program(folder / "nvidia-smi", program)
         self.save()
 
     def save(self) -> None:

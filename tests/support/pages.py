@@ -49,14 +49,11 @@ def blocks(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
     return [
         Block(
-            page.name,
-            text.count("\n", 0, found.start("text")) + 1,
-            found["kind"],
-            tuple((found["needs"] or "").replace(",", " ").split()),
-            found["text"],
+            page.name, text.count("\n", 0, found.start("text")) + 1, found["kind"],
+            tuple((found["needs"] or "").replace(",", " ").split()), found["text"],
         )
         for found in _BLOCK.finditer(text)
-    ]
+    ]  # fmt: skip
 
 
 def commands_in_sentences(page: Path) -> list[str]:

@@ -8,6 +8,8 @@ import os
 import sys
 from pathlib import Path
 
+from tests.support.processes import write_program
+
 SQUEUE_FORMAT = (
     "JobArrayID:0|,ArrayJobID:0|,State:0|,Reason:0|,Partition:0|,NodeList:0|,RestartCnt:0|,"
     "SubmitTime:0|,StartTime:0|,EndTime:0|,TimeLimit:0|,exit_code:0|,Comment:0"
@@ -49,8 +51,7 @@ class RecordedSlurm:
             text = _COMMAND.format(
                 python=sys.executable, folder=str(folder), squeue=SQUEUE_FORMAT, sacct=SACCT_FORMAT
             )
-            (folder / name).write_text(text)
-            (folder / name).chmod(0o755)
+            write_program(folder / name, text)
         self.says("squeue", UNKNOWN_JOB, code=1)
         self.says("sacct", NO_ACCOUNTING, code=1)
         self.path = f"{folder}{os.pathsep}{os.environ['PATH']}"
