@@ -25,7 +25,7 @@ from pipeline.finetune.model import HeadSpec
 from pipeline.multitask.config import BalanceConfig
 from pipeline.multitask.draws import Draws
 from pipeline.multitask.model import MultiTaskObjective
-from pipeline.multitask.weigh import Balancer, Known
+from pipeline.multitask.weigh import Balancer, LossBaseline
 from pipeline.runtime import env
 from pipeline.train.engine import Engine, init_process_group
 from pipeline.use.pretrain import own_process
@@ -89,7 +89,7 @@ def _measure(arguments: argparse.Namespace) -> dict[str, list[float]]:
         _micro_batch(name, arguments.rows, arguments.length, arguments.vocabulary, number)
         for number, name in enumerate(names)
     ]
-    known = {name: Known(None, None) for name in names}
+    known = {name: LossBaseline(None, None) for name in names}
     draws = _All([1.0 / len(names)] * len(names), len(names), 1)
     balancers = {
         rule: Balancer(BalanceConfig(method=rule), known, draws, seed=1,

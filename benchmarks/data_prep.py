@@ -53,7 +53,7 @@ from data_prep.clean.normalise import normalise  # noqa: E402
 from data_prep.config import DedupConfig, PrepConfig, TokenizerConfig, rule_sets  # noqa: E402
 from data_prep.dedup.near import settings_of  # noqa: E402
 from data_prep.pieces import read_documents  # noqa: E402
-from data_prep.readers.documents import Remarks, read_piece  # noqa: E402
+from data_prep.readers.documents import ReadStats, read_piece  # noqa: E402
 from data_prep.readers.items import Document  # noqa: E402
 from data_prep.stage import Done, Stage, run_tasks  # noqa: E402
 from data_prep.words import word_starts_of  # noqa: E402
@@ -239,7 +239,7 @@ def _parts(source: Path, megabytes: float, model: Path) -> dict[str, float]:
     [piece] = corpora.find(config).pieces
     texts = [
         item.text
-        for item in read_piece(piece, config.clean, Remarks())
+        for item in read_piece(piece, config.clean, ReadStats())
         if isinstance(item, Document)
     ]
     normal = [normalise(text) for text in texts]
@@ -254,7 +254,7 @@ def _parts(source: Path, megabytes: float, model: Path) -> dict[str, float]:
         blocks[-1].append((spelling, ids))
         size += len(ids)
     parts: dict[str, Callable[[], Any]] = {
-        "read and parse": lambda: sum(1 for _ in read_piece(piece, config.clean, Remarks())),
+        "read and parse": lambda: sum(1 for _ in read_piece(piece, config.clean, ReadStats())),
         "normalise": lambda: [normalise(text) for text in texts],
         "tokens": lambda: [tokenizer.spell(text) for text in normal],
         "words": lambda: [word_starts_of(block) for block in blocks],

@@ -28,7 +28,7 @@ from data_prep.config import DedupConfig
 from data_prep.dedup import exact, lines, near
 from data_prep.dedup.minhash import NUM_BINS
 from data_prep.pieces import Pieces
-from data_prep.stage import Done, Task
+from data_prep.stage import Done, StageTask
 
 _PIECE = 80_000
 _BANDS = 16  # of pair files; what a pair costs does not depend on how many there are
@@ -124,7 +124,7 @@ def near_hash(numbers: Any) -> Any:
     return (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
 
 
-def _measure(function: Any, task: Task[Any]) -> dict[str, float]:
+def _measure(function: Any, task: StageTask[Any]) -> dict[str, float]:
     task.folder.mkdir(exist_ok=True)
     # Not rusage: what a child inherits from its parent at the fork counts there.
     done = subprocess.run([sys.executable, "-c", _RUN], input=pickle.dumps((function, task)),
@@ -159,12 +159,14 @@ def main() -> None:
             len(np.load(work / f"line_hashes/{n}.hashes.npy", mmap_mode="r")) for n in names
         ]
         hashed = [_done({"lines": 10 * _PIECE, "distinct": n}) for n in distinct]
-        hash_tasks = [Task(n, work / "line_hashes", "", lines.HashJob(work, 20)) for n in names]
+        hash_tasks = [
+            StageTask(n, work / "line_hashes", "", lines.HashJob(work, 20)) for n in names
+        ]
         parts = lines.part_tasks(hash_tasks, hashed, work / "line_parts")
         found["line_parts"] = {"parts": len(parts), **_measure(lines.run_part, parts[0])}
         made.sketches_and_pairs()
-        place = near.Place(pieces, work / "signatures")
-        bucket = Task("bucket", work / "buckets", "", near.BucketJob(place, 0, 0, 1))
+        place = near.SignatureFolder(pieces, work / "signatures")
+        bucket = StageTask("bucket", work / "buckets", "", near.BucketJob(place, 0, 0, 1))
         found["buckets"] = _measure(near.run_buckets, bucket)
         paths = [
             replace(bucket, name=f"{band:03d}-000") for band in range(_BANDS)

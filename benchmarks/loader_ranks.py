@@ -50,7 +50,7 @@ from pipeline.data import reader
 from pipeline.data.counts import sequences_at
 from pipeline.data.format import Blocks, DatasetIndex, read_index
 from pipeline.data.loader import TrainLoader
-from pipeline.data.run_order import Share, TrainSteps
+from pipeline.data.run_order import DataRank, TrainSteps
 from pipeline.objectives.inputs import train_inputs
 
 _PER_RANK = {128: 64, 512: 32}
@@ -96,7 +96,7 @@ def _config(index: DatasetIndex, seq_len: int, world: int, **data: Any) -> Pretr
 
 
 def measure_node(
-    index: DatasetIndex, counts: dict[int, Any], seq_len: int, share: Share, num_steps: int = 0
+    index: DatasetIndex, counts: dict[int, Any], seq_len: int, share: DataRank, num_steps: int = 0
 ) -> dict[str, float]:
     """Steps of all ranks of the share's node; sums of tokens, bytes, CPU seconds."""
     world, node = share.world_size, share.rank // _RANKS_PER_NODE
@@ -107,7 +107,7 @@ def measure_node(
         TrainSteps(index, config.train_data, inputs, counts, sharing=world > 1)
         for _ in range(num_ranks)
     ]
-    shares = [Share(node * num_ranks + k, world) for k in range(num_ranks)]
+    shares = [DataRank(node * num_ranks + k, world) for k in range(num_ranks)]
     size = config.train.global_batch
     first = 0
     if not num_steps:
@@ -136,7 +136,7 @@ def measure_node(
     return {"tokens": float(tokens), "bytes": num_bytes, "cpu_s": cpu_s}
 
 
-def _make(ranks: list[TrainSteps], shares: list[Share], numbers: range) -> None:
+def _make(ranks: list[TrainSteps], shares: list[DataRank], numbers: range) -> None:
     """Make the steps of some ranks, as many a call as their loaders do."""
     at = numbers.start
     while at < numbers.stop:
@@ -154,10 +154,10 @@ def measure_world(
     nodes = max(1, world // _RANKS_PER_NODE)
     chosen = sorted({nodes // 3, 2 * nodes // 3})
     bytes_per_token, speeds = [], []
-    measure_node(index, counts, seq_len, Share(0, world), num_steps=1)  # compiles
+    measure_node(index, counts, seq_len, DataRank(0, world), num_steps=1)  # compiles
     for _ in range(rounds):
         found = [
-            measure_node(index, counts, seq_len, Share(node * _RANKS_PER_NODE, world))
+            measure_node(index, counts, seq_len, DataRank(node * _RANKS_PER_NODE, world))
             for node in chosen
         ]
         gc.collect()
@@ -179,7 +179,7 @@ def measure_workers(
     for name, workers in [("thread", 0), ("workers", 2)] * rounds:
         config = _config(index, seq_len, 1, workers=workers, prefetch_steps=4)
         inputs = train_inputs(config.train_data, index)
-        loader = TrainLoader(index, config.train_data, inputs, Share(0, 1), counts)
+        loader = TrainLoader(index, config.train_data, inputs, DataRank(0, 1), counts)
         steps = loader.steps_from(0)
         for _ in range(32):  # workers start and compile
             next(steps)

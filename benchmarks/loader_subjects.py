@@ -71,7 +71,7 @@ def ours(spec: Spec, masking: str) -> Pass:
     from pipeline.data.counts import sequences_at
     from pipeline.data.format import read_index
     from pipeline.data.loader import TrainLoader
-    from pipeline.data.run_order import Share
+    from pipeline.data.run_order import DataRank
     from pipeline.objectives.inputs import train_inputs
 
     index = read_index(spec.dataset)
@@ -90,7 +90,7 @@ def ours(spec: Spec, masking: str) -> Pass:
         raise SystemExit(f"{sequences} sequences make no step of {step}: take a smaller --batch")
 
     def batches() -> Iterator[Any]:
-        loader = TrainLoader(index, config.train_data, inputs, Share(0, ranks), counts)
+        loader = TrainLoader(index, config.train_data, inputs, DataRank(0, ranks), counts)
         for cursor in range(0, sequences - step + 1, step):
             yield from loader.step_batches(cursor)
 

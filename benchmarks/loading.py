@@ -36,7 +36,7 @@ from pipeline.config.runs import PretrainConfig
 from pipeline.config.train import TrainConfig
 from pipeline.data import counts
 from pipeline.data.format import DatasetIndex, read_index
-from pipeline.data.packing import Slots, pack
+from pipeline.data.packing import PackedSequences, pack
 from pipeline.data.reader import BlockReader, read_range
 from pipeline.objectives.inputs import train_steps
 from tests.support import reference_packing
@@ -85,7 +85,7 @@ def _assembly(index: DatasetIndex, seq_len: int) -> dict[str, float]:
 
     def in_python() -> None:
         for places in batches:
-            slots = Slots.empty(num_sequences, seq_len)
+            slots = PackedSequences.empty(num_sequences, seq_len)
             for row, (block, sequence) in enumerate(
                 zip(places.blocks, places.sequences, strict=True)
             ):
@@ -178,7 +178,7 @@ index, seq_len = read_index(sys.argv[1]), int(sys.argv[2])
 config = PretrainConfig(run_dir="unused", data=DataConfig(dir=sys.argv[1], seq_len=seq_len))
 inputs = train_inputs(config.train_data, index)
 counts = sequences_at(index, [seq_len], None)
-workers = Workers(1, index, config.train_data, inputs, Share(0, 1), counts)
+workers = Workers(1, index, config.train_data, inputs, DataRank(0, 1), counts)
 for place, _ in zip(config.batches.batches_from(0), range(100)):
     workers.ask(place.cursor)
     workers.take()

@@ -45,7 +45,7 @@ from data_prep.config import DedupConfig
 from data_prep.dedup import minhash
 from data_prep.dedup.minhash import Signatures, SignatureSettings, fold, signatures, similarity
 from data_prep.dedup.near import SignatureJob, run_signatures, settings_of
-from data_prep.stage import Task
+from data_prep.stage import StageTask
 
 _SAMPLED_CHARS = 6000
 _HAN = re.compile("[\u3400-\u9fff]")
@@ -139,7 +139,7 @@ def _whole_step(texts: list[str], settings: SignatureSettings) -> float:
                 file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
         np.save(Path(name) / "sizes.npy", np.zeros(len(texts)))
         job = SignatureJob(path, Path(name) / "sizes.npy", settings)
-        task = Task("piece", Path(name), "", job)
+        task = StageTask("piece", Path(name), "", job)
         return cpu_seconds(lambda: run_signatures(task))
 
 

@@ -43,7 +43,7 @@ from pipeline.data.counts import sequences_at
 from pipeline.data.dataset import PackedSplit
 from pipeline.data.format import DatasetIndex, read_index
 from pipeline.data.loader import MicroBatch, TrainLoader
-from pipeline.data.run_order import Share
+from pipeline.data.run_order import DataRank
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FAILED_RETRY, DataError
 from pipeline.objectives.inputs import train_inputs
 from pipeline.tokenizer.sentencepiece import Tokenizer
@@ -244,7 +244,7 @@ def _bytes_by_world(scene: Scene) -> str:
     counts = {128: np.concatenate([of_rows] * (len(index.blocks) // len(rows)))}
     seen = {}
     for world in (1, 8, 64):
-        one = loader_ranks.measure_node(index, counts, 128, Share(0, world), num_steps=4)
+        one = loader_ranks.measure_node(index, counts, 128, DataRank(0, world), num_steps=4)
         seen[world] = round(one["bytes"] / one["tokens"], 1)
     _need(seen[8] < 2 * seen[1] and seen[64] < 8 * seen[1], seen)
     return f"bytes read a token of a rank, by world: {seen}; at 28d9e7b 2.7, 21.6 and 173"
@@ -255,7 +255,7 @@ def _steps_of_worker(scene: Scene) -> tuple[Iterator[list[MicroBatch]], int]:
     data = DataConfig(dir=str(scene.dataset.folder), seq_len=64, workers=1, prefetch_steps=1)
     config = PretrainConfig(run_dir="unused", data=data, train=_LARGE)
     inputs = train_inputs(config.train_data, scene.dataset)
-    steps = TrainLoader(scene.dataset, config.train_data, inputs, Share(0, 1)).steps_from(0)
+    steps = TrainLoader(scene.dataset, config.train_data, inputs, DataRank(0, 1)).steps_from(0)
     next(steps)
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_text() for pid in children}

@@ -33,7 +33,7 @@ from pipeline.config.runs import PretrainConfig
 from pipeline.config.train import KernelsConfig, TrainConfig
 from pipeline.data.format import read_index
 from pipeline.data.loader import MicroBatch, TrainLoader
-from pipeline.data.run_order import Share
+from pipeline.data.run_order import DataRank
 from pipeline.kernels.choose import choose
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime import dist, env
@@ -119,7 +119,7 @@ def read_batches(config: PretrainConfig, setting: Setting) -> list[MicroBatch]:
     index = read_index(setting.data)
     with_vocabulary(config, index)  # it must be large enough
     inputs = MaskedLanguageModeling().train_inputs(config.train_data, index)
-    loader = TrainLoader(index, config.train_data, inputs, Share(0, 1))
+    loader = TrainLoader(index, config.train_data, inputs, DataRank(0, 1))
     steps = loader.steps_from(0)
     return [next(steps)[0] for _ in range(setting.num_batches)]
 

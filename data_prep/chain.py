@@ -18,13 +18,13 @@ from data_prep.decontaminate import stages as evaluated
 from data_prep.dedup import exact, lines, near
 from data_prep.stage import (
     INGEST_STAGES,
-    Counts,
     Done,
     Estimate,
     Function,
     Size,
     Stage,
-    Task,
+    StageCounts,
+    StageTask,
     finished,
     table,
 )
@@ -37,7 +37,7 @@ class Step:
     """A stage, before its tasks are known."""
 
     name: str
-    tasks: Callable[[Progress, Path], Sequence[Task[Any]]]
+    tasks: Callable[[Progress, Path], Sequence[StageTask[Any]]]
     """Makes the tasks from the progress so far and the stage's folder."""
     run: Function[Any]
     wanted: Callable[[PrepConfig], Any] = lambda config: True
@@ -48,38 +48,38 @@ class Step:
     that wrote those last."""
 
 
-def _eval_sets(progress: Progress, folder: Path) -> list[Task[Any]]:
+def _eval_sets(progress: Progress, folder: Path) -> list[StageTask[Any]]:
     files, config = progress.corpus.eval_sets, progress.corpus.config
     return [evaluated.eval_set_task(files, config.decontaminate, config.clean, folder)]
 
 
-def _ingest(progress: Progress, folder: Path) -> list[Task[Any]]:
+def _ingest(progress: Progress, folder: Path) -> list[StageTask[Any]]:
     config = progress.corpus.config
     return ingest.tasks(progress.corpus.pieces, config.clean, config.filters, folder)
 
 
-def _line_parts(progress: Progress, folder: Path) -> list[Task[Any]]:
+def _line_parts(progress: Progress, folder: Path) -> list[StageTask[Any]]:
     name = "line_hashes"
     return lines.part_tasks(progress.tasks[name], progress.records[name], folder)
 
 
-def _exact(progress: Progress, folder: Path) -> list[Task[Any]]:
+def _exact(progress: Progress, folder: Path) -> list[StageTask[Any]]:
     ingested = progress.records["ingest"]
     num_read = sum(done.result["ingest"]["documents_in"] for done in ingested)
     return exact.exact_tasks(progress.written, progress.pieces, num_read, folder)
 
 
-def _dedup(progress: Progress, folder: Path) -> list[Task[Any]]:
+def _dedup(progress: Progress, folder: Path) -> list[StageTask[Any]]:
     tasks, compared = progress.tasks["exact"], progress.records["exact"]
     return exact.dedup_tasks(tasks, compared, progress.written, folder)
 
 
-def _candidates(progress: Progress, folder: Path) -> list[Task[Any]]:
+def _candidates(progress: Progress, folder: Path) -> list[StageTask[Any]]:
     upstream = (progress.records["signatures"], progress.kept, progress.records["buckets"])
     return near.candidate_tasks(progress.tasks["buckets"], upstream, folder)
 
 
-def _near(progress: Progress, folder: Path) -> list[Task[Any]]:
+def _near(progress: Progress, folder: Path) -> list[StageTask[Any]]:
     groups, compared = progress.tasks["candidates"], progress.records["candidates"]
     threshold = progress.corpus.config.dedup.threshold
     return near.near_tasks(groups, compared, progress.kept, threshold, folder)
@@ -156,7 +156,7 @@ def _reconcile(stage: str, records: list[Done], came: int | None) -> int | None:
     for name in INGEST_STAGES if stage == "ingest" else (stage,):
         if name not in records[0].result or "documents_in" not in records[0].result[name]:
             return came  # it neither takes nor drops text
-        counts = Counts.total(done.result[name] for done in records)
+        counts = StageCounts.total(done.result[name] for done in records)
         if not counts.add_up(came):
             raise DataError(
                 f"documents do not add up in stage {name}: {came or counts.documents_in:,} came "
@@ -184,7 +184,9 @@ def look(corpus: Corpus) -> list[tuple[Stage, list[Done | None]]]:
 
 def _refuse_empty(progress: Progress) -> None:
     records = progress.records["ingest"]
-    counts = {name: Counts.total(done.result[name] for done in records) for name in INGEST_STAGES}
+    counts = {
+        name: StageCounts.total(done.result[name] for done in records) for name in INGEST_STAGES
+    }
     if not counts["filter"].documents_out:
         raise DataError(
             f"the corpus is empty: the filters left no document\n{table(counts)}\n"

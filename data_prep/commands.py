@@ -12,7 +12,7 @@ from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, ConfigError
 from pipeline.runtime import cli
 from pipeline.runtime.cli import Verb
 from pipeline.runtime.remote import is_address
-from pipeline.runtime.summary import Summary
+from pipeline.runtime.summary import FolderSummary
 
 
 def _load(arguments: argparse.Namespace) -> PrepConfig:
@@ -72,7 +72,7 @@ def _status(arguments: argparse.Namespace) -> None:
     print(json.dumps(asdict(seen)) if arguments.json else seen.summary().text())
 
 
-def dataset_status(folder: Path) -> tuple[Summary, dict[str, Any]] | None:
+def dataset_status(folder: Path) -> tuple[FolderSummary, dict[str, Any]] | None:
     """Look at a dataset's folder, for `postnorm status`; None if it is another folder.
 
     Returns:

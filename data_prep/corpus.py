@@ -10,7 +10,7 @@ from data_prep import inputs
 from data_prep.config import PrepConfig
 from data_prep.decontaminate import eval_items
 from data_prep.pieces import Pieces
-from data_prep.stage import Done, Task, make_key
+from data_prep.stage import Done, StageTask, make_key
 from data_prep.tokenizer.given import GivenTokenizer, read_given
 from pipeline.errors import DataError
 
@@ -24,7 +24,7 @@ class Corpus:
     """A config, its input files in pieces, the files of its evaluation sets, and its tokenizer."""
 
     config: PrepConfig
-    pieces: tuple[inputs.Piece, ...]
+    pieces: tuple[inputs.InputPiece, ...]
     tokenizer: GivenTokenizer | None
     """None if one is to be trained."""
     eval_sets: dict[str, tuple[inputs.InputFile, ...]]
@@ -65,7 +65,7 @@ def find(config: PrepConfig) -> Corpus:
         DataError: an input or a file of an evaluation set does not exist or is not a text file, or
             the tokenizer's file is unusable.
     """
-    pieces: list[inputs.Piece] = []
+    pieces: list[inputs.InputPiece] = []
     unreadable: list[str] = []
     for source in config.sources:
         listing = inputs.find(source)
@@ -97,7 +97,7 @@ class Progress:
 
     def __init__(self, corpus: Corpus) -> None:
         self.corpus = corpus
-        self.tasks: dict[str, list[Task[Any]]] = {}
+        self.tasks: dict[str, list[StageTask[Any]]] = {}
         self.records: dict[str, list[Done]] = {}
         self.results: dict[str, list[Done]] = {}
         """Records of the stages that the report is about: those whose `Step.gives` is not empty."""
@@ -146,7 +146,9 @@ class Progress:
         """Record of the stage that wrote masks last."""
         return self.records[list(self.masks)[-1]][0]
 
-    def add(self, stage: str, tasks: Sequence[Task[Any]], records: list[Done], gives: str) -> None:
+    def add(
+        self, stage: str, tasks: Sequence[StageTask[Any]], records: list[Done], gives: str
+    ) -> None:
         """Take the tasks and records of a complete stage; `gives` is that of `chain.Step`."""
         self.tasks[stage], self.records[stage] = list(tasks), records
         if gives:

@@ -16,7 +16,7 @@ import numpy as np
 from data_prep.config import SourceConfig
 from data_prep.corpus import SHARD_FOLDER, Progress
 from data_prep.datasheet import gather, page
-from data_prep.stage import Done, Estimate, Result, Size, Task, make_key, replacing
+from data_prep.stage import Done, Estimate, Result, Size, StageTask, make_key, replacing
 from pipeline.data import format as dataset_format
 from pipeline.data.format import MEMBERS, SPLITS, Blocks, ShardInfo, Source
 from pipeline.errors import DataError
@@ -26,14 +26,14 @@ from pipeline.tokenizer.wordpiece import load_tokenizer
 logger = logging.getLogger(__name__)
 
 
-def tasks(progress: Progress, folder: Path) -> list[Task[Progress]]:
+def tasks(progress: Progress, folder: Path) -> list[StageTask[Progress]]:
     """Make the one task of this stage; its files belong to the dataset, not to work/."""
     corpus, records = progress.corpus, progress.results
     digests = {stage: [done.digest for done in made] for stage, made in records.items()}
-    return [Task("dataset", corpus.output, make_key(corpus.key, digests), progress)]
+    return [StageTask("dataset", corpus.output, make_key(corpus.key, digests), progress)]
 
 
-def run(task: Task[Progress]) -> Result:
+def run(task: StageTask[Progress]) -> Result:
     """Write index, report and datasheet, and remove shards of an earlier plan."""
     progress, output = task.payload, task.folder
     sharded = progress.records["shards"]

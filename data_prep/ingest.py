@@ -18,20 +18,20 @@ import numpy as np
 from data_prep.clean.normalise import normalise
 from data_prep.config import CleanConfig, Filtering, FiltersConfig, rule_sets
 from data_prep.filters.rules import Chain, Dropped, key_parts
-from data_prep.inputs import Piece
+from data_prep.inputs import InputPiece
 from data_prep.metadata import FieldCounts, count
 from data_prep.own import digest
 from data_prep.pieces import PieceWriter, id_hash, piece_paths, piece_writer
-from data_prep.readers.documents import Remarks, read_piece
+from data_prep.readers.documents import ReadStats, read_piece
 from data_prep.readers.items import Document, Rejected
 from data_prep.stage import (
     INGEST_STAGES,
     REPEATED_IDS,
-    Counts,
     Estimate,
     Result,
     Size,
-    Task,
+    StageCounts,
+    StageTask,
     make_key,
 )
 
@@ -51,15 +51,15 @@ for _first, _end in ((0xC3, 0xE2), (0xEA, 0xEF), (0xF0, 0xF5)):
 class IngestJob:
     """Input and settings of one task."""
 
-    piece: Piece
+    piece: InputPiece
     clean: CleanConfig
     filters: tuple[FiltersConfig, ...]
     """Those of the piece's source."""
 
 
 def tasks(
-    pieces: Sequence[Piece], clean: CleanConfig, filters: Filtering, folder: Path
-) -> list[Task[IngestJob]]:
+    pieces: Sequence[InputPiece], clean: CleanConfig, filters: Filtering, folder: Path
+) -> list[StageTask[IngestJob]]:
     """Make one task per piece; `filters` are for the sources that have none of their own."""
     made = []
     parts: dict[tuple[FiltersConfig, ...], list[Any]] = {}
@@ -75,14 +75,14 @@ def tasks(
         if chosen not in parts:  # reads the files of words and of own rules once
             parts[chosen] = [part for rules in chosen for part in key_parts(rules)]
         key = make_key(described, clean.of_texts(), *parts[chosen])
-        made.append(Task(f"{i:05d}", folder, key, IngestJob(piece, clean, chosen)))
+        made.append(StageTask(f"{i:05d}", folder, key, IngestJob(piece, clean, chosen)))
     return made
 
 
-def run(task: Task[IngestJob]) -> Result:
+def run(task: StageTask[IngestJob]) -> Result:
     """Ingest one piece."""
     job = task.payload
-    remarks = Remarks()
+    remarks = ReadStats()
     with piece_writer(task) as writer:
         results = _Results(job, writer)
         for item in read_piece(job.piece, job.clean, remarks):
@@ -123,7 +123,7 @@ class _Results:
     """Takes documents through normalisation and filters, and counts them."""
 
     def __init__(self, job: IngestJob, writer: PieceWriter) -> None:
-        self.counts = {name: Counts() for name in INGEST_STAGES}
+        self.counts = {name: StageCounts() for name in INGEST_STAGES}
         self.masked = Counter[str]()
         self.scripts = Counter[str]()
         self.metadata: dict[str, FieldCounts] = {}
@@ -181,7 +181,7 @@ def script_of(encoded: bytes) -> str:
     return "Chinese and Latin" if han + latin >= 0.7 * letters else "other"
 
 
-def _warn(piece: Piece, duplicate_ids: int, gb18030_files: list[str]) -> None:
+def _warn(piece: InputPiece, duplicate_ids: int, gb18030_files: list[str]) -> None:
     where = f"source {piece.source.name}, {piece.files[0].path}"
     if len(piece.files) > 1:
         where += f" and {len(piece.files) - 1} more files"

@@ -58,7 +58,7 @@ class InputFile:
 
 
 @dataclass(frozen=True)
-class Piece:
+class InputPiece:
     """Consecutive files of one source: the unit of work of ingestion."""
 
     source: SourceConfig
@@ -134,7 +134,7 @@ _KINDS = (
 )
 
 
-def pieces(source: SourceConfig, files: Sequence[InputFile], piece_bytes: int) -> list[Piece]:
+def pieces(source: SourceConfig, files: Sequence[InputFile], piece_bytes: int) -> list[InputPiece]:
     """Group files, in order, into pieces of about `piece_bytes`.
 
     A larger file is split into ranges if its documents can be found from any byte on: plain
@@ -149,7 +149,7 @@ def pieces(source: SourceConfig, files: Sequence[InputFile], piece_bytes: int) -
                 size = 0
             groups[-1].append(part)
             size += part.range_bytes
-    return [Piece(source, tuple(group)) for group in groups]
+    return [InputPiece(source, tuple(group)) for group in groups]
 
 
 def refuse_changed(file: InputFile) -> None:

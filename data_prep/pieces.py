@@ -32,7 +32,7 @@ import numpy.typing as npt
 from backports import zstd
 
 from data_prep.readers.items import Metadata, Rejected
-from data_prep.stage import Task, not_as_written, recorded_sha256, replacing, require_written
+from data_prep.stage import StageTask, not_as_written, recorded_sha256, replacing, require_written
 
 _SUFFIXES = (
     ".jsonl.zst",
@@ -51,7 +51,7 @@ Hashes = npt.NDArray[np.uint64]
 Mask = npt.NDArray[np.bool_]
 
 
-def piece_paths(task: Task[Any]) -> list[Path]:
+def piece_paths(task: StageTask[Any]) -> list[Path]:
     """List the files of the piece that a task writes."""
     return [task.path(suffix) for suffix in _SUFFIXES]
 
@@ -87,7 +87,7 @@ class PieceWriter:
 
 
 @contextmanager
-def piece_writer(task: Task[Any]) -> Iterator[PieceWriter]:
+def piece_writer(task: StageTask[Any]) -> Iterator[PieceWriter]:
     """Write all files of a piece if the block succeeds, and none if it fails."""
     with ExitStack() as stack:
         files = [

@@ -48,7 +48,7 @@ class Sent(NamedTuple):
     were_there: int
     """Files that were there and were right."""
 
-    def plus(self, file: "_File", *, was_sent: bool) -> "Sent":
+    def plus(self, file: "_PublishedFile", *, was_sent: bool) -> "Sent":
         """Count a file."""
         if not was_sent:
             return self._replace(were_there=self.were_there + 1)
@@ -109,13 +109,13 @@ def problems(address: str) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class _File:
+class _PublishedFile:
     path: Path
     num_bytes: int
     sha256: str
 
 
-def _files(index: DatasetIndex) -> dict[str, _File]:
+def _files(index: DatasetIndex) -> dict[str, _PublishedFile]:
     """Return what is sent, by name; of shards and tokenizer with the hash of the index."""
     recorded = {shard.file: shard.sha256 for shard in index.shards}
     recorded[index.tokenizer_file] = index.tokenizer_sha256
@@ -126,7 +126,7 @@ def _files(index: DatasetIndex) -> dict[str, _File]:
         path = index.folder / name
         if not path.is_file():
             raise DataError(f"{path} does not exist; `postnorm prep verify {index.folder}`")
-        files[name] = _File(path, path.stat().st_size, sha256)
+        files[name] = _PublishedFile(path, path.stat().st_size, sha256)
     return files
 
 
@@ -167,7 +167,7 @@ class _Target:
         target.record(now=True)
         return target
 
-    def send(self, name: str, file: _File) -> bool:
+    def send(self, name: str, file: _PublishedFile) -> bool:
         """Send a file unless it is there, and read it back; return whether it was sent."""
         there = self.there.get(name)
         if there is not None and there.num_bytes == file.num_bytes:
@@ -192,7 +192,7 @@ class _Target:
         self._has(name, file, back)
         return True
 
-    def _has(self, name: str, file: _File, there: RemoteFile) -> None:
+    def _has(self, name: str, file: _PublishedFile, there: RemoteFile) -> None:
         with self._lock:
             self.read_back[name] = [file.sha256, there.version]
         self.record()

@@ -12,7 +12,7 @@ from data_prep.config import PrepConfig
 from data_prep.corpus import Corpus
 from data_prep.datasheet.gather import REPORT_FILE
 from data_prep.lease import held, this_process
-from data_prep.stage import Counts, Done, Stage, finished, run_tasks, table
+from data_prep.stage import Done, Stage, StageCounts, finished, run_tasks, table
 from pipeline.config.load import resolved_text
 from pipeline.errors import ConfigError, DataError
 from pipeline.runtime.files import write_atomic
@@ -117,7 +117,7 @@ def _open_output(given: Corpus, *, replace: bool, is_last: bool = False) -> None
 
 def report_text(report: dict[str, Any]) -> Iterator[str]:
     """Format the most important numbers of a report."""
-    yield table({name: Counts.total([c]) for name, c in report["stages"].items()})
+    yield table({name: StageCounts.total([c]) for name, c in report["stages"].items()})
     for name, count in report["notes"].items():
         yield f"{name}: {count:,}"
     for name, source in report["sources"].items():

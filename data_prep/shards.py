@@ -21,7 +21,16 @@ import numpy.typing as npt
 from data_prep.config import ShardsConfig
 from data_prep.corpus import SHARD_FOLDER, Progress
 from data_prep.pieces import Pieces, batches, hash_share, read_documents
-from data_prep.stage import Counts, Estimate, Result, Size, Task, make_key, replacing, save_array
+from data_prep.stage import (
+    Estimate,
+    Result,
+    Size,
+    StageCounts,
+    StageTask,
+    make_key,
+    replacing,
+    save_array,
+)
 from data_prep.words import word_starts_of
 from pipeline.data.format import MEMBERS, SPLITS, token_dtype
 from pipeline.tokenizer.sentencepiece import Spelling
@@ -80,7 +89,7 @@ def plan(kept_bytes: list[int], shard_mb: int) -> list[list[int]]:
     return groups
 
 
-def tasks(progress: Progress, folder: Path) -> list[Task[ShardJob]]:
+def tasks(progress: Progress, folder: Path) -> list[StageTask[ShardJob]]:
     """Make one task per group of `plan`; shards belong to the dataset, not to work/."""
     pieces = progress.pieces
     config = _holding_out_one(progress.corpus.config.shards, pieces)
@@ -96,7 +105,7 @@ def tasks(progress: Progress, folder: Path) -> list[Task[ShardJob]]:
             asdict(config),
         )
         job = ShardJob(replace(pieces, names=names), progress.tokenizer_path, config)
-        made.append(Task(f"{number:06d}", progress.corpus.output / SHARD_FOLDER, key, job))
+        made.append(StageTask(f"{number:06d}", progress.corpus.output / SHARD_FOLDER, key, job))
     return made
 
 
@@ -120,11 +129,11 @@ def _holding_out_one(config: ShardsConfig, pieces: Pieces) -> ShardsConfig:
     return replace(config, eval_fraction=math.nextafter(draws[0], 1))
 
 
-def run(task: Task[ShardJob]) -> Result:
+def run(task: StageTask[ShardJob]) -> Result:
     """Tokenise one group and write its tars."""
     job = task.payload
     tokenizer = load_tokenizer(job.tokenizer_path)
-    counts = Counts()
+    counts = StageCounts()
     sources: dict[str, dict[str, dict[str, int]]] = {split: {} for split in SPLITS}
     frequencies = np.zeros(tokenizer.vocab_size, dtype=np.int64)
     totals = {split: {"tokens": 0, "documents": 0, "text_bytes": 0} for split in SPLITS}
@@ -219,7 +228,7 @@ def _documents(job: ShardJob, held_out: list[dict[str, str]]) -> Iterator[dict[s
 def _counted(
     documents: Iterator[dict[str, str]],
     tokenizer: DatasetTokenizer,
-    counts: Counts,
+    counts: StageCounts,
     sources: dict[str, dict[str, int]],
     totals: dict[str, int],
 ) -> Iterator[_Tokenised]:

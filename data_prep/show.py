@@ -23,7 +23,7 @@ from data_prep.config import PrepConfig
 from data_prep.corpus import Corpus
 from data_prep.lease import holders
 from data_prep.pieces import id_hash, read_documents, read_lines
-from data_prep.readers.documents import Remarks, read_piece
+from data_prep.readers.documents import ReadStats, read_piece
 from data_prep.readers.items import Document, Metadata
 from data_prep.run import RESOLVED_FILE
 from data_prep.stage import Size, Stage, State, state_of
@@ -31,7 +31,7 @@ from pipeline.config.load import load
 from pipeline.config.strict_yaml import read_file
 from pipeline.data.format import INDEX_FILE, read_index
 from pipeline.errors import DataError
-from pipeline.runtime.summary import Summary, table
+from pipeline.runtime.summary import FolderSummary, table
 
 _SHOWN_CHARS = 2000
 _COLUMNS = ("done", "running", "failed", "stopped", "waiting")
@@ -158,7 +158,7 @@ class DatasetStatus:
     remarks: list[str]
     """Failures and the next command."""
 
-    def summary(self) -> Summary:
+    def summary(self) -> FolderSummary:
         """Summarise for a terminal: a line a stage, then the remarks."""
         rows: list[tuple[str, ...]] = [("stage", *_COLUMNS)]
         before = ""
@@ -170,7 +170,7 @@ class DatasetStatus:
         for split, total in self.totals.items():
             lines.append(f"{split}: {total['tokens']:,} tokens, {total['documents']:,} documents")
         state = "complete" if self.is_complete else "not complete"
-        return Summary(self.output_dir, f"dataset, {state}", [*lines, *self.remarks])
+        return FolderSummary(self.output_dir, f"dataset, {state}", [*lines, *self.remarks])
 
 
 def status_of_folder(folder: Path) -> DatasetStatus | None:
@@ -290,7 +290,7 @@ def _in_piece(given: Corpus, number: int, document_id: str, stages: list[str]) -
     piece, name = given.pieces[number], f"{number:05d}"
     originals = [
         item
-        for item in read_piece(piece, given.config.clean, Remarks())
+        for item in read_piece(piece, given.config.clean, ReadStats())
         if isinstance(item, Document) and item.id == document_id
     ]
     lines = [f"--- {document_id}, in {piece.files[0].path} and {len(piece.files) - 1} more files"]

@@ -60,7 +60,7 @@ OF_LINES = (SEEN_LINE,)
 
 
 @dataclass(frozen=True)
-class Task(Generic[T]):
+class StageTask(Generic[T]):
     """One unit of work."""
 
     name: str
@@ -82,8 +82,8 @@ class Task(Generic[T]):
 
 
 Result = tuple[dict[str, Any], list[Path]]
-"""What a task gives: plain values for its record, and the files it wrote, all in `Task.folder`."""
-Function = Callable[[Task[T]], Result]
+"""Result of a task: plain values for its record, and the files written to `StageTask.folder`."""
+Function = Callable[[StageTask[T]], Result]
 """The code of a stage: does one task."""
 
 
@@ -92,7 +92,7 @@ class Stage:
     """Tasks that do not depend on each other, and the function that does one."""
 
     name: str
-    tasks: Sequence[Task[Any]]
+    tasks: Sequence[StageTask[Any]]
     function: Function[Any]
     """Defined at the top of a module: other processes import it."""
     reads: Sequence[tuple[Path, str]] = ()
@@ -116,7 +116,7 @@ class Done:
 
 
 @dataclass
-class Counts:
+class StageCounts:
     """Counts of one stage, or of one of its tasks. Bytes are UTF-8 bytes of text."""
 
     documents_in: int = 0
@@ -174,7 +174,7 @@ class Counts:
         return asdict(self)
 
     @classmethod
-    def total(cls, parts: Iterable[dict[str, Any]]) -> "Counts":
+    def total(cls, parts: Iterable[dict[str, Any]]) -> "StageCounts":
         """Add up the counts of tasks."""
         total = cls()
         for part in parts:
@@ -182,7 +182,7 @@ class Counts:
         return total
 
 
-def table(stages: dict[str, Counts]) -> str:
+def table(stages: dict[str, StageCounts]) -> str:
     """Format one line per stage, and its rejections below."""
     rows = [("stage", "documents in", "MB in", "documents out", "MB out", "rejected")]
     rejections = []
@@ -253,7 +253,7 @@ def save_array(path: Path, array: npt.NDArray[Any]) -> None:
         np.save(file, array)
 
 
-def finished(task: Task[Any]) -> Done | None:
+def finished(task: StageTask[Any]) -> Done | None:
     """Return the task's record if it was done with this key and its files are still there."""
     try:
         done = Done(**json.loads(task.marker.read_bytes()))
@@ -276,7 +276,7 @@ class State:
     """Host, process and start of a running task, or the error of a failed one."""
 
 
-def state_of(task: Task[Any]) -> State:
+def state_of(task: StageTask[Any]) -> State:
     """Read the state of a task from its files."""
     if finished(task):
         return State("done")
@@ -369,7 +369,7 @@ def run_tasks(
 
 
 def _results(
-    tasks: Sequence[Task[T]], waiting: list[int], function: Function[T], workers: int
+    tasks: Sequence[StageTask[T]], waiting: list[int], function: Function[T], workers: int
 ) -> Iterator[tuple[int, Done]]:
     if min(workers, len(waiting)) <= 1:
         for i in waiting:
@@ -412,7 +412,7 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _complete(task: Task[T], function: Function[T]) -> Done:
+def _complete(task: StageTask[T], function: Function[T]) -> Done:
     already = finished(task)
     if already:
         return already  # another process has done it since this one looked
@@ -429,7 +429,7 @@ def _complete(task: Task[T], function: Function[T]) -> Done:
 
 
 @contextmanager
-def _announced(task: Task[Any]) -> Iterator[None]:
+def _announced(task: StageTask[Any]) -> Iterator[None]:
     """Record beside the results that the task runs, or why it failed."""
     running, failed = task.path(".running.json"), task.path(".failed.json")
     failed.unlink(missing_ok=True)

@@ -26,7 +26,7 @@ from data_prep.datasheet.gather import Mask, beginning, mask_of
 from data_prep.datasheet.page import OTHER, fill, percent
 from data_prep.filters.rules import Chain, Check, Dropped
 from data_prep.pieces import hash_share
-from data_prep.readers.documents import Remarks, read_piece
+from data_prep.readers.documents import ReadStats, read_piece
 from data_prep.readers.items import Document, Rejected
 from pipeline.errors import DataError
 from pipeline.runtime.files import write_atomic
@@ -109,7 +109,7 @@ def _first(config: PrepConfig, source: SourceConfig) -> Iterator[Document | Reje
     count = min(len(pieces), _MAX_PIECES)
     for piece in (pieces[len(pieces) * i // count] for i in range(count)):
         left = _MAX_BYTES // count
-        for item in read_piece(piece, config.clean, Remarks(), only_head=True):
+        for item in read_piece(piece, config.clean, ReadStats(), only_head=True):
             yield item
             left -= len(item.text if isinstance(item, Document) else item.raw)
             if left < 0:
@@ -156,7 +156,7 @@ def document_text(config: PrepConfig, document_id: str) -> str:
         chain = Chain(config.filters_of(source), source.name)
         files = inputs.find(source).files
         for piece in inputs.pieces(source, files, config.piece_mb * 1_000_000):
-            for item in read_piece(piece, config.clean, Remarks(), only_head=True):
+            for item in read_piece(piece, config.clean, ReadStats(), only_head=True):
                 if item.id == document_id:
                     return _one(config, chain, item)
     raise DataError(

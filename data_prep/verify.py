@@ -19,7 +19,7 @@ import webdataset
 from data_prep.datasheet.gather import REPORT_FILE
 from data_prep.index import entropy_nats
 from data_prep.pieces import Hashes, id_hash
-from data_prep.stage import Counts
+from data_prep.stage import StageCounts
 from pipeline.data.format import MEMBERS, SPLITS, DatasetIndex, read_index
 from pipeline.data.reader import BlockReader, refuse_unlisted
 from pipeline.errors import DataError
@@ -103,7 +103,7 @@ def _report_problems(index: DatasetIndex) -> Iterator[str]:
             yield f"{path}: {name} is {report[name]}, the index says {getattr(index, name)}"
     came: int | None = None
     for stage, counts in report["stages"].items():
-        total = Counts.total([counts])
+        total = StageCounts.total([counts])
         if not total.add_up(came):
             yield (
                 f"{path}: documents do not add up in stage {stage}: {total.documents_in:,} in, "

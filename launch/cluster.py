@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 from pipeline.config.load import load
 from pipeline.config.schema import build, param, section
-from pipeline.config.strict_yaml import Node
+from pipeline.config.strict_yaml import YamlNode
 from pipeline.errors import ConfigError
 from pipeline.model.cost import KNOWN, limits
 from pipeline.runtime.env import SCRATCH_VARIABLE
@@ -512,7 +512,7 @@ class ClusterConfig:
 def cluster_of(path: str | None) -> ClusterConfig:
     """Load a profile; without a path, return the defaults."""
     if path is None:
-        return build(ClusterConfig, Node({}, "defaults"))
+        return build(ClusterConfig, YamlNode({}, "defaults"))
     return load(ClusterConfig, path).config
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from launch import control, logs, prep, sweep
 from launch.cluster import ClusterConfig, cluster_of
-from launch.decide import Attempt, Limits, Patience, verdict
+from launch.decide import JobAttempt, Limits, StorageRetry, verdict
 from launch.local import run_local, run_program, worst
 from launch.plan import mix_text, plan, plan_json, plan_mix, plan_text
 from launch.preflight.check import check_node
@@ -41,8 +41,8 @@ from launch.status import (
     run_summary,
 )
 from launch.submit import (
-    Draft,
-    Source,
+    Origin,
+    SubmissionPlan,
     checkout_job,
     config_of_resume,
     dry_run_text,
@@ -60,11 +60,11 @@ from pipeline.checkpoints.manifest import FOLDER, published
 from pipeline.config.load import load, warn_of_unusual
 from pipeline.config.runs import PretrainConfig
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, ConfigError, PostnormError
-from pipeline.multitask.config import Mix, MultiTaskConfig, is_mix, load_mix, require_split
+from pipeline.multitask.config import MultiTaskConfig, TaskMix, is_mix, load_mix, require_split
 from pipeline.runtime import cli, env
 from pipeline.runtime.cli import Verb
 from pipeline.runtime.run_folder import RunFolder
-from pipeline.runtime.summary import Summary
+from pipeline.runtime.summary import FolderSummary
 
 
 def _add_cluster(parser: argparse.ArgumentParser, default: str = "one GPU") -> None:
@@ -94,8 +94,8 @@ def _training(arguments: argparse.Namespace) -> PretrainConfig | MultiTaskConfig
     return _config(arguments)
 
 
-def _source(arguments: argparse.Namespace, config: str) -> Source:
-    return Source(config, tuple(arguments.overrides), arguments.cluster, os.getcwd())
+def _source(arguments: argparse.Namespace, config: str) -> Origin:
+    return Origin(config, tuple(arguments.overrides), arguments.cluster, os.getcwd())
 
 
 def _say(lines: Iterable[str]) -> None:
@@ -248,7 +248,7 @@ def _submit_program(arguments: argparse.Namespace) -> int:
     cluster = (cluster_of if arguments.local else profile_here)(arguments.cluster)
     if arguments.local:
         return _run_here(arguments, ["launch", "rank", "--", *words], PROGRAM, run_dir, cluster)
-    source = Source(words[0], tuple(words[1:]), arguments.cluster, os.getcwd())
+    source = Origin(words[0], tuple(words[1:]), arguments.cluster, os.getcwd())
     draft = prepare_program(run_dir, words, cluster, source)
     return _hand_over(draft, dry_run=arguments.dry_run)
 
@@ -332,7 +332,7 @@ def _run_here(
     return run_local(words, kind, run_dir, arguments.ranks, limits)
 
 
-def _hand_over(draft: Draft, *, dry_run: bool, stop_file: Path | None = None) -> int:
+def _hand_over(draft: SubmissionPlan, *, dry_run: bool, stop_file: Path | None = None) -> int:
     """Check the site and call sbatch; remove a STOP file that must not stop this job."""
     checked = check(draft.cluster, draft.job.kind, work_dir=draft.job.work_dir, optional=dry_run)
     if dry_run:
@@ -358,7 +358,7 @@ def _resume(arguments: argparse.Namespace) -> int:
     source = source_of_resume(run_dir, arguments.overrides, arguments.cluster)
     config, cluster = config_of_resume(run_dir, source), profile_here(source.cluster)
     os.chdir(source.work_dir)  # relative paths of the config start there
-    if isinstance(config, Mix):
+    if isinstance(config, TaskMix):
         draft = prepare_mix(config, cluster, source)
     else:
         draft = prepare_training(config, cluster, source)
@@ -396,7 +396,7 @@ def _add_decide(parser: argparse.ArgumentParser) -> None:
 
 
 def _decide(arguments: argparse.Namespace) -> int:
-    begun = Attempt(
+    begun = JobAttempt(
         job=arguments.job,
         restart=arguments.restart,
         nodes=tuple(arguments.nodes.split()),
@@ -407,7 +407,7 @@ def _decide(arguments: argparse.Namespace) -> int:
         jobs_before=arguments.jobs_before,
     )
     limits = Limits(arguments.max_restarts, arguments.max_attempts, arguments.time_limit)
-    patience = Patience(arguments.patience, arguments.job_ends)
+    patience = StorageRetry(arguments.patience, arguments.job_ends)
     decision = verdict(begun, arguments.kind, limits, arguments.run_dir, patience)
     print(f"{'requeue' if decision.word == 'requeue' else 'end'}: {decision.reason}", flush=True)
     tell(arguments.run_dir, f"{arguments.job}.{arguments.restart}", decision)
@@ -478,7 +478,7 @@ def _add_status(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--watch", type=_at_least(0), metavar="SECONDS", help="repeat forever")
 
 
-DatasetLook = Callable[[Path], tuple[Summary, dict[str, Any]] | None]
+DatasetLook = Callable[[Path], tuple[FolderSummary, dict[str, Any]] | None]
 """Looks at the folder of a dataset: what is shown, and plain values; None for another folder."""
 _STATUS_OF = "a run_dir, the folder of a sweep or dataset, or nothing for the queue"
 
@@ -529,7 +529,7 @@ def _status_json(look: DatasetLook, folder: Path | None) -> str:
 
 def _dataset(
     look: DatasetLook, folder: Path
-) -> tuple[tuple[Summary, dict[str, Any]] | None, PrepReport | None]:
+) -> tuple[tuple[FolderSummary, dict[str, Any]] | None, PrepReport | None]:
     """Look at a dataset and at its jobs; one of them may be None."""
     seen, jobs = None, prep_report(folder.resolve())
     try:

@@ -36,7 +36,7 @@ _WAIT_S = 10.0
 
 
 @dataclass(frozen=True)
-class Attempt:
+class JobAttempt:
     """One start of all ranks, after its end."""
 
     job: str
@@ -78,7 +78,7 @@ class Limits:
     """The time limit of the job, as the profile has it."""
 
 
-class Patience:
+class StorageRetry:
     """The time for which storage may fail before a verdict is given without it."""
 
     def __init__(self, patience_s: float = 0.0, job_ends_unix_s: float | None = None) -> None:
@@ -124,14 +124,14 @@ def is_done(kind: str, run_dir: Path, codes: Sequence[int], ranks: int) -> bool:
     return list(codes) == [EXIT_FINISHED] * ranks
 
 
-def read_end(begun: Attempt, kind: str, run_dir: Path) -> Attempt:
+def read_end(begun: JobAttempt, kind: str, run_dir: Path) -> JobAttempt:
     """Fill in what the files of an attempt say of its end."""
     codes = exit_codes(run_dir, f"{begun.job}.{begun.restart}")
     done = is_done(kind, run_dir, codes, begun.ranks)
     return replace(begun, after=newest_checkpoint(run_dir), codes=codes, is_done=done)
 
 
-def decide(attempt: Attempt, misses_before: int, limits: Limits, run_dir: Path) -> Decision:
+def decide(attempt: JobAttempt, misses_before: int, limits: Limits, run_dir: Path) -> Decision:
     """Decide what follows an attempt, after some without progress in a row. Pure."""
     newest = f"checkpoint {attempt.after or 'none'}"
     # done.json alone may be left from an earlier, shorter run.
@@ -161,7 +161,7 @@ def decide(attempt: Attempt, misses_before: int, limits: Limits, run_dir: Path) 
     return _again(f"the attempt {how}; {newest}")
 
 
-def is_miss(attempt: Attempt) -> bool:
+def is_miss(attempt: JobAttempt) -> bool:
     """Say whether an attempt counts as one without progress: it made no new checkpoint.
 
     An attempt that was preempted before it had anything to save does not count; an attempt that
@@ -173,7 +173,7 @@ def is_miss(attempt: Attempt) -> bool:
 
 
 def verdict(
-    begun: Attempt, kind: str, limits: Limits, run_dir: Path, patience: Patience
+    begun: JobAttempt, kind: str, limits: Limits, run_dir: Path, patience: StorageRetry
 ) -> Decision:
     """Read how an attempt ended and decide, waiting for storage that fails."""
     try:
@@ -186,14 +186,14 @@ def verdict(
 
 
 def end_attempt(
-    attempt: Attempt, limits: Limits, run_dir: Path, patience: Patience | None = None
+    attempt: JobAttempt, limits: Limits, run_dir: Path, patience: StorageRetry | None = None
 ) -> Decision:
     """Decide, and append the decision to the run's history if storage lets it.
 
     The verdict comes first. Only an attempt without progress that would be followed by another must
     be recorded: one that is not counted would be repeated forever.
     """
-    none = Patience()
+    none = StorageRetry()
     patience = patience or none
     decision = decide(attempt, 0, limits, run_dir)
     try:
@@ -212,7 +212,7 @@ def end_attempt(
     return decision
 
 
-def patiently(action: Callable[[], _T], patience: Patience) -> _T:
+def patiently(action: Callable[[], _T], patience: StorageRetry) -> _T:
     """Do something with files, and again while storage fails.
 
     Raises:
@@ -229,7 +229,9 @@ def patiently(action: Callable[[], _T], patience: Patience) -> _T:
             time.sleep(min(_WAIT_S, left_s))
 
 
-def _storage_failed(error: OSError, path: Path, patience: Patience, *, may_again: bool) -> Decision:
+def _storage_failed(
+    error: OSError, path: Path, patience: StorageRetry, *, may_again: bool
+) -> Decision:
     """Return the verdict where storage failed for too long; the path is for errors without one.
 
     A wait that the end of the job's time cut short goes on in the next start, if the job may have
@@ -247,7 +249,7 @@ def _storage_failed(error: OSError, path: Path, patience: Patience, *, may_again
     )
 
 
-def _misses(attempt: Attempt, run_dir: Path) -> int:
+def _misses(attempt: JobAttempt, run_dir: Path) -> int:
     """Count the attempts in a row, before this one and of its job, that made no progress."""
     misses = 0
     for line in reversed(history(run_dir)):
@@ -262,7 +264,7 @@ def _misses(attempt: Attempt, run_dir: Path) -> int:
     return misses
 
 
-def _limit_text(attempt: Attempt, limits: Limits) -> str:
+def _limit_text(attempt: JobAttempt, limits: Limits) -> str:
     if not attempt.at_limit:
         return ""
     value = f" ({limits.time})" if limits.time else ""
@@ -280,11 +282,11 @@ def _give_up(reason: str) -> Decision:
     return Decision("failed", EXIT_FAILED_DO_NOT_RETRY, reason)
 
 
-def _has_saved(attempt: Attempt) -> bool:
+def _has_saved(attempt: JobAttempt) -> bool:
     return attempt.codes == (EXIT_PREEMPTED,) * attempt.ranks
 
 
-def _how_it_ended(attempt: Attempt) -> str:
+def _how_it_ended(attempt: JobAttempt) -> str:
     if _has_saved(attempt):
         return "saved and stopped, as asked"
     if attempt.step_code in _NOT_STARTED and not attempt.codes:

@@ -35,7 +35,7 @@ _CLOCKS_S = 5.0
 
 
 # On disk before sbatch: a lock alone would not know what a killed process left in the queue.
-class Intent:
+class PendingSubmission:
     """A submission on its way: what is on disk of it before, during and after sbatch.
 
     A job that no record names yet is in the file or, where sbatch was called and did not say, the
@@ -116,10 +116,10 @@ def submitting(
     of: Path,
     known: Callable[[], Collection[str]],
     adopt: Callable[[str], bool] = lambda job: False,
-) -> Iterator[Intent]:
+) -> Iterator[PendingSubmission]:
     """Keep every other submission out, with the intent on disk before sbatch is called.
 
-    Where the block ends with an error, it has called `Intent.withdraw`, or did not come to sbatch.
+    Where the block ends with an error, it has called `PendingSubmission.withdraw`, or did not come to sbatch.
 
     Args:
         folder: with the launcher's folder in it.
@@ -141,7 +141,7 @@ def submitting(
         _take(lock.fileno(), of, path)
         if path.exists():
             _refuse_unrecorded(path, of, known(), adopt)
-        intent = Intent(path)
+        intent = PendingSubmission(path)
         intent.write()
         try:
             yield intent

@@ -14,7 +14,7 @@ from typing import Literal
 from launch import control
 from launch.site import ask_sbatch, check, profile_here
 from launch.status import RunReport, decision, run_report
-from launch.submit import Draft, Source, prepare_mix, prepare_training, require_data
+from launch.submit import Origin, SubmissionPlan, prepare_mix, prepare_training, require_data
 from launch.submit import submit as hand_over
 from pipeline.config.load import load, warn_of_unusual
 from pipeline.config.runs import PretrainConfig
@@ -230,7 +230,7 @@ def submit(
     """
     path, words = os.fspath(config), override_words(overrides)
     profile = None if cluster is None else os.fspath(cluster)
-    source = Source(path, tuple(words), profile, os.getcwd(), "postnorm.submit")
+    source = Origin(path, tuple(words), profile, os.getcwd(), "postnorm.submit")
     if local:
         return _run_here(source, ranks)
     if ranks != 1:
@@ -242,7 +242,7 @@ def submit(
     return _SlurmRun(draft.run_dir, hand_over(draft))
 
 
-def _draft(source: Source) -> Draft:
+def _draft(source: Origin) -> SubmissionPlan:
     cluster = profile_here(source.cluster)
     if is_mix(source.config):
         return prepare_mix(load_mix(source.config, source.overrides), cluster, source)
@@ -251,7 +251,7 @@ def _draft(source: Source) -> Draft:
     return prepare_training(config, cluster, source)
 
 
-def _run_here(source: Source, ranks: int) -> SubmittedRun:
+def _run_here(source: Origin, ranks: int) -> SubmittedRun:
     if ranks < 1:
         raise ConfigError(f"ranks={ranks}: expected at least 1")
     if is_mix(source.config):

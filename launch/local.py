@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from launch.decide import Attempt, Limits, end_attempt, read_end
+from launch.decide import JobAttempt, Limits, end_attempt, read_end
 from launch.records import newest_checkpoint
 from launch.tell import tell
 from pipeline.errors import (
@@ -56,7 +56,7 @@ def run_local(words: list[str], kind: str, run_dir: Path, num_ranks: int, limits
         start = f"{job}.{restart}"
         is_asked = _run_ranks(words, run_dir, num_ranks, start)
         nodes = (socket.gethostname(),)
-        begun = Attempt(job=job, restart=restart, nodes=nodes, before=before, ranks=num_ranks)
+        begun = JobAttempt(job=job, restart=restart, nodes=nodes, before=before, ranks=num_ranks)
         attempt = read_end(begun, kind, run_dir)
         decision = end_attempt(attempt, limits, run_dir)
         has_saved = attempt.codes == (EXIT_PREEMPTED,) * num_ranks

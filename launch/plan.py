@@ -28,7 +28,7 @@ from pipeline.errors import ConfigError
 from pipeline.kernels.choose import REFERENCE, Choice, expected_on_gpu
 from pipeline.model import cost
 from pipeline.model.architecture import is_model_folder, read_architecture
-from pipeline.multitask.config import MLM, Mix, require_split
+from pipeline.multitask.config import MLM, TaskMix, require_split
 from pipeline.multitask.draws import shares
 from pipeline.runtime.run_folder import RunFolder
 from pipeline.runtime.summary import table
@@ -295,7 +295,7 @@ _KEEP_ALL = ("pcgrad", "cagrad", "mgda", "main_and_helpers")
 """Rules that keep the gradient of each task of a step."""
 
 
-def plan_mix(mix: Mix, cluster: ClusterConfig) -> MixPlan:
+def plan_mix(mix: TaskMix, cluster: ClusterConfig) -> MixPlan:
     """Compute the plan of a multi-task run, which needs the model of `init_from`, and no data.
 
     Raises:
@@ -355,7 +355,7 @@ def plan_mix(mix: Mix, cluster: ClusterConfig) -> MixPlan:
 
 
 def _exchange_of_mix(
-    mix: Mix, cluster: ClusterConfig, run: PretrainConfig, parameters: int
+    mix: TaskMix, cluster: ClusterConfig, run: PretrainConfig, parameters: int
 ) -> float | None:
     """Compute the seconds of a step's exchange; None: the speed of a link is not known.
 
@@ -391,7 +391,7 @@ def _architecture(init_from: str) -> ModelConfig:
     return load(PretrainConfig, resolved).config.model
 
 
-def _shares(mix: Mix) -> dict[str, float]:
+def _shares(mix: TaskMix) -> dict[str, float]:
     sampling = mix.config.sampling
     if sampling.by == "size":
         raise ConfigError(
@@ -403,7 +403,7 @@ def _shares(mix: Mix) -> dict[str, float]:
     return dict(zip(mix.members, found, strict=True))
 
 
-def mix_text(result: MixPlan, mix: Mix, cluster: ClusterConfig) -> Iterator[str]:
+def mix_text(result: MixPlan, mix: TaskMix, cluster: ClusterConfig) -> Iterator[str]:
     """Yield the plan of a multi-task run as lines for people."""
     hardware = cluster.hardware
     yield (
@@ -495,7 +495,7 @@ def _problems(
         )
 
 
-class _Stretch(NamedTuple):
+class _EqualSteps(NamedTuple):
     """Steps with equal batches, as the run has them."""
 
     steps: int
@@ -506,7 +506,7 @@ class _Stretch(NamedTuple):
     """FLOPs of one step."""
 
 
-def _work(config: PretrainConfig, model: ModelConfig) -> tuple[float, list[_Stretch]]:
+def _work(config: PretrainConfig, model: ModelConfig) -> tuple[float, list[_EqualSteps]]:
     """Count slots, and FLOPs by stretch, in which every token attends to its whole row."""
     places = config.batches.stretches
     ends = [place.number for place in places[1:]] + [config.train.num_steps]
@@ -519,7 +519,7 @@ def _work(config: PretrainConfig, model: ModelConfig) -> tuple[float, list[_Stre
         each = cost.flops_per_token(
             model, place.seq_len, config.data.mask_prob, objective=config.objective
         )
-        found.append(_Stretch(count, place.size, place.micro_batch, of_step * each.total))
+        found.append(_EqualSteps(count, place.size, place.micro_batch, of_step * each.total))
     return slots, found
 
 

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from launch.cluster import ClusterConfig, PrepJobsConfig
-from launch.handover import Intent, options_of, submitting
-from launch.queue import Room, still_queued
+from launch.handover import PendingSubmission, options_of, submitting
+from launch.queue import Quota, still_queued
 from launch.records import (
     CLUSTER_FILE,
     CODE_FOLDER,
@@ -257,7 +257,7 @@ def _in_container(cluster: ClusterConfig, command: Sequence[str], job: PrepJob) 
 def _arrays(world: int, ranks: Sequence[int], cluster: ClusterConfig) -> list[tuple[int, str]]:
     """Choose the first rank and the value of `--array` of each array, as even as possible."""
     prep = cluster.prep
-    size = Room(cluster.max_submit_jobs).array_size(prep.max_array_size)
+    size = Quota(cluster.max_submit_jobs).array_size(prep.max_array_size)
     number = ceil(world / size)
     first_ranks = [world * i // number for i in range(number + 1)]
     indexes = [
@@ -405,7 +405,7 @@ class _Array:
         return sum(end[-1] - end[0] + 1 for end in ends)
 
 
-def submit(draft: PrepDraft, room: Room | None = None) -> dict[str, list[str]]:
+def submit(draft: PrepDraft, room: Quota | None = None) -> dict[str, list[str]]:
     """Hand all arrays to sbatch, each stage waiting for the one before; return their job ids.
 
     With a `room` that waits, arrays are handed over as they fit into the queue, those that an
@@ -416,7 +416,7 @@ def submit(draft: PrepDraft, room: Room | None = None) -> dict[str, list[str]]:
             submitting at this moment.
         SlurmError: sbatch failed; jobs submitted until then are cancelled, unless `room` waits.
     """
-    room = room or Room()
+    room = room or Quota()
     output = draft.job.folder
     last = submission_folder(output / "work", next_number(output / "work") - 1)
 
@@ -483,7 +483,7 @@ def _failed(folder: Path) -> list[str]:
     return sorted(path.name.removeprefix(FAILED_MARK) for path in folder.glob(f"{FAILED_MARK}*"))
 
 
-def _submit(draft: PrepDraft, intent: Intent, room: Room) -> dict[str, list[str]]:
+def _submit(draft: PrepDraft, intent: PendingSubmission, room: Quota) -> dict[str, list[str]]:
     _refuse_twice(draft)
     draft.job.logs.mkdir(parents=True, exist_ok=True)
     try:
@@ -508,7 +508,7 @@ def _submit(draft: PrepDraft, intent: Intent, room: Room) -> dict[str, list[str]
 
 
 def _roll(
-    draft: PrepDraft, folder: Path, arrays: list[_Array], intent: Intent, room: Room
+    draft: PrepDraft, folder: Path, arrays: list[_Array], intent: PendingSubmission, room: Quota
 ) -> dict[str, list[str]]:
     """Hand over the arrays that are not in the queue yet, one after the other."""
     output, stages = draft.job.folder, list(dict.fromkeys(one.stage for one in arrays))

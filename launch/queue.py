@@ -10,7 +10,7 @@ says so, and as ours only if it carries the comment that it was submitted with.
 
 Every question fails as `run_command` does where SLURM does not exist or does not answer.
 
-`Room` is how many jobs a user may have in the queue (MaxSubmitJobs of an association,
+`Quota` is how many jobs a user may have in the queue (MaxSubmitJobs of an association,
 MaxSubmitJobsPerUser of a QOS, where each element of an array counts). A call in the foreground
 submits the next array when it fits. Jobs submit nothing: many sites forbid sbatch on nodes, and a
 job that fails to submit the next one fails where nobody looks. What is left to submit follows from
@@ -318,7 +318,7 @@ def still_queued(jobs: Sequence[str]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Room:
+class Quota:
     """The jobs that a user may have in the queue, and whether to wait for them to end."""
 
     limit: int = 0
@@ -368,11 +368,11 @@ class Room:
         time.sleep(self.every_s or 0.0)
 
 
-def room_of(cluster: ClusterConfig, *, prep: bool, every_s: float | None) -> Room:
+def room_of(cluster: ClusterConfig, *, prep: bool, every_s: float | None) -> Quota:
     """Find the limit for the jobs of a profile: its own, else what accounting says."""
     if cluster.max_submit_jobs:
-        return Room(cluster.max_submit_jobs, every_s)
+        return Quota(cluster.max_submit_jobs, every_s)
     account, qos = cluster.account, cluster.qos
     if prep:
         account, qos = cluster.prep.account or account, cluster.prep.qos or qos
-    return Room(submit_limit(account, qos) or 0, every_s)
+    return Quota(submit_limit(account, qos) or 0, every_s)

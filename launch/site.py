@@ -26,7 +26,7 @@ _NOT_NOW = "Requested node configuration is not available"
 
 
 @dataclass(frozen=True)
-class Node:
+class NodeResources:
     """The resources of a node, whoever uses it now."""
 
     name: str
@@ -48,7 +48,7 @@ class Partition:
     """As `sinfo` shows it."""
     max_nodes: int | None
     """Largest number of nodes of one job; None has no limit."""
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[NodeResources] = field(default_factory=list)
 
     @property
     def time_limit_s(self) -> float:
@@ -218,7 +218,7 @@ def parse_nodes(text: str) -> tuple[dict[str, Partition], str]:
             name, Partition(name, available, limit, int(most) if most.isdecimal() else None)
         )
         names = frozenset(features.split(",")) - {"(null)"}
-        partition.nodes.append(Node(node, int(cpus), int(memory), parse_gpus(gres), names))
+        partition.nodes.append(NodeResources(node, int(cpus), int(memory), parse_gpus(gres), names))
     return partitions, default
 
 
@@ -414,10 +414,10 @@ def _misfits(request: _Request, partition: Partition, excluded: Sequence[str]) -
     return texts + _node_problems(request, nodes, where)
 
 
-def _node_problems(request: _Request, nodes: list[Node], where: str) -> list[str]:
+def _node_problems(request: _Request, nodes: list[NodeResources], where: str) -> list[str]:
     """List resources that too few nodes offer, one by one and then together."""
     cpus, memory, (gpus, gpu_type, num_gpus) = request.cpus, request.memory, request.gpus
-    needs: list[tuple[str, Callable[[Node], bool], Callable[[Node], str]]] = [
+    needs: list[tuple[str, Callable[[NodeResources], bool], Callable[[NodeResources], str]]] = [
         (cpus[0], lambda node: node.cpus >= cpus[1], lambda node: f"{node.cpus} cores"),
         (memory[0], lambda node: node.memory_mib >= memory[1], lambda node: f"{node.memory_mib}M"),
         (gpus, lambda node: _num_gpus(node, gpu_type) >= num_gpus, _gpu_text),
@@ -443,7 +443,7 @@ def _node_problems(request: _Request, nodes: list[Node], where: str) -> list[str
     return texts
 
 
-def _feature_problems(request: _Request, nodes: list[Node], where: str) -> list[str]:
+def _feature_problems(request: _Request, nodes: list[NodeResources], where: str) -> list[str]:
     known = {name for node in nodes for name in node.features}
     label = f"constraint={request.constraint!r}: in {where} feature "
     names = _features(request.constraint)
@@ -454,7 +454,7 @@ def _features(constraint: str) -> list[str]:
     return re.findall(r"[\w.:=-]+", re.sub(r"\*\d+", "", constraint))
 
 
-def _has_features(node: Node, constraint: str) -> bool:
+def _has_features(node: NodeResources, constraint: str) -> bool:
     """Say whether a node can be one of those asked for; brackets and counts are left to sbatch."""
     names = _features(constraint)
     if set("[]()*!") & set(constraint):
@@ -464,15 +464,15 @@ def _has_features(node: Node, constraint: str) -> bool:
     return all(name in node.features for name in names)
 
 
-def _num_gpus(node: Node, gpu_type: str) -> int:
+def _num_gpus(node: NodeResources, gpu_type: str) -> int:
     return node.gpus.get(gpu_type, 0) if gpu_type else sum(node.gpus.values())
 
 
-def _gpu_text(node: Node) -> str:
+def _gpu_text(node: NodeResources) -> str:
     return "+".join(f"{count} {name}".strip() for name, count in node.gpus.items()) or "no"
 
 
-def _too_few(text: str, fitting: list[Node], nodes: int, where: str, offers: str) -> str:
+def _too_few(text: str, fitting: list[NodeResources], nodes: int, where: str, offers: str) -> str:
     return f"{text}: {where} has {len(fitting)} such node(s), nodes={nodes} are asked for; {offers}"
 
 

@@ -40,7 +40,15 @@ from pipeline.data.format import INDEX_FILE
 from pipeline.errors import ConfigError
 from pipeline.inspect.status import RunStatus, begin_text, progress_lines, run_status
 from pipeline.runtime.run_folder import RunFolder
-from pipeline.runtime.summary import LABEL_WIDTH, Line, Summary, date, duration, short_path, table
+from pipeline.runtime.summary import (
+    LABEL_WIDTH,
+    FolderSummary,
+    Line,
+    date,
+    duration,
+    short_path,
+    table,
+)
 
 _MAX_STARTS = 5
 
@@ -255,7 +263,7 @@ def _element(line: dict[str, Any]) -> str:
     return str(line.get("job")).partition("_")[2]
 
 
-def run_summary(report: RunReport, now_s: float | None = None) -> Summary:
+def run_summary(report: RunReport, now_s: float | None = None) -> FolderSummary:
     """Summarise one run, by default at this moment."""
     lines = list(_queue_lines(report, time.time() if now_s is None else now_s))
     if report.excluded:
@@ -263,10 +271,10 @@ def run_summary(report: RunReport, now_s: float | None = None) -> Summary:
     lines += progress_lines(report.run) if report.run else [("run", report.run_problem)]
     lines += _start_lines(report)
     warnings = report.run.warnings if report.run else []
-    return Summary(report.run_dir, headline(report), lines, warnings)
+    return FolderSummary(report.run_dir, headline(report), lines, warnings)
 
 
-def prep_summary(report: PrepReport) -> Summary:
+def prep_summary(report: PrepReport) -> FolderSummary:
     """Summarise the jobs of one data preparation, a stage a line."""
     folder = Path(report.output_dir)
     lines: list[Line] = []
@@ -294,7 +302,9 @@ def prep_summary(report: PrepReport) -> Summary:
     state = "complete" if report.is_complete else ""
     if not state and not is_alive:
         state = "failed" if report.failed else "cancelled" if report.cancelled_unix_s else ""
-    return Summary(report.output_dir, ", ".join(filter(None, ["data preparation", state])), lines)
+    return FolderSummary(
+        report.output_dir, ", ".join(filter(None, ["data preparation", state])), lines
+    )
 
 
 def queue_text(reports: Sequence[RunReport | PrepReport]) -> str:

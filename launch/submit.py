@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.cluster import ClusterConfig
-from launch.handover import Intent, submitting
+from launch.handover import PendingSubmission, submitting
 from launch.plan import plan
 from launch.queue import still_queued
 from launch.records import (
@@ -44,8 +44,8 @@ from pipeline.data.objects import find_index
 from pipeline.errors import BusyError, ConfigError
 from pipeline.multitask.config import (
     MIX_FILE,
-    Mix,
     MultiTaskConfig,
+    TaskMix,
     is_mix,
     load_mix,
     mix_text,
@@ -59,7 +59,7 @@ from pipeline.tasks.task import RANDOM, TaskConfig, probe_tasks
 
 
 @dataclass(frozen=True)
-class Source:
+class Origin:
     """The files and overrides that a person named, for the record."""
 
     config: str
@@ -72,7 +72,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Draft:
+class SubmissionPlan:
     """Everything that `submit` writes and does; making one changes nothing."""
 
     number: int
@@ -82,7 +82,7 @@ class Draft:
     config: str | None
     """The resolved config of a training, as YAML; None for other kinds of jobs."""
     cluster: ClusterConfig
-    source: Source
+    source: Origin
 
     @property
     def folder(self) -> Path:
@@ -100,7 +100,9 @@ class Draft:
         return render(self.job, self.cluster)
 
 
-def prepare_training(config: PretrainConfig, cluster: ClusterConfig, source: Source) -> Draft:
+def prepare_training(
+    config: PretrainConfig, cluster: ClusterConfig, source: Origin
+) -> SubmissionPlan:
     """Draft the training of a run; change nothing.
 
     A run that could not start or not end is an error: it should not wait in a queue first.
@@ -118,7 +120,7 @@ def prepare_training(config: PretrainConfig, cluster: ClusterConfig, source: Sou
     return replace(draft, config=resolved_text(config))
 
 
-def prepare_mix(mix: Mix, cluster: ClusterConfig, source: Source) -> Draft:
+def prepare_mix(mix: TaskMix, cluster: ClusterConfig, source: Origin) -> SubmissionPlan:
     """Draft the training of a multi-task run, as `prepare_training` does."""
     config = mix.config
     start = Path(source.work_dir, config.init_from.removeprefix(RANDOM))
@@ -137,7 +139,9 @@ def prepare_mix(mix: Mix, cluster: ClusterConfig, source: Source) -> Draft:
     return replace(draft, config=mix_text(mix, source.work_dir))
 
 
-def prepare_finetuning(config: TaskConfig, cluster: ClusterConfig, source: Source) -> Draft:
+def prepare_finetuning(
+    config: TaskConfig, cluster: ClusterConfig, source: Origin
+) -> SubmissionPlan:
     """Draft a fine-tuning whose config names its model and folder; change nothing."""
     require_task(config, source.work_dir)
     run_dir = Path(source.work_dir, str(config.run_dir))
@@ -183,16 +187,16 @@ def prepare_evaluation(
     options: Sequence[str],
     inputs: Sequence[str],
     cluster: ClusterConfig,
-    source: Source,
-) -> Draft:
+    source: Origin,
+) -> SubmissionPlan:
     """Draft an evaluation of a run's checkpoints, which also reads `inputs`; change nothing."""
     words = ("pipeline", EVALUATE, str(run_dir), *options)
     return _draft(EVALUATE, run_dir, words, cluster, source, inputs)
 
 
 def prepare_program(
-    run_dir: Path, words: Sequence[str], cluster: ClusterConfig, source: Source
-) -> Draft:
+    run_dir: Path, words: Sequence[str], cluster: ClusterConfig, source: Origin
+) -> SubmissionPlan:
     """Draft a job for the user's own program, such as a fine-tuning; change nothing."""
     return _draft(PROGRAM, run_dir, ("launch", "rank", "--", *words), cluster, source, [])
 
@@ -202,9 +206,9 @@ def _draft(
     run_dir: Path,
     words: tuple[str, ...],
     cluster: ClusterConfig,
-    source: Source,
+    source: Origin,
     inputs: Sequence[str],
-) -> Draft:
+) -> SubmissionPlan:
     """Draft a job that runs a copy of the code."""
     number = next_number(run_dir)
     job = Job(
@@ -218,10 +222,10 @@ def _draft(
         mounts=mounts_of(source.work_dir, str(run_dir), *inputs),
         profile=str(submission_folder(run_dir, number) / CLUSTER_FILE),
     )
-    return Draft(number, run_dir, job, None, cluster, source)
+    return SubmissionPlan(number, run_dir, job, None, cluster, source)
 
 
-def checkout_job(config: PretrainConfig, source: Source) -> Job:
+def checkout_job(config: PretrainConfig, source: Origin) -> Job:
     """Describe a training with the checkout itself, for a script that a person hands to sbatch."""
     return Job(
         kind=PRETRAIN,
@@ -236,13 +240,13 @@ def checkout_job(config: PretrainConfig, source: Source) -> Job:
     )
 
 
-def source_of_resume(run_dir: Path, overrides: Sequence[str], cluster: str | None) -> Source:
+def source_of_resume(run_dir: Path, overrides: Sequence[str], cluster: str | None) -> Origin:
     """Find what a run was submitted with last, or what a run started otherwise left."""
     earlier = [one for one in submissions(run_dir) if one.kind == PRETRAIN]
     if earlier:
         folder, work_dir = submission_folder(run_dir, earlier[-1].number), earlier[-1].work_dir
         profile = cluster or str(folder / CLUSTER_FILE)
-        return Source(str(folder / CONFIG_FILE), tuple(overrides), profile, work_dir)
+        return Origin(str(folder / CONFIG_FILE), tuple(overrides), profile, work_dir)
     mix = run_dir / MIX_FILE
     config_path = mix if mix.is_file() else RunFolder(run_dir).resolved
     if not config_path.is_file() or cluster is None:
@@ -250,12 +254,12 @@ def source_of_resume(run_dir: Path, overrides: Sequence[str], cluster: str | Non
             f"{run_dir} was never submitted; submit its config, or, if the run was started "
             "otherwise, name the cluster with --cluster"
         )
-    return Source(str(config_path), tuple(overrides), cluster, str(Path.cwd()))
+    return Origin(str(config_path), tuple(overrides), cluster, str(Path.cwd()))
 
 
-def config_of_resume(run_dir: Path, source: Source) -> PretrainConfig | Mix:
+def config_of_resume(run_dir: Path, source: Origin) -> PretrainConfig | TaskMix:
     """Load the config that a run resumes with, which must name its folder."""
-    loaded: PretrainConfig | Mix
+    loaded: PretrainConfig | TaskMix
     if is_mix(source.config):
         loaded = load_mix(source.config, source.overrides)
         config: PretrainConfig | MultiTaskConfig = loaded.config
@@ -269,7 +273,7 @@ def config_of_resume(run_dir: Path, source: Source) -> PretrainConfig | Mix:
     return loaded
 
 
-def submit(draft: Draft) -> str:
+def submit(draft: SubmissionPlan) -> str:
     """Copy code and configs, hand the script to sbatch, and return the job's id.
 
     If sbatch refuses or the copy fails, everything written is removed again; it stays where SLURM
@@ -283,7 +287,7 @@ def submit(draft: Draft) -> str:
         return _submit(draft, intent)
 
 
-def _submit(draft: Draft, intent: Intent) -> str:
+def _submit(draft: SubmissionPlan, intent: PendingSubmission) -> str:
     folder, run_dir = draft.folder, draft.run_dir
     refuse_twice(run_dir, draft.job.kind)
     if draft.job.kind == PRETRAIN and RunFolder(run_dir).stop.exists():
@@ -321,7 +325,7 @@ def refuse_twice(run_dir: Path, kind: str) -> None:
         )
 
 
-def dry_run_text(draft: Draft) -> str:
+def dry_run_text(draft: SubmissionPlan) -> str:
     """Show what `submit` would do, as a script with comments."""
     head = [
         f"# would write {draft.folder} ({CONFIG_FILE}, {CLUSTER_FILE}, {SCRIPT_FILE}) and",
@@ -331,7 +335,7 @@ def dry_run_text(draft: Draft) -> str:
     return "\n".join([withheld_line(), *head, draft.script])
 
 
-def summary_text(draft: Draft, job: str) -> Iterator[str]:
+def summary_text(draft: SubmissionPlan, job: str) -> Iterator[str]:
     """Yield lines on what was submitted, and how to look at it."""
     cluster, run = draft.cluster, shlex.quote(str(draft.run_dir))
     yield (
@@ -346,7 +350,7 @@ def summary_text(draft: Draft, job: str) -> Iterator[str]:
     yield f"record:   {draft.folder}"
 
 
-def record_of(draft: Draft, job: str) -> dict[str, Any]:
+def record_of(draft: SubmissionPlan, job: str) -> dict[str, Any]:
     """Return what `RUN/launch/NNNN/submission.json` holds."""
     cluster, source = draft.cluster, draft.source
     return {

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from launch.cluster import ClusterConfig
-from launch.handover import Intent, submitting
+from launch.handover import PendingSubmission, submitting
 from launch.local import run_side_by_side
-from launch.queue import JobFacts, Room, jobs_of
+from launch.queue import JobFacts, Quota, jobs_of
 from launch.records import (
     CLUSTER_FILE,
     CODE_FOLDER,
@@ -44,8 +44,8 @@ from launch.slurm import SlurmError, TooManyJobsError, run_command, withheld_lin
 from launch.snapshot import snapshot_for, start_file
 from launch.status import RunReport
 from launch.submit import (
-    Draft,
-    Source,
+    Origin,
+    SubmissionPlan,
     mounts_of,
     prepare_finetuning,
     prepare_training,
@@ -82,7 +82,7 @@ Point = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Kind:
+class SweepVerb:
     """A verb that does one run, as far as a sweep has to know it."""
 
     config: type[Any]
@@ -90,7 +90,7 @@ class Kind:
     """Field of the config that names the run's folder."""
     metrics: tuple[str, ...]
     """Names of what `status` can compare, fields of the run's own status."""
-    prepare: Callable[[Any, ClusterConfig, Source], Draft]
+    prepare: Callable[[Any, ClusterConfig, Origin], SubmissionPlan]
     """Drafts the job of a run; refuses one that cannot start."""
     check_here: Callable[[Any, int, str], None]
     """Refuses a run that cannot start with so many ranks of this machine in a folder."""
@@ -143,8 +143,8 @@ def _score(folder: Path, report: RunReport, metric: str) -> float | None:
     return None if found is None else float(found)
 
 
-KINDS: dict[str, Kind] = {
-    PRETRAIN: Kind(
+KINDS: dict[str, SweepVerb] = {
+    PRETRAIN: SweepVerb(
         config=PretrainConfig,
         folder="run_dir",
         metrics=("held_out_loss", "loss", "tokens", "tokens_per_s"),
@@ -153,7 +153,7 @@ KINDS: dict[str, Kind] = {
         load=lambda path, words: load(PretrainConfig, path, words).config,
         value=_value_of_training,
     ),
-    FINETUNE: Kind(
+    FINETUNE: SweepVerb(
         config=TaskConfig,
         folder="run_dir",
         metrics=("score", "dev"),
@@ -213,7 +213,7 @@ class SweepConfig:
             )
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> SweepVerb:
         """What there is to know of the verb."""
         return KINDS[self.verb]
 
@@ -227,7 +227,7 @@ class SweepConfig:
 
 
 @dataclass(frozen=True)
-class Run:
+class SweepRun:
     """One run of a sweep, as its file has it now."""
 
     name: str
@@ -260,7 +260,9 @@ def name_of(point: Point) -> str:
     return f"{name[:_LONGEST_NAME]}-{mark}"
 
 
-def read_sweep(path: str, overrides: Sequence[str], work_dir: str) -> tuple[SweepConfig, list[Run]]:
+def read_sweep(
+    path: str, overrides: Sequence[str], work_dir: str
+) -> tuple[SweepConfig, list[SweepRun]]:
     """Read a sweep's file and the config of each of its runs.
 
     Raises:
@@ -268,7 +270,7 @@ def read_sweep(path: str, overrides: Sequence[str], work_dir: str) -> tuple[Swee
             are not what they were when they were started.
     """
     sweep = load(SweepConfig, path, overrides).config
-    runs: list[Run] = []
+    runs: list[SweepRun] = []
     mistakes: list[str] = []
     same: dict[str, str] = {}
     for point in sweep.points:
@@ -278,7 +280,7 @@ def read_sweep(path: str, overrides: Sequence[str], work_dir: str) -> tuple[Swee
         except ConfigError as error:
             mistakes.append(f"{name}: {error}")
             continue
-        run = Run(name, point, Path(work_dir, sweep.dir, name), config)
+        run = SweepRun(name, point, Path(work_dir, sweep.dir, name), config)
         first = same.setdefault(digest(replace(config, **{sweep.kind.folder: ""})), name)
         near = [one.name for one in runs if commonpath((name, one.name)) in (name, one.name)]
         if first != name:
@@ -317,7 +319,7 @@ def _refuse(mistakes: Sequence[str]) -> None:
         raise ConfigError(f"the sweep cannot start, {len(mistakes)} mistake(s):{lines}")
 
 
-def changes(run: Run, kind: Kind) -> list[str]:
+def changes(run: SweepRun, kind: SweepVerb) -> list[str]:
     """Say why a run that was started earlier is another one now; empty if it is the same."""
     held = {path.name for path in run.folder.iterdir()} if run.folder.is_dir() else set()
     if held <= {CONFIG_FILE, "logs"}:
@@ -351,8 +353,8 @@ def changes(run: Run, kind: Kind) -> list[str]:
 class Todo:
     """The runs of a sweep that have something left to do, and why the others are left alone."""
 
-    every: list[Run]
-    runs: list[Run]
+    every: list[SweepRun]
+    runs: list[SweepRun]
     """Those to start."""
     left: dict[str, str]
     """Reasons by name."""
@@ -360,7 +362,7 @@ class Todo:
     """Elements of earlier arrays that wait or run."""
 
 
-def todo(runs: Sequence[Run], kind: Kind) -> Todo:
+def todo(runs: Sequence[SweepRun], kind: SweepVerb) -> Todo:
     """Look at the folders of the runs, and at the queue if some were submitted before."""
     queued = {run.name: queued_job(run.folder) for run in runs}
     facts = {one.job: one for one in jobs_of(sorted(set(filter(None, queued.values()))))}
@@ -399,10 +401,10 @@ class SweepDraft:
     sweep: SweepConfig
     folder: Path
     """Absolute path of the sweep's folder."""
-    every: list[Run]
-    runs: list[Run]
+    every: list[SweepRun]
+    runs: list[SweepRun]
     """Those to submit, in the order of the array's elements."""
-    drafts: list[Draft]
+    drafts: list[SubmissionPlan]
     """Of the same runs."""
     job: Job
     cluster: ClusterConfig
@@ -421,14 +423,14 @@ class SweepDraft:
 
 
 def prepare(
-    sweep: SweepConfig, what: Todo, cluster: ClusterConfig, source: Source, jobs: int
+    sweep: SweepConfig, what: Todo, cluster: ClusterConfig, source: Origin, jobs: int
 ) -> SweepDraft:
     """Draft the array of the runs that have something left to do; change nothing.
 
     Raises:
         ConfigError: some runs cannot start as configured.
     """
-    drafts: list[Draft] = []
+    drafts: list[SubmissionPlan] = []
     mistakes: list[str] = []
     for run in what.runs:
         try:
@@ -464,14 +466,14 @@ def prepare(
     return SweepDraft(sweep, folder, what.every, what.runs, drafts, job, cluster, options)
 
 
-def slices(runs: Sequence[Run], room: Room) -> list[list[Run]]:
+def slices(runs: Sequence[SweepRun], room: Quota) -> list[list[SweepRun]]:
     """Divide runs into those of one array each, below the site's MaxArraySize and the room."""
     size = room.array_size(max_array_size() or len(runs))
     return [list(runs[at : at + size]) for at in range(0, len(runs), size)]
 
 
 def drafts(
-    sweep: SweepConfig, what: Todo, cluster: ClusterConfig, source: Source, jobs: int, room: Room
+    sweep: SweepConfig, what: Todo, cluster: ClusterConfig, source: Origin, jobs: int, room: Quota
 ) -> list[SweepDraft]:
     """Draft all arrays as they are now; change nothing."""
     parts = [replace(what, runs=part) for part in slices(what.runs, room)]
@@ -479,7 +481,7 @@ def drafts(
 
 
 def submit_all(
-    sweep: SweepConfig, what: Todo, cluster: ClusterConfig, source: Source, jobs: int, room: Room
+    sweep: SweepConfig, what: Todo, cluster: ClusterConfig, source: Origin, jobs: int, room: Quota
 ) -> Iterator[tuple[str, SweepDraft]]:
     """Submit what is left to do, an array after the other; yield the job and draft of each.
 
@@ -572,7 +574,7 @@ def _records_of(elements: Sequence[Mapping[str, Any]]) -> list[Path]:
     return [path for one in elements if (path := _submission_of(one)).exists()]
 
 
-def _submit(draft: SweepDraft, intent: Intent) -> str:
+def _submit(draft: SweepDraft, intent: PendingSubmission) -> str:
     try:
         draft.home.mkdir(parents=True)
     except FileExistsError:
@@ -614,7 +616,7 @@ def _needs_text(runs: int) -> str:
     )
 
 
-def write_run(run: Run) -> None:
+def write_run(run: SweepRun) -> None:
     """Make the folder of a run with its config; `read_sweep` has refused what would change it."""
     (run.folder / "logs").mkdir(parents=True, exist_ok=True)
     text = resolved_text(run.config).encode()
@@ -622,7 +624,7 @@ def write_run(run: Run) -> None:
         write_atomic(run.config_file, text)
 
 
-def record(sweep: SweepConfig, folder: Path, runs: Sequence[Run]) -> None:
+def record(sweep: SweepConfig, folder: Path, runs: Sequence[SweepRun]) -> None:
     """Add runs to the record of a sweep; those that were in its file earlier stay in it."""
     path = folder / SWEEP_RECORD
     known = sweep_record(folder)["runs"] if path.is_file() else {}

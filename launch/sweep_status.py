@@ -13,7 +13,7 @@ from launch.status import RunReport, headline, report_of
 from launch.sweep import KINDS, is_job_of, queued_job
 from pipeline.errors import ConfigError
 from pipeline.runtime.run_folder import RunFolder
-from pipeline.runtime.summary import Summary, number, table
+from pipeline.runtime.summary import FolderSummary, number, table
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def _state(report: RunReport, finished: str) -> str:
     return headline(report)
 
 
-def sweep_summary(report: SweepReport) -> Summary:
+def sweep_summary(report: SweepReport) -> FolderSummary:
     """Summarise a sweep, a run a line."""
     states = [run["state"] for run in report.runs]
     counted = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
@@ -86,7 +86,7 @@ def sweep_summary(report: SweepReport) -> Summary:
         value = "-" if run["value"] is None else number(run["value"], ".6g")
         rows.append((run["name"], run["state"], step, value, run["job"] or "-"))
     problem = [("queue", report.queue_problem)] if report.queue_problem else []
-    return Summary(report.dir, counted, [*problem, *table(rows, right=(2, 3))])
+    return FolderSummary(report.dir, counted, [*problem, *table(rows, right=(2, 3))])
 
 
 def cancel_sweep(folder: Path, *, save: bool, save_s: float) -> Iterator[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from studies.config import Cell, Plan
+from studies.config import StudyCell, StudyPlan
 from studies.reading import Reading
 
 LEVEL = 0.95
@@ -19,7 +19,7 @@ _NO_BETTER = ("entropy", "top5", "js_layers", "js_heads", "cosine", "gradient.")
 
 
 @dataclass(frozen=True)
-class Interval:
+class ConfidenceInterval:
     """A mean with its 95% interval; NaN limits with one pair."""
 
     mean: float
@@ -47,7 +47,7 @@ class Effect:
     """Difference by seed."""
     lost: int
     """Seeds of which one run or both are missing or have no number."""
-    interval: Interval | None
+    interval: ConfidenceInterval | None
     """None without a pair."""
 
     @property
@@ -62,10 +62,10 @@ class Effect:
 
 
 @dataclass(frozen=True)
-class Summary:
+class CellSummary:
     """The runs of one cell."""
 
-    cell: Cell
+    cell: StudyCell
     finished: int
     diverged: int
     stuck: int
@@ -84,7 +84,7 @@ def direction(metric: str) -> int:
     return -1 if metric.startswith(_LOWER_IS_BETTER) else 1
 
 
-def interval_of(differences: Sequence[float]) -> Interval:
+def interval_of(differences: Sequence[float]) -> ConfidenceInterval:
     """Estimate the mean of paired differences.
 
     Up to five pairs Student's t; beyond, the middle of 10,000 bootstrap means, drawn from seed 0.
@@ -92,19 +92,19 @@ def interval_of(differences: Sequence[float]) -> Interval:
     values = np.asarray(differences, np.float64)
     mean = float(values.mean())
     if len(values) < 2:
-        return Interval(mean, math.nan, math.nan, "none")
+        return ConfidenceInterval(mean, math.nan, math.nan, "none")
     if len(values) <= _MOST_FOR_T:
         from scipy.stats import t
 
         half = float(t.ppf((1 + LEVEL) / 2, len(values) - 1) * values.std(ddof=1))
         half /= math.sqrt(len(values))
-        return Interval(mean, mean - half, mean + half, "t")
+        return ConfidenceInterval(mean, mean - half, mean + half, "t")
     drawn = np.random.default_rng(0).integers(len(values), size=(_DRAWS, len(values)))
     low, high = np.quantile(values[drawn].mean(1), [(1 - LEVEL) / 2, (1 + LEVEL) / 2]).tolist()
-    return Interval(mean, low, high, "bootstrap")
+    return ConfidenceInterval(mean, low, high, "bootstrap")
 
 
-def slope_of(x: Sequence[float], y: Sequence[float]) -> Interval:
+def slope_of(x: Sequence[float], y: Sequence[float]) -> ConfidenceInterval:
     """Fit y = a + b x by least squares; return b with Student's interval.
 
     Two points or equal x leave it open.
@@ -112,25 +112,25 @@ def slope_of(x: Sequence[float], y: Sequence[float]) -> Interval:
     given, wanted = np.asarray(x, np.float64), np.asarray(y, np.float64)
     spread = float(((given - given.mean()) ** 2).sum())
     if len(given) < 3 or not spread:
-        return Interval(math.nan, math.nan, math.nan, "none")
+        return ConfidenceInterval(math.nan, math.nan, math.nan, "none")
     from scipy.stats import t
 
     slope = float(((given - given.mean()) * wanted).sum() / spread)
     rest = wanted - wanted.mean() - slope * (given - given.mean())
     error = math.sqrt(float((rest**2).sum()) / (len(given) - 2) / spread)
     half = float(t.ppf((1 + LEVEL) / 2, len(given) - 2)) * error
-    return Interval(slope, slope - half, slope + half, "t")
+    return ConfidenceInterval(slope, slope - half, slope + half, "t")
 
 
-def effects(plan: Plan, readings: Mapping[str, Reading]) -> list[Effect]:
+def effects(plan: StudyPlan, readings: Mapping[str, Reading]) -> list[Effect]:
     """Compare the arms of each part with its first one, by seed."""
     found = []
     for name, part in plan.parts.items():
         for metric in part.metrics:
             for levels in plan.levels(name):
-                first = _by_seed(plan, readings, Cell(name, part.arms[0], levels), metric)
+                first = _by_seed(plan, readings, StudyCell(name, part.arms[0], levels), metric)
                 for arm in part.arms[1:]:
-                    other = _by_seed(plan, readings, Cell(name, arm, levels), metric)
+                    other = _by_seed(plan, readings, StudyCell(name, arm, levels), metric)
                     pairs = {
                         s: other[s] - first[s] for s in plan.seeds if s in other and s in first
                     }
@@ -149,7 +149,7 @@ def effects(plan: Plan, readings: Mapping[str, Reading]) -> list[Effect]:
     return found
 
 
-def slopes(plan: Plan, found: Sequence[Effect]) -> list[dict[str, object]]:
+def slopes(plan: StudyPlan, found: Sequence[Effect]) -> list[dict[str, object]]:
     """Fit the differences of metrics NAME@X to log X, all seeds together, where a part asks so."""
     lines: dict[tuple[str, str, str, tuple[str, ...]], list[tuple[float, float]]] = {}
     for each in found:
@@ -178,7 +178,7 @@ def slopes(plan: Plan, found: Sequence[Effect]) -> list[dict[str, object]]:
 
 
 def _by_seed(
-    plan: Plan, readings: Mapping[str, Reading], cell: Cell, metric: str
+    plan: StudyPlan, readings: Mapping[str, Reading], cell: StudyCell, metric: str
 ) -> dict[int, float]:
     return {
         seed: readings[run].values[metric]
@@ -187,7 +187,7 @@ def _by_seed(
     }
 
 
-def summaries(plan: Plan, readings: Mapping[str, Reading]) -> list[Summary]:
+def summaries(plan: StudyPlan, readings: Mapping[str, Reading]) -> list[CellSummary]:
     """Summarise each cell over its seeds."""
     found = []
     for cell, runs in plan.of_cells.items():
@@ -198,7 +198,7 @@ def summaries(plan: Plan, readings: Mapping[str, Reading]) -> list[Summary]:
             for metric in plan.parts[cell.part].metrics
         }
         found.append(
-            Summary(
+            CellSummary(
                 cell=cell,
                 finished=outcomes.count("finished"),
                 diverged=outcomes.count("diverged"),
@@ -213,7 +213,7 @@ def summaries(plan: Plan, readings: Mapping[str, Reading]) -> list[Summary]:
     return found
 
 
-def verdicts(plan: Plan, found: Sequence[Effect]) -> list[str]:
+def verdicts(plan: StudyPlan, found: Sequence[Effect]) -> list[str]:
     """Say for each part where which arm was better, in its first metric: at all X of a NAME@X."""
     lines = []
     for name, part in plan.parts.items():

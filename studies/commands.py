@@ -7,7 +7,7 @@ from pathlib import Path
 from pipeline.errors import EXIT_FINISHED, ConfigError
 from pipeline.runtime import cli
 from pipeline.runtime.cli import Verb
-from studies.config import HOME, PRESETS, Plan, StudyConfig, plan, read_study
+from studies.config import HOME, PRESETS, StudyConfig, StudyPlan, plan, read_study
 from studies.cost import cost_lines
 
 _LEFT = "runs keep their checkpoints; the same command continues the study"
@@ -61,7 +61,7 @@ def _study(arguments: argparse.Namespace) -> int:
 
 def _plan(
     name: str, study: StudyConfig, preset: str, out: Path, arguments: argparse.Namespace
-) -> Plan:
+) -> StudyPlan:
     return plan(
         name,
         study,
@@ -73,7 +73,7 @@ def _plan(
     )
 
 
-def _run(made: Plan, arguments: argparse.Namespace, out: Path) -> int:
+def _run(made: StudyPlan, arguments: argparse.Namespace, out: Path) -> int:
     from studies import page, reading
     from studies.run import Where, run_missing
 

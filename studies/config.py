@@ -234,7 +234,7 @@ def read_study(name: str) -> tuple[str, StudyConfig]:
 
 
 @dataclass(frozen=True)
-class Cell:
+class StudyCell:
     """A place of a part: an arm at a combination of levels."""
 
     part: str
@@ -248,7 +248,7 @@ class StudyRun:
 
     name: str
     """Its folder below the study's."""
-    cell: Cell
+    cell: StudyCell
     """The first that asks for it."""
     seed: int
     config: PretrainConfig
@@ -264,7 +264,7 @@ class StudyRun:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StudyPlan:
     """All runs of a study, and which run each cell has for each seed."""
 
     study: StudyConfig
@@ -273,7 +273,7 @@ class Plan:
     seeds: tuple[int, ...]
     parts: dict[str, PartConfig]
     runs: dict[str, StudyRun]
-    of_cells: dict[Cell, dict[int, str]]
+    of_cells: dict[StudyCell, dict[int, str]]
     tasks: dict[str, TaskConfig]
     overrides: tuple[str, ...]
 
@@ -308,7 +308,7 @@ def plan(
     overrides: Sequence[str] = (),
     parts: Sequence[str] = (),
     most_seeds: int | None = None,
-) -> Plan:
+) -> StudyPlan:
     """Lay a study out.
 
     Overrides are of all runs, `tasks.section.key=value` of all tasks; parts and arms win over them.
@@ -326,7 +326,7 @@ def plan(
         text.removeprefix(_OF_TASKS) for text in overrides if text.startswith(_OF_TASKS)
     )
     layout = _Layout(study, _base(study, chosen, out, given))
-    runs, of_cells = layout.runs, dict[Cell, dict[int, str]]()
+    runs, of_cells = layout.runs, dict[StudyCell, dict[int, str]]()
     for cell, seed in product(_cells(study, chosen), seeds):
         run = layout.add(cell, seed)
         if not parts or cell.part in parts:
@@ -336,7 +336,7 @@ def plan(
     wanted |= {start for run in wanted if (start := runs[run].start) is not None}
     kept = dict.fromkeys(cell.part for cell in of_cells)
     asked = {task for part in kept for task in study.parts[part].tasks}
-    return Plan(
+    return StudyPlan(
         study=study,
         name=name,
         preset=preset,
@@ -411,18 +411,20 @@ def _without_tuples(value: Any) -> Any:
     return [_without_tuples(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
-def _cells(study: StudyConfig, preset: PresetConfig) -> Iterator[Cell]:
+def _cells(study: StudyConfig, preset: PresetConfig) -> Iterator[StudyCell]:
     for name, part in study.parts.items():
         if preset.parts and name not in preset.parts:
             continue
         levels = [preset.levels.get(factor) or tuple(study.factors[factor]) for factor in part.grid]
         for combination in product(*levels):
             for arm in part.arms:
-                yield Cell(name, arm, combination)
+                yield StudyCell(name, arm, combination)
 
 
 def _require_same_batches(
-    study: StudyConfig, runs: Mapping[str, StudyRun], of_cells: Mapping[Cell, Mapping[int, str]]
+    study: StudyConfig,
+    runs: Mapping[str, StudyRun],
+    of_cells: Mapping[StudyCell, Mapping[int, str]],
 ) -> None:
     """Refuse a part whose arms would see other batches, unless it says why (ConfigError)."""
     for cell, of_seeds in of_cells.items():
@@ -445,10 +447,10 @@ class _Layout:
         self._study, self._base = study, base
         self._names: dict[str, str] = {}
         """Of runs, by what they compute."""
-        self._configs: dict[Cell, PretrainConfig] = {}
+        self._configs: dict[StudyCell, PretrainConfig] = {}
         """Without their seeds."""
 
-    def add(self, cell: Cell, seed: int) -> StudyRun:
+    def add(self, cell: StudyCell, seed: int) -> StudyRun:
         """Add the run of a cell and a seed, and the one that it starts from, unless they are there.
 
         Raises:
@@ -470,12 +472,12 @@ class _Layout:
             self.runs[name] = StudyRun(name, cell, seed, config, start, arm.grow)
         return self.runs[self._names[key]]
 
-    def _shown(self, cell: Cell) -> str:
+    def _shown(self, cell: StudyCell) -> str:
         grid = self._study.parts[cell.part].grid
         levels = (f"{factor}={level}" for factor, level in zip(grid, cell.levels, strict=True))
         return "+".join((cell.arm, *levels))
 
-    def _config(self, cell: Cell, seed: int) -> PretrainConfig:
+    def _config(self, cell: StudyCell, seed: int) -> PretrainConfig:
         study, part, arm = self._study, self._study.parts[cell.part], self._study.arms[cell.arm]
         levels = zip(part.grid, cell.levels, strict=True)
         layers = [part.set, *(study.factors[factor][level] for factor, level in levels), arm.set]

@@ -14,7 +14,7 @@ from pipeline.model.cost import flops_per_token
 from pipeline.runtime.summary import table
 
 if TYPE_CHECKING:
-    from studies.config import Plan, StudyRun
+    from studies.config import StudyPlan, StudyRun
 
 _HARDWARE = {
     # Two shared cores: narrow models reach about that, 4 layers by 128 in bf16 reach 0.09.
@@ -43,7 +43,7 @@ def run_plan(config: PretrainConfig, preset: str = "gpu") -> RunPlan:
     return plan_run(config, ClusterConfig(hardware=_HARDWARE[preset]))
 
 
-def cost_lines(made: "Plan", *, listed: bool) -> Iterator[str]:
+def cost_lines(made: "StudyPlan", *, listed: bool) -> Iterator[str]:
     """Estimate the time of a study, run by run where they are to be listed."""
     rows = [("run", "steps", "FLOP", "hours")]
     total = flops = 0.0
@@ -63,7 +63,7 @@ def cost_lines(made: "Plan", *, listed: bool) -> Iterator[str]:
     )
 
 
-def _task_seconds(made: "Plan", run: "StudyRun", task: str) -> float:
+def _task_seconds(made: "StudyPlan", run: "StudyRun", task: str) -> float:
     """Bound the time of a fine-tuning: every row as long as the task allows."""
     config, classes = made.tasks[task], made.study.tasks[task].classes
     rows = config.data.train_rows or _ROWS

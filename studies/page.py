@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from pipeline.config.load import provenance
 from pipeline.runtime.files import write_atomic
 from pipeline.runtime.summary import duration
-from studies.analysis import LEVEL, Effect, Summary, effects, slopes, summaries, verdicts
-from studies.config import Plan
+from studies.analysis import LEVEL, CellSummary, Effect, effects, slopes, summaries, verdicts
+from studies.config import StudyPlan
 from studies.reading import Reading
 
 _NOT_WRITTEN = "No conclusion has been written yet; what the numbers decide by themselves:"
@@ -26,7 +26,7 @@ _SMALL = {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False}
 
 
 def write(
-    plan: Plan,
+    plan: StudyPlan,
     readings: Mapping[str, Reading],
     batches: str,
     folder: Path,
@@ -74,7 +74,7 @@ def _device() -> str:
     return f"{os.cpu_count()} CPU cores"
 
 
-def _run(plan: Plan, name: str, reading: Reading) -> dict[str, Any]:
+def _run(plan: StudyPlan, name: str, reading: Reading) -> dict[str, Any]:
     run = plan.runs[name]
     about = {"arm": run.cell.arm, "seed": run.seed, "start": run.start}
     return dict(_plain({**about, **asdict(reading)}))
@@ -90,9 +90,9 @@ def _plain(value: Any) -> Any:
 
 
 def _page(
-    plan: Plan,
+    plan: StudyPlan,
     body: Mapping[str, Any],
-    numbers: tuple[Sequence[Effect], Sequence[Summary]],
+    numbers: tuple[Sequence[Effect], Sequence[CellSummary]],
     pictures: Sequence[str],
 ) -> Iterator[str]:
     found, cells = numbers
@@ -133,7 +133,7 @@ def _page(
         yield from _difference_table([each for each in found if each.part == name])
 
 
-def _how_sure(plan: Plan, found: Sequence[Effect]) -> str:
+def _how_sure(plan: StudyPlan, found: Sequence[Effect]) -> str:
     with_interval = [e for e in found if e.interval is not None and e.interval.method != "none"]
     if not with_interval:
         return "How sure: not at all, no difference has the two pairs that an interval needs."
@@ -158,7 +158,7 @@ def _counted(body: Mapping[str, Any]) -> str:
     return f"{len(runs)} runs ({counted}), {duration(seconds)} of training{torch}"
 
 
-def _table(cells: Sequence[Summary], metrics: Sequence[str]) -> Iterator[str]:
+def _table(cells: Sequence[CellSummary], metrics: Sequence[str]) -> Iterator[str]:
     """Write means ± standard deviations over seeds."""
     yield f"| levels | arm | finished | diverged | stuck | {' | '.join(metrics)} |"
     yield "|---|---|---:|---:|---:|" + "---:|" * len(metrics)
@@ -192,10 +192,10 @@ def _difference_table(found: Sequence[Effect]) -> Iterator[str]:
 
 
 def figure(
-    plan: Plan,
+    plan: StudyPlan,
     part: str,
     found: Sequence[Effect],
-    cells: Sequence[Summary],
+    cells: Sequence[CellSummary],
     readings: Mapping[str, Reading],
 ) -> bytes | None:
     """Draw a part as SVG: its first metrics and their paired differences; None without numbers.
@@ -259,7 +259,7 @@ def svg(rows: int, columns: int, inches: tuple[float, float], draw: Callable[[An
     return b"\n".join(line.rstrip() for line in text.getvalue().splitlines()) + b"\n"
 
 
-def _runs_of(plan: Plan, part: str) -> list[str]:
+def _runs_of(plan: StudyPlan, part: str) -> list[str]:
     return [r for cell, runs in plan.of_cells.items() if cell.part == part for r in runs.values()]
 
 
@@ -271,7 +271,7 @@ def _axes(metrics: Sequence[str]) -> dict[str, list[str]]:
     return found
 
 
-def _draw_values(panel: Any, cells: Sequence[Summary], names: Sequence[str]) -> list[str]:
+def _draw_values(panel: Any, cells: Sequence[CellSummary], names: Sequence[str]) -> list[str]:
     """Draw means with deviations over seeds; return the lines' labels, by whose order they have
     their colours.
     """
@@ -333,7 +333,7 @@ def _place(arm: str, levels: tuple[str, ...], metric: str, num_names: int) -> tu
 
 
 def _draw_profile(
-    panel: Any, plan: Plan, part: str, name: str, readings: Mapping[str, Reading]
+    panel: Any, plan: StudyPlan, part: str, name: str, readings: Mapping[str, Reading]
 ) -> None:
     """Draw a quantity by layer: the mean over seeds of each cell."""
     for cell, runs in plan.of_cells.items():

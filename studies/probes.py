@@ -25,7 +25,7 @@ _ROWS_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
-class Measured:
+class ProbeResult:
     """What a probe found."""
 
     values: dict[str, float]
@@ -36,12 +36,12 @@ class Measured:
     """By quantity: a number for each layer and head."""
 
 
-Measure = Callable[[Path, PretrainConfig, Mapping[str, Any]], Measured]
+Measure = Callable[[Path, PretrainConfig, Mapping[str, Any]], ProbeResult]
 """Takes a finished run's folder, its config, and the study's `extra`."""
 
 
 @dataclass(frozen=True)
-class Probe:
+class ProbeMeasurement:
     """One measurement."""
 
     metrics: tuple[str, ...]
@@ -53,12 +53,12 @@ def held_out(config: PretrainConfig) -> "EvalLoader":
     """Open held-out text with the masks of a config, the same each time."""
     from pipeline.data.format import read_index
     from pipeline.data.loader import EvalLoader
-    from pipeline.data.run_order import Share
+    from pipeline.data.run_order import DataRank
     from pipeline.objectives.choose import make_objective
 
     index, of = read_index(config.data.dir), config.eval_data
     inputs = make_objective(config.objective).eval_inputs(of, index)
-    return EvalLoader(index, of, inputs, Share(0, 1))
+    return EvalLoader(index, of, inputs, DataRank(0, 1))
 
 
 def trained_model(run: Path) -> "EncoderModel":
@@ -87,7 +87,7 @@ def read_masks(run: Path, config: PretrainConfig) -> dict[str, float]:
     return {name: totals[name][0] / totals[name][1] for name in ("loss", "accuracy")}
 
 
-def sparsity(run: Path, config: PretrainConfig, _: Mapping[str, Any]) -> Measured:
+def sparsity(run: Path, config: PretrainConfig, _: Mapping[str, Any]) -> ProbeResult:
     """Measure how sparse attention is, how alike that of neighbours, and how alike tokens become.
 
     Entropy over log(keys), mass on the five largest, and Jensen-Shannon divergences, in nats, of a
@@ -134,10 +134,10 @@ def sparsity(run: Path, config: PretrainConfig, _: Mapping[str, Any]) -> Measure
     maps = {name: of for name, of in maps.items() if of and of[0]}
     profiles = {name: [sum(of) / len(of) for of in rows_of] for name, rows_of in maps.items()}
     profiles["cosine"] = [alike(x_BSD) for x_BSD in trace.hidden[1:]]
-    return Measured({name: sum(of) / len(of) for name, of in profiles.items()}, profiles, maps)
+    return ProbeResult({name: sum(of) / len(of) for name, of in profiles.items()}, profiles, maps)
 
 
-def lengths(run: Path, config: PretrainConfig, extra: Mapping[str, Any]) -> Measured:
+def lengths(run: Path, config: PretrainConfig, extra: Mapping[str, Any]) -> ProbeResult:
     """Measure loss and accuracy of the same masked tokens in windows of several lengths.
 
     Text of long documents is cut into windows of up to `extra.lengths` slots, [CLS] and [SEP]
@@ -186,7 +186,7 @@ def lengths(run: Path, config: PretrainConfig, extra: Mapping[str, Any]) -> Meas
             hits += int((logits.argmax(-1) == right).sum())
             count += len(index)
         values |= {f"loss@{length}": loss / count, f"accuracy@{length}": hits / count}
-    return Measured(values)
+    return ProbeResult(values)
 
 
 def _long_texts(config: PretrainConfig, size: int) -> Iterator[tuple["Tensor", "Tensor"]]:
@@ -206,7 +206,7 @@ def _long_texts(config: PretrainConfig, size: int) -> Iterator[tuple["Tensor", "
 
 
 PROBES = {
-    "sparsity": Probe(("entropy", "top5", "js_layers", "js_heads", "cosine"), sparsity),
-    "lengths": Probe(("loss@*", "accuracy@*"), lengths),
+    "sparsity": ProbeMeasurement(("entropy", "top5", "js_layers", "js_heads", "cosine"), sparsity),
+    "lengths": ProbeMeasurement(("loss@*", "accuracy@*"), lengths),
 }
 """By name."""

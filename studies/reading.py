@@ -18,8 +18,8 @@ from pipeline.data.record import read_batches
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, EXIT_PREEMPTED, DataError
 from pipeline.runtime.files import read_json_lines, write_json_atomic
 from pipeline.runtime.run_folder import RunFolder
-from studies.config import MEAN_SCORE, Plan, StudyRun, fits, safe_name
-from studies.probes import PROBES, Measured, read_masks
+from studies.config import MEAN_SCORE, StudyPlan, StudyRun, fits, safe_name
+from studies.probes import PROBES, ProbeResult, read_masks
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def outcome(folder: Path) -> Outcome:
     return "diverged" if lost else "failed"
 
 
-def read(plan: Plan, run: StudyRun, out: Path) -> Reading:
+def read(plan: StudyPlan, run: StudyRun, out: Path) -> Reading:
     """Read one run; measure what has not been measured in it.
 
     Raises:
@@ -124,7 +124,7 @@ def read(plan: Plan, run: StudyRun, out: Path) -> Reading:
     )
 
 
-def _measured(plan: Plan, run: StudyRun, folder: Path, out: Path) -> list[Measured]:
+def _measured(plan: StudyPlan, run: StudyRun, folder: Path, out: Path) -> list[ProbeResult]:
     """Measure a finished model, or take what was measured before."""
     parts = [
         plan.parts[cell.part] for cell, runs in plan.of_cells.items() if run.name in runs.values()
@@ -154,12 +154,14 @@ def _measured(plan: Plan, run: StudyRun, folder: Path, out: Path) -> list[Measur
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json_atomic(path, known)
     return [
-        Measured(**{key: value for key, value in known[name].items() if key != "settings"})
+        ProbeResult(**{key: value for key, value in known[name].items() if key != "settings"})
         for name in wanted
     ]
 
 
-def _measure(name: str, settings: dict[str, Any], folder: Path, config: PretrainConfig) -> Measured:
+def _measure(
+    name: str, settings: dict[str, Any], folder: Path, config: PretrainConfig
+) -> ProbeResult:
     if name in PROBES:
         return PROBES[name].measure(folder, config, settings)
     of = name.removeprefix("read ")
@@ -167,10 +169,12 @@ def _measure(name: str, settings: dict[str, Any], folder: Path, config: Pretrain
     config = build(PretrainConfig, json.loads(json.dumps(asdict(config))), f"reads.{of}", words)
     if settings["seq_len"] is not None:
         config = replace(config, data=replace(config.data, seq_len=settings["seq_len"]))
-    return Measured({f"{what}@{of}": value for what, value in read_masks(folder, config).items()})
+    return ProbeResult(
+        {f"{what}@{of}": value for what, value in read_masks(folder, config).items()}
+    )
 
 
-def _scores(plan: Plan, run: StudyRun, out: Path) -> dict[str, float]:
+def _scores(plan: StudyPlan, run: StudyRun, out: Path) -> dict[str, float]:
     """Read the scores of the fine-tunings that are finished, and what else is asked of them."""
     found: dict[str, float] = {}
     asked = {metric for part in plan.parts.values() for metric in part.metrics}
@@ -200,7 +204,7 @@ def _upper_entropy(run: StudyRun, folder: Path) -> float:
     return float(json.loads(path.read_bytes())["entropy"])
 
 
-def check_batches(plan: Plan, out: Path) -> str:
+def check_batches(plan: StudyPlan, out: Path) -> str:
     """Compare the batches of runs that are to see the same ones, as far as both have come.
 
     Returns:

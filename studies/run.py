@@ -14,7 +14,7 @@ from launch import sweep
 from launch.cluster import cluster_of
 from launch.records import FINETUNE, PRETRAIN
 from launch.site import ask_sbatch, check
-from launch.submit import Source
+from launch.submit import Origin
 from pipeline.config import strict_yaml
 from pipeline.config.load import to_yaml
 from pipeline.data.format import INDEX_FILE
@@ -24,7 +24,7 @@ from pipeline.runtime.env import module_command
 from pipeline.runtime.files import write_atomic
 from pipeline.tasks.task import TaskConfig
 from studies.classes import subset
-from studies.config import Plan, StudyRun
+from studies.config import StudyPlan, StudyRun
 from studies.reading import outcome, runs_folder, task_name, tasks_folder
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Where:
     """Profile; None: this machine."""
 
 
-def run_missing(plan: Plan, out: Path, where: Where) -> int:
+def run_missing(plan: StudyPlan, out: Path, where: Where) -> int:
     """Run what is neither finished nor diverged; return 75 if a signal stopped it, else 0.
 
     A run that fails is counted in the results and stops no other. On a cluster, what can start now
@@ -73,7 +73,7 @@ def run_missing(plan: Plan, out: Path, where: Where) -> int:
     return EXIT_PREEMPTED if _sweep(FINETUNE, tasks_folder(out), points, where) else 0
 
 
-def prepare_corpus(plan: Plan, out: Path) -> None:
+def prepare_corpus(plan: StudyPlan, out: Path) -> None:
     """Prepare the embedded corpus of the demo where no other data was given.
 
     Raises:
@@ -162,7 +162,7 @@ def _task_point(config: TaskConfig, run: StudyRun, task: str, out: Path) -> dict
     return {"folder": task_name(run.name, task), "config": str(file.resolve())}
 
 
-def _task_of(plan: Plan, task: str, seed: int, out: Path) -> TaskConfig:
+def _task_of(plan: StudyPlan, task: str, seed: int, out: Path) -> TaskConfig:
     """Return a task as a seed has it; write its rows if it has classes (DataError: too few)."""
     config, classes = replace(plan.tasks[task], name=task), plan.study.tasks[task].classes
     config = replace(config, train=replace(config.train, seeds=(seed,)))
@@ -171,7 +171,7 @@ def _task_of(plan: Plan, task: str, seed: int, out: Path) -> TaskConfig:
     return subset(config, classes, seed, out / "rows" / f"{task}+seed-{seed}")
 
 
-def _has_rows(plan: Plan, task: str) -> bool:
+def _has_rows(plan: StudyPlan, task: str) -> bool:
     """Return whether a task's files are there; say what to do if they are not."""
     data = plan.tasks[task].data
     missing = [file for file in data.train if not Path(data.root or ".", file).is_file()]
@@ -198,7 +198,7 @@ def _sweep(verb: str, folder: Path, points: Sequence[dict[str, Any]], where: Whe
     if where.cluster is None:
         codes = sweep.run_here(config, what, where.jobs, 1, None, work_dir)
         return EXIT_PREEMPTED in codes.values()
-    source = Source(str(file), (), where.cluster, work_dir)
+    source = Origin(str(file), (), where.cluster, work_dir)
     cluster = cluster_of(where.cluster)
     draft = sweep.prepare(config, what, cluster, source, where.jobs)
     logger.info("%s", check(cluster, verb, work_dir=work_dir))

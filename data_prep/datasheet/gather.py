@@ -24,11 +24,11 @@ from data_prep.clean.normalise import normalise
 from data_prep.config import FiltersConfig, PrepConfig
 from data_prep.corpus import Progress
 from data_prep.filters.mask import Masker
-from data_prep.inputs import Piece
+from data_prep.inputs import InputPiece
 from data_prep.metadata import merged, shown
 from data_prep.pieces import read_lines
 from data_prep.readers.items import storable
-from data_prep.stage import INGEST_STAGES, REPEATED_IDS, Counts, Done
+from data_prep.stage import INGEST_STAGES, REPEATED_IDS, Done, StageCounts
 from pipeline.config.load import provenance
 from pipeline.data.format import SPLITS, DatasetIndex, read_index
 
@@ -106,13 +106,13 @@ def gather(progress: Progress) -> dict[str, Any]:
     }
 
 
-def _stages(progress: Progress) -> dict[str, Counts]:
+def _stages(progress: Progress) -> dict[str, StageCounts]:
     """Count documents and bytes of all stages that take or drop text, in order."""
     records = progress.results
     groups = [(stage, names) for stage, names in _PIECE_STAGES.items() if stage in records]
     groups += [(stage, (stage,)) for stage in (*progress.masks, "shards")]
     return {
-        name: Counts.total(done.result[name] for done in records[stage])
+        name: StageCounts.total(done.result[name] for done in records[stage])
         for stage, names in groups
         for name in names
     }
@@ -133,15 +133,15 @@ class _SourceReport:
     """Counts of every stage for one source, and the documents that are left of it."""
 
     def __init__(self, stages: Iterable[str]) -> None:
-        self.stages = {name: Counts() for name in stages}
+        self.stages = {name: StageCounts() for name in stages}
         self.lengths = Counter[int]()
         """Length in bytes -> number of documents."""
         self.totals = {split: Counter[str]() for split in SPLITS}
-        self._pieces: list[Piece] = []
+        self._pieces: list[InputPiece] = []
         self._metadata: list[dict[str, Any]] = []
         self._scripts, self._notes = Counter[str](), Counter[str]()
 
-    def add_piece(self, piece: Piece, records: Mapping[str, Done]) -> None:
+    def add_piece(self, piece: InputPiece, records: Mapping[str, Done]) -> None:
         """Add the records of a piece by stage."""
         self._pieces.append(piece)
         self._scripts.update(records["ingest"].result["scripts"])

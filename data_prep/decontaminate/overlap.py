@@ -24,7 +24,7 @@ from data_prep.decontaminate.search import ARRAYS, Finder, Tables
 from data_prep.dedup.minhash import fold, shingle_hashes, shingle_lengths
 from data_prep.inputs import InputFile
 from data_prep.pieces import batches
-from data_prep.readers.documents import Remarks, read_piece
+from data_prep.readers.documents import ReadStats, read_piece
 from data_prep.readers.items import Document
 from data_prep.run import RESOLVED_FILE
 from pipeline.config.load import load
@@ -126,7 +126,7 @@ def _documents(
     for source, files in listed:
         for piece in inputs.pieces(source, files, _PIECE_BYTES):
             logger.info("searching %s", ", ".join(file.name for file in piece.files))
-            for item in read_piece(piece, clean, Remarks()):
+            for item in read_piece(piece, clean, ReadStats()):
                 if isinstance(item, Document):
                     yield {"text": normalise(item.text, clean)}
 

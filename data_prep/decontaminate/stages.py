@@ -40,7 +40,16 @@ from data_prep.decontaminate import eval_items
 from data_prep.decontaminate.search import ARRAYS, Finder, Tables
 from data_prep.inputs import InputFile
 from data_prep.pieces import Pieces, batches, read_documents
-from data_prep.stage import Counts, Estimate, Result, Size, Task, make_key, replacing, save_array
+from data_prep.stage import (
+    Estimate,
+    Result,
+    Size,
+    StageCounts,
+    StageTask,
+    make_key,
+    replacing,
+    save_array,
+)
 from pipeline.errors import DataError
 
 REASON = "shares text with an evaluation set"
@@ -61,14 +70,14 @@ def eval_set_task(
     config: DecontaminateConfig,
     clean: CleanConfig,
     folder: Path,
-) -> Task[EvalSetJob]:
+) -> StageTask[EvalSetJob]:
     """Make the one task of stage eval_sets. Its items are normalised as documents are."""
     listed = {name: [asdict(file) for file in of_set] for name, of_set in files.items()}
     key = make_key(listed, _lengths(config), config.min_hits, clean.of_texts())
-    return Task("all", folder, key, EvalSetJob(files, config, clean))
+    return StageTask("all", folder, key, EvalSetJob(files, config, clean))
 
 
-def run_eval_sets(task: Task[EvalSetJob]) -> Result:
+def run_eval_sets(task: StageTask[EvalSetJob]) -> Result:
     """Make the tables."""
     job = task.payload
     sets: dict[str, dict[str, int]] = {}
@@ -113,7 +122,7 @@ class OverlapJob:
     config: DecontaminateConfig
 
 
-def overlap_tasks(progress: Progress, folder: Path) -> list[Task[OverlapJob]]:
+def overlap_tasks(progress: Progress, folder: Path) -> list[StageTask[OverlapJob]]:
     """Make one task per piece."""
     pieces, config = progress.pieces, progress.corpus.config.decontaminate
     [evaluated] = progress.records["eval_sets"]
@@ -124,11 +133,11 @@ def overlap_tasks(progress: Progress, folder: Path) -> list[Task[OverlapJob]]:
         mask_path = pieces.masks / f"{name}.keep.npy"
         eval_folder = progress.folder("eval_sets")
         job = OverlapJob(pieces.documents_path(name), mask_path, eval_folder, config)
-        made.append(Task(name, folder, key, job))
+        made.append(StageTask(name, folder, key, job))
     return made
 
 
-def run_overlaps(task: Task[OverlapJob]) -> Result:
+def run_overlaps(task: StageTask[OverlapJob]) -> Result:
     """Search one piece for text of evaluation sets."""
     job = task.payload
     finder = Finder(job.eval_folder, job.config)
@@ -170,7 +179,7 @@ class DecontaminateJob:
     config: DecontaminateConfig
 
 
-def tasks(progress: Progress, folder: Path) -> list[Task[DecontaminateJob]]:
+def tasks(progress: Progress, folder: Path) -> list[StageTask[DecontaminateJob]]:
     """Make the one task of stage decontaminate."""
     config, [evaluated] = progress.corpus.config.decontaminate, progress.records["eval_sets"]
     folders = progress.folder("eval_sets"), progress.folder("overlaps")
@@ -178,14 +187,14 @@ def tasks(progress: Progress, folder: Path) -> list[Task[DecontaminateJob]]:
     overlaps = [done.digest for done in progress.records["overlaps"]]
     digests = [progress.kept.digest, evaluated.digest, overlaps]
     rules = (config.min_hits, config.max_documents, config.action)
-    return [Task("all", folder, make_key(digests, rules), job)]
+    return [StageTask("all", folder, make_key(digests, rules), job)]
 
 
-def run(task: Task[DecontaminateJob]) -> Result:
+def run(task: StageTask[DecontaminateJob]) -> Result:
     """Decide about all documents."""
     job, pieces = task.payload, task.payload.pieces
-    rows = _Rows(job)
-    counts, documents_of = Counts(), Counter[str]()
+    rows = _TableRows(job)
+    counts, documents_of = StageCounts(), Counter[str]()
     documents_with = Counter[int]()
     listing = _Lines(job.eval_folder / "all.items.jsonl")
     paths = []
@@ -227,7 +236,7 @@ def estimates(size: Size) -> dict[str, Estimate]:
     }
 
 
-class _Rows:
+class _TableRows:
     """Items and sets of the rows of the tables, and the rows that are ignored."""
 
     def __init__(self, job: DecontaminateJob) -> None:

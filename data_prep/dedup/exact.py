@@ -27,7 +27,16 @@ import numpy as np
 
 from data_prep.dedup.minhash import bins
 from data_prep.pieces import Numbers, Pieces, id_hash, list_bytes, listed_per_piece, write_dropped
-from data_prep.stage import Counts, Done, Estimate, Result, Size, Task, make_key, save_array
+from data_prep.stage import (
+    Done,
+    Estimate,
+    Result,
+    Size,
+    StageCounts,
+    StageTask,
+    make_key,
+    save_array,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -60,17 +69,17 @@ class DedupJob:
 
 def exact_tasks(
     written: list[Done], pieces: Pieces, num_read: int, folder: Path
-) -> list[Task[ExactJob]]:
+) -> list[StageTask[ExactJob]]:
     """Make one task per part; `num_read` documents, which ingestion read, decide their number."""
     key = make_key([done.digest for done in written])
     parts = 1 + num_read // PART_DOCUMENTS
     return [
-        Task(f"{part:03d}", folder, make_key(key, part, parts), ExactJob(pieces, part, parts))
+        StageTask(f"{part:03d}", folder, make_key(key, part, parts), ExactJob(pieces, part, parts))
         for part in range(parts)
     ]
 
 
-def run_exact(task: Task[ExactJob]) -> Result:
+def run_exact(task: StageTask[ExactJob]) -> Result:
     """Compare the hashes of one range."""
     job = task.payload
     path = task.path(".duplicates.npy")
@@ -80,8 +89,8 @@ def run_exact(task: Task[ExactJob]) -> Result:
 
 
 def dedup_tasks(
-    exact: list[Task[ExactJob]], compared: list[Done], written: list[Done], folder: Path
-) -> list[Task[DedupJob]]:
+    exact: list[StageTask[ExactJob]], compared: list[Done], written: list[Done], folder: Path
+) -> list[StageTask[DedupJob]]:
     """Make the one task of stage dedup; `exact` and `compared` are tasks and records of exact."""
     examples = sorted(tuple(example) for done in compared for example in done.result["examples"])
     job = DedupJob(
@@ -91,14 +100,14 @@ def dedup_tasks(
         tuple(examples[:_NAMED_IDS]),
     )
     digests = [[done.digest for done in records] for records in (written, compared)]
-    return [Task("all", folder, make_key(*digests, job.repeated, job.examples), job)]
+    return [StageTask("all", folder, make_key(*digests, job.repeated, job.examples), job)]
 
 
-def run_dedup(task: Task[DedupJob]) -> Result:
+def run_dedup(task: StageTask[DedupJob]) -> Result:
     """Write masks and lists of all pieces."""
     job, pieces = task.payload, task.payload.pieces
     tables = [np.load(path, mmap_mode="r") for path in job.part_paths]
-    counts = Counts()
+    counts = StageCounts()
     masks, listed = [], []
     for name, start, end in zip(pieces.names, pieces.starts, pieces.ends.tolist(), strict=True):
         sizes = pieces.sizes(name)

@@ -34,12 +34,12 @@ from data_prep.pieces import Hashes, Mask, Numbers, piece_paths, piece_writer, r
 from data_prep.readers.items import Rejected
 from data_prep.stage import (
     SEEN_LINE,
-    Counts,
     Done,
     Estimate,
     Result,
     Size,
-    Task,
+    StageCounts,
+    StageTask,
     make_key,
     save_array,
 )
@@ -74,7 +74,7 @@ class PartJob:
 class RewriteJob:
     """The task that hashed a piece, and the results of all parts."""
 
-    hashed: Task[HashJob]
+    hashed: StageTask[HashJob]
     part_paths: tuple[Path, ...]
     first_line: int
     num_lines: int
@@ -82,17 +82,17 @@ class RewriteJob:
     """Shorter documents are rejected."""
 
 
-def hash_tasks(progress: Progress, folder: Path) -> list[Task[HashJob]]:
+def hash_tasks(progress: Progress, folder: Path) -> list[StageTask[HashJob]]:
     """Make one task per piece."""
     pieces, min_chars = progress.pieces, progress.corpus.config.dedup.line_min_chars
     made = []
     for name, done in zip(pieces.names, progress.written, strict=True):
         job = HashJob(pieces.documents_path(name), min_chars)
-        made.append(Task(name, folder, make_key(done.digest, min_chars), job))
+        made.append(StageTask(name, folder, make_key(done.digest, min_chars), job))
     return made
 
 
-def run_hashes(task: Task[HashJob]) -> Result:
+def run_hashes(task: StageTask[HashJob]) -> Result:
     """Hash the lines of one piece."""
     hashes = array("Q")
     for document in read_documents(task.payload.documents):
@@ -108,8 +108,8 @@ def run_hashes(task: Task[HashJob]) -> Result:
 
 
 def part_tasks(
-    hash_tasks: list[Task[HashJob]], hashed: list[Done], folder: Path
-) -> list[Task[PartJob]]:
+    hash_tasks: list[StageTask[HashJob]], hashed: list[Done], folder: Path
+) -> list[StageTask[PartJob]]:
     """Make one task per part; `hash_tasks` and `hashed` are tasks and records of line_hashes."""
     key = make_key([done.digest for done in hashed])
     parts = 1 + sum(done.result["distinct"] for done in hashed) // PART_LINES
@@ -118,11 +118,11 @@ def part_tasks(
     made = []
     for part in range(parts):
         job = PartJob(hash_tasks[0].folder, names, num_lines, part, parts)
-        made.append(Task(f"{part:04d}", folder, make_key(key, part, parts), job))
+        made.append(StageTask(f"{part:04d}", folder, make_key(key, part, parts), job))
     return made
 
 
-def run_part(task: Task[PartJob]) -> Result:
+def run_part(task: StageTask[PartJob]) -> Result:
     """Find lines of one range that an earlier piece has."""
     job = task.payload
     hashes, lines = [np.zeros(0, dtype=np.uint64)], [np.zeros(0, dtype=np.int64)]
@@ -140,7 +140,7 @@ def run_part(task: Task[PartJob]) -> Result:
     return {"repeated": len(repeated)}, [path]
 
 
-def rewrite_tasks(progress: Progress, folder: Path) -> list[Task[RewriteJob]]:
+def rewrite_tasks(progress: Progress, folder: Path) -> list[StageTask[RewriteJob]]:
     """Make one task per piece; `folder` replaces that of ingestion."""
     tasks, records = progress.tasks, progress.records
     min_chars = progress.corpus.config.clean.min_chars
@@ -152,15 +152,15 @@ def rewrite_tasks(progress: Progress, folder: Path) -> list[Task[RewriteJob]]:
     for task, own, done in hashed:
         num_lines = own.result["lines"]
         job = RewriteJob(task, part_paths, start, num_lines, min_chars)
-        made.append(Task(task.name, folder, make_key(key, done.digest, own.key, start), job))
+        made.append(StageTask(task.name, folder, make_key(key, done.digest, own.key, start), job))
         start += num_lines
     return made
 
 
-def run_rewrite(task: Task[RewriteJob]) -> Result:
+def run_rewrite(task: StageTask[RewriteJob]) -> Result:
     """Write one piece without the lines that occurred before."""
     job, ingested = task.payload, task.payload.hashed.payload
-    counts = Counts()
+    counts = StageCounts()
     keep = iter(_kept(job).tolist())
     with piece_writer(task) as writer:
         id_hashes = np.load(ingested.documents.with_name(f"{task.name}.id_hashes.npy"))

@@ -64,12 +64,12 @@ from data_prep.pieces import (
     write_dropped,
 )
 from data_prep.stage import (
-    Counts,
     Done,
     Estimate,
     Result,
     Size,
-    Task,
+    StageCounts,
+    StageTask,
     make_key,
     replacing,
     save_array,
@@ -101,7 +101,7 @@ class SignatureJob:
 
 
 @dataclass(frozen=True)
-class Place:
+class SignatureFolder:
     """The pieces with the masks of exact deduplication, and the folder of their signatures."""
 
     pieces: Pieces
@@ -141,10 +141,10 @@ class Place:
         return np.array(table[documents - self.pieces.starts[piece]])
 
 
-class _Rows:
+class _SketchReader:
     """Reads one sketch at a time, with few system calls; keeps some files open until its end."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: SignatureFolder) -> None:
         self._place = place
         self._ends, self._starts = place.pieces.ends, place.pieces.starts
         self._files: OrderedDict[int, tuple[int, int]] = OrderedDict()
@@ -177,7 +177,7 @@ class _Rows:
 class BucketJob:
     """One band, and one of `parts` equal ranges of its hash values."""
 
-    place: Place
+    place: SignatureFolder
     band: int
     part: int
     parts: int
@@ -190,18 +190,18 @@ def settings_of(config: DedupConfig) -> SignatureSettings:
     )
 
 
-def signature_tasks(progress: Progress, folder: Path) -> list[Task[SignatureJob]]:
+def signature_tasks(progress: Progress, folder: Path) -> list[StageTask[SignatureJob]]:
     """Make one task per piece."""
     pieces, settings = progress.pieces, settings_of(progress.corpus.config.dedup)
     made = []
     for name, done in zip(pieces.names, progress.written, strict=True):
         documents = pieces.documents_path(name)
         job = SignatureJob(documents, pieces.texts / f"{name}.bytes.npy", settings)
-        made.append(Task(name, folder, make_key(done.digest, asdict(settings)), job))
+        made.append(StageTask(name, folder, make_key(done.digest, asdict(settings)), job))
     return made
 
 
-def run_signatures(task: Task[SignatureJob]) -> Result:
+def run_signatures(task: StageTask[SignatureJob]) -> Result:
     """Sign the documents of one piece."""
     settings = task.payload.settings
     num_documents = len(np.load(task.payload.sizes, mmap_mode="r"))
@@ -227,7 +227,7 @@ def run_signatures(task: Task[SignatureJob]) -> Result:
     return {"signed": signed}, paths
 
 
-def bucket_tasks(progress: Progress, folder: Path) -> list[Task[BucketJob]]:
+def bucket_tasks(progress: Progress, folder: Path) -> list[StageTask[BucketJob]]:
     """Make one task per band and part."""
     documents = progress.kept.result["dedup"]["documents_in"]
     if documents >= 2**32:
@@ -235,7 +235,7 @@ def bucket_tasks(progress: Progress, folder: Path) -> list[Task[BucketJob]]:
             f"{documents:,} documents are too many for dedup.near_duplicates, which numbers up to "
             f"{2**32:,}; prepare the corpus as several datasets"
         )
-    place = Place(progress.pieces, progress.folder("signatures"))
+    place = SignatureFolder(progress.pieces, progress.folder("signatures"))
     signed = [done.digest for done in progress.records["signatures"]]
     upstream = make_key(signed, progress.kept.digest)
     parts = 1 + documents // PART_DOCUMENTS
@@ -243,11 +243,11 @@ def bucket_tasks(progress: Progress, folder: Path) -> list[Task[BucketJob]]:
     for band, part in product(range(progress.corpus.config.dedup.bands), range(parts)):
         key = make_key(upstream, band, part, parts)
         job = BucketJob(place, band, part, parts)
-        made.append(Task(f"{band:03d}-{part:03d}", folder, key, job))
+        made.append(StageTask(f"{band:03d}-{part:03d}", folder, key, job))
     return made
 
 
-def run_buckets(task: Task[BucketJob]) -> Result:
+def run_buckets(task: StageTask[BucketJob]) -> Result:
     """Find the pairs of one part of a band."""
     pairs = bucket_pairs(*_column(task.payload))
     path = task.path(".pairs.npy")
@@ -308,7 +308,7 @@ def _column(job: BucketJob) -> tuple[Hashes, npt.NDArray[np.uint32]]:
 class CandidateJob:
     """Pairs whose later document is between two numbers."""
 
-    place: Place
+    place: SignatureFolder
     bucket_paths: tuple[Path, ...]
     start: int
     end: int
@@ -318,14 +318,14 @@ class CandidateJob:
 class NearJob:
     """Files of all groups, in order, without suffix."""
 
-    place: Place
+    place: SignatureFolder
     groups: tuple[Path, ...]
     threshold: float
 
 
 def candidate_tasks(
-    buckets: list[Task[BucketJob]], upstream: tuple[list[Done], Done, list[Done]], folder: Path
-) -> list[Task[CandidateJob]]:
+    buckets: list[StageTask[BucketJob]], upstream: tuple[list[Done], Done, list[Done]], folder: Path
+) -> list[StageTask[CandidateJob]]:
     """Make one task per group; `upstream`: records of signatures, dedup and buckets."""
     signed, deduplicated, paired = upstream
     key = make_key([done.digest for done in signed], [done.digest for done in paired])
@@ -337,11 +337,11 @@ def candidate_tasks(
     for group in range(groups):
         start, end = cuts[group : group + 2]
         job = CandidateJob(buckets[0].payload.place, paths, start, end)
-        made.append(Task(f"{group:04d}", folder, make_key(key, [start, end]), job))
+        made.append(StageTask(f"{group:04d}", folder, make_key(key, [start, end]), job))
     return made
 
 
-def run_candidates(task: Task[CandidateJob]) -> Result:
+def run_candidates(task: StageTask[CandidateJob]) -> Result:
     """Gather and compare the pairs of one group."""
     job = task.payload
     paths = [task.path(".pairs"), task.path(".agreements")]
@@ -361,23 +361,23 @@ def run_candidates(task: Task[CandidateJob]) -> Result:
 
 
 def near_tasks(
-    groups: list[Task[CandidateJob]],
+    groups: list[StageTask[CandidateJob]],
     compared: list[Done],
     deduplicated: Done,
     threshold: float,
     folder: Path,
-) -> list[Task[NearJob]]:
+) -> list[StageTask[NearJob]]:
     """Make the one task of stage near; `groups` and `compared`: tasks and records of candidates."""
     key = make_key([done.digest for done in compared], deduplicated.digest, threshold)
     paths = tuple(task.folder / task.name for task in groups)
-    return [Task("all", folder, key, NearJob(groups[0].payload.place, paths, threshold))]
+    return [StageTask("all", folder, key, NearJob(groups[0].payload.place, paths, threshold))]
 
 
-def run_near(task: Task[NearJob]) -> Result:
+def run_near(task: StageTask[NearJob]) -> Result:
     """Decide about all documents."""
     place, pieces = task.payload.place, task.payload.place.pieces
     kept_for = _decisions(task.payload)
-    counts = Counts()
+    counts = StageCounts()
     listed, masks = [], []
     for name, start, end in zip(pieces.names, pieces.starts, pieces.ends.tolist(), strict=True):
         exact = pieces.keep(name)
@@ -421,7 +421,7 @@ def _decisions(job: NearJob) -> npt.NDArray[np.uint32]:
     apart = np.zeros(documents, dtype=np.uint8)
     # Agreements from which on the estimated similarity reaches the threshold.
     least = int(np.argmax(similarity(np.arange(NUM_BINS + 1)) >= job.threshold))
-    with closing(_Rows(job.place)) as rows:
+    with closing(_SketchReader(job.place)) as rows:
         for path in job.groups:
             for chunk in _chunks(path):
                 _decide(chunk, (kept_for, apart), rows, least)
@@ -460,7 +460,7 @@ def _chunks(path: Path) -> Iterator[Iterator[tuple[int, int, int]]]:
 def _decide(
     chunk: Iterator[tuple[int, int, int]],
     state: tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8]],
-    rows: _Rows,
+    rows: _SketchReader,
     least: int,
 ) -> None:
     """Decide about the later documents of pairs, in order of the later, then the earlier one.

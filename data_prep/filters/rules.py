@@ -43,7 +43,7 @@ from typing import Any, NamedTuple
 from data_prep.config import C4Config, FiltersConfig
 from data_prep.filters.mask import Masker
 from data_prep.filters.prose import prose
-from data_prep.filters.units import DIGIT, HAN, KANA, LATIN, LETTER, SYMBOL, Measured, NGrams
+from data_prep.filters.units import DIGIT, HAN, KANA, LATIN, LETTER, SYMBOL, NGrams, TextStats
 from data_prep.own import Languages, OwnDocument, OwnRule, digest
 from data_prep.readers.items import Document
 from pipeline.errors import ConfigError
@@ -113,7 +113,7 @@ def _keeps(config: C4Config, line: str) -> bool:
         return False
     if config.terminal_punctuation and not line.rstrip().endswith(_LINE_ENDS):
         return False
-    return not config.min_line_words or Measured(line).num_units >= config.min_line_words
+    return not config.min_line_words or TextStats(line).num_units >= config.min_line_words
 
 
 def read_words(path: str) -> list[str]:
@@ -172,12 +172,12 @@ Check = tuple[str, float, float | None, bool]
 passes; else it is the highest."""
 
 
-class _Seen(NamedTuple):
+class _RuleView(NamedTuple):
     """What the rules on lines and words see of a text: all of it, or its prose."""
 
     text: str
     lines: list[str]
-    measured: Measured
+    measured: TextStats
     num_words: int
     """Words of the whole text."""
     line_share: float = 1.0
@@ -188,17 +188,17 @@ class _Seen(NamedTuple):
     """Lines with letters that are not prose."""
 
 
-def _seen(text: str, reads: str) -> _Seen:
-    whole = Measured(text)
+def _seen(text: str, reads: str) -> _RuleView:
+    whole = TextStats(text)
     lines = _lines_of(text)
     if reads == "text":
-        return _Seen(text, lines, whole, whole.num_units)
+        return _RuleView(text, lines, whole, whole.num_units)
     part, code = prose(text)
     if part is text:
-        return _Seen(text, lines, whole, whole.num_units)
-    measured, kept = Measured(part), _lines_of(part)
+        return _RuleView(text, lines, whole, whole.num_units)
+    measured, kept = TextStats(part), _lines_of(part)
     shares = len(kept) / (len(lines) or 1), measured.num_chars / (whole.num_chars or 1)
-    return _Seen(part, kept, measured, whole.num_units, *shares, code)
+    return _RuleView(part, kept, measured, whole.num_units, *shares, code)
 
 
 class Filters:
@@ -292,7 +292,7 @@ class Filters:
             least = config.language.min_confidence
             yield "language: low confidence", self._languages(text), least, True
 
-    def _make_up(self, seen: _Seen) -> Iterator[Check]:
+    def _make_up(self, seen: _RuleView) -> Iterator[Check]:
         shape, script, counts = self._config.shape, self._config.script, seen.measured.kind_counts
         if shape.enabled:
             total, weight = seen.measured.num_chars or 1, seen.char_share
@@ -305,7 +305,7 @@ class Filters:
             share = expected / (letters or 1)
             yield "script: few expected letters", share, script.min_share, True
 
-    def _quality(self, text: str, seen: _Seen, *, every: bool) -> Iterator[Check]:
+    def _quality(self, text: str, seen: _RuleView, *, every: bool) -> Iterator[Check]:
         rules, words, lines = self._config.quality, seen.num_words, seen.lines
         yield "quality: few words", words, rules.min_words, True
         yield "quality: many words", words, rules.max_words, False
@@ -334,7 +334,7 @@ class Filters:
             number = _num_stop_words(text, enough, chinese=seen.measured.is_cjk)
             yield "quality: few stop words", number, least, True
 
-    def _word_make_up(self, seen: _Seen) -> Iterator[Check]:
+    def _word_make_up(self, seen: _RuleView) -> Iterator[Check]:
         rules, measured = self._config.quality, seen.measured
         words = measured.num_units - measured.num_cjk
         if not words and seen.char_share < 1:
@@ -347,7 +347,7 @@ class Filters:
             share = measured.num_alphabetic() / words
             yield "quality: few alphabetic words", share, rules.min_alphabetic_words, True
 
-    def _repeated_lines(self, seen: _Seen, *, every: bool) -> Iterator[Check]:
+    def _repeated_lines(self, seen: _RuleView, *, every: bool) -> Iterator[Check]:
         rules = self._config.repetition
         if len(seen.code) >= _FEW_LINES:
             _, chars = _duplicates(seen.code)
@@ -367,7 +367,7 @@ class Filters:
         limit = rules.max_duplicate_paragraph_chars
         yield "repetition: duplicate paragraph characters", chars * by_char, limit, False
 
-    def _repeated_ngrams(self, seen: _Seen, *, every: bool) -> Iterator[Check]:
+    def _repeated_ngrams(self, seen: _RuleView, *, every: bool) -> Iterator[Check]:
         rules, measured, weight = self._config.repetition, seen.measured, seen.char_share
         tops = _limits({n: getattr(rules, f"max_top_{n}gram") for n in range(2, 5)})
         duplicates = _limits({n: getattr(rules, f"max_duplicate_{n}gram") for n in range(5, 11)})

@@ -52,7 +52,7 @@ def _kinds() -> npt.NDArray[np.uint8]:
     return table
 
 
-class Measured:
+class TextStats:
     """Kinds of characters and units of one text."""
 
     def __init__(self, text: str) -> None:
@@ -131,7 +131,7 @@ class Measured:
 class NGrams:
     """n-grams of units of one text, n measured in `step` units."""
 
-    def __init__(self, measured: Measured, step: int) -> None:
+    def __init__(self, measured: TextStats, step: int) -> None:
         self._units = measured.hashes()
         self._lengths = measured.lengths
         self._ends = np.zeros(len(self._lengths) + 1, dtype=np.intp)

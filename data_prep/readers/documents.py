@@ -7,14 +7,14 @@ from pathlib import Path
 
 from data_prep import embedded
 from data_prep.config import CleanConfig, SourceConfig
-from data_prep.inputs import InputFile, Piece, format_of, refuse_changed
+from data_prep.inputs import InputFile, InputPiece, format_of, refuse_changed
 from data_prep.own import load_function, raised, source_of
 from data_prep.readers import records, text, wiki
 from data_prep.readers.items import (
     MOST_BYTES,
     BrokenFileError,
     Document,
-    Place,
+    FileOrigin,
     Rejected,
     storable,
 )
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Remarks:
+class ReadStats:
     """What is worth knowing of a piece, but not rejected."""
 
     gb18030_files: list[str] = field(default_factory=list)
@@ -34,7 +34,7 @@ class Remarks:
 
 
 def read_piece(
-    piece: Piece, clean: CleanConfig, remarks: Remarks, *, only_head: bool = False
+    piece: InputPiece, clean: CleanConfig, remarks: ReadStats, *, only_head: bool = False
 ) -> Iterator[Document | Rejected]:
     """Yield the documents of a piece as they are in its files, and the unreadable parts.
 
@@ -128,7 +128,7 @@ def read_file(
     gzip, xz or zstd) those before that member; then one `Rejected` follows with the beginning of
     the document that the break goes through.
     """
-    place = Place(source.name, file.path, file.name)
+    place = FileOrigin(source.name, file.path, file.name)
     try:
         yield from _items(file, source, max_bytes, encoding, place, only_head)
     except BrokenFileError as broken:
@@ -143,7 +143,7 @@ def _items(
     source: SourceConfig,
     max_bytes: int,
     encoding: text.Encoding,
-    place: Place,
+    place: FileOrigin,
     only_head: bool,
 ) -> Iterator[Document | Rejected]:
     if source.reader:
@@ -185,7 +185,7 @@ def _items(
 
 
 def _own(
-    file: InputFile, source: SourceConfig, max_bytes: int, place: Place
+    file: InputFile, source: SourceConfig, max_bytes: int, place: FileOrigin
 ) -> Iterator[Document | Rejected]:
     """Yield the documents of a user's reader; those without an id are numbered."""
     key = f"source {source.name!r}: reader"

@@ -65,7 +65,7 @@ class BrokenFileError(Exception):
 
 
 @dataclass(frozen=True)
-class Place:
+class FileOrigin:
     """The file that documents come from: gives them their ids."""
 
     source: str

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa  # type: ignore[import-untyped,import-not-found]
 import pyarrow.parquet as pq  # type: ignore[import-untyped,import-not-found]
 
-from data_prep.readers.items import DAMAGED, BrokenFileError, Metadata, Place, Rejected
+from data_prep.readers.items import DAMAGED, BrokenFileError, FileOrigin, Metadata, Rejected
 from data_prep.readers.records import Fields
 from data_prep.readers.text import Items, decode, open_binary, whole_document
 
@@ -19,7 +19,7 @@ _BUFFER_BYTES = 1 << 20
 _GROUP_ROWS = 4096
 
 
-def documents(place: Place, fields: Fields, max_bytes: int) -> Items:
+def documents(place: FileOrigin, fields: Fields, max_bytes: int) -> Items:
     """Yield the rows of one file; without a column of ids, ids are row numbers from 0.
 
     Raises:

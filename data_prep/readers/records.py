@@ -16,8 +16,8 @@ from data_prep.readers.items import (
     DAMAGED,
     BrokenFileError,
     Document,
+    FileOrigin,
     Metadata,
-    Place,
     Rejected,
     storable,
 )
@@ -42,7 +42,9 @@ class Fields:
         found = {name: value_at(record, name) for name in self.metadata}
         return {name: value for name, value in found.items() if value is not None}
 
-    def document(self, record: Any, raw: bytes, place: Place, offset: int) -> Document | Rejected:
+    def document(
+        self, record: Any, raw: bytes, place: FileOrigin, offset: int
+    ) -> Document | Rejected:
         """Return the document of a record, or why there is none."""
         text = value_at(record, self.text)
         if not isinstance(text, str):
@@ -62,7 +64,7 @@ def value_at(record: Any, name: str) -> Any:
 
 
 def json_document(
-    line: str, raw: bytes, place: Place, offset: int, fields: Fields
+    line: str, raw: bytes, place: FileOrigin, offset: int, fields: Fields
 ) -> Document | Rejected:
     """Return the document of one JSON object, or why there is none."""
     try:
@@ -77,7 +79,7 @@ def _storable(record: dict[str, Any]) -> dict[str, Any]:
     return {k: storable(v) if isinstance(v, str) else v for k, v in record.items()}
 
 
-def json_documents(lines: Lines, place: Place, encoding: Encoding, fields: Fields) -> Items:
+def json_documents(lines: Lines, place: FileOrigin, encoding: Encoding, fields: Fields) -> Items:
     """Yield the documents of lines that are JSON objects."""
     for offset, raw in lines:
         line = decode(raw, encoding)
@@ -87,7 +89,7 @@ def json_documents(lines: Lines, place: Place, encoding: Encoding, fields: Field
             yield json_document(line, raw, place, offset, fields)
 
 
-def array_documents(stream: Stream, place: Place, fields: Fields, max_bytes: int) -> Items:
+def array_documents(stream: Stream, place: FileOrigin, fields: Fields, max_bytes: int) -> Items:
     """Yield the documents of a JSON array of objects; ids are places of the objects in the file.
 
     Raises:
@@ -102,7 +104,7 @@ def array_documents(stream: Stream, place: Place, fields: Fields, max_bytes: int
             yield json_document(line, raw, place, offset, fields)
 
 
-def _elements(stream: Stream, place: Place, max_bytes: int) -> Lines:
+def _elements(stream: Stream, place: FileOrigin, max_bytes: int) -> Lines:
     """Yield (byte offset, bytes) of the elements of an array."""
     text, at, start = (
         b"",
@@ -153,7 +155,13 @@ def _elements(stream: Stream, place: Place, max_bytes: int) -> Lines:
 
 
 def table_documents(
-    lines: Lines, place: Place, encoding: Encoding, fields: Fields, max_bytes: int, *, tabs: bool
+    lines: Lines,
+    place: FileOrigin,
+    encoding: Encoding,
+    fields: Fields,
+    max_bytes: int,
+    *,
+    tabs: bool,
 ) -> Items:
     """Yield the rows of a table whose first row has the names of its columns.
 
@@ -163,7 +171,7 @@ def table_documents(
     Raises:
         BrokenFileError: the file is cut or damaged here, or a quote has no end.
     """
-    seen = _Seen(lines, encoding)
+    seen = _RowLines(lines, encoding)
     csv.field_size_limit(max_bytes)  # where a quote has no end, all the rest is one cell
     rows = (line[:-1].split("\t") for line in seen) if tabs else csv.reader(seen, strict=True)
     columns: list[str] | None = None
@@ -194,7 +202,7 @@ def table_documents(
         raise
 
 
-class _Seen:
+class _RowLines:
     """Lines as text, and what of them the current row took."""
 
     def __init__(self, lines: Lines, encoding: Encoding) -> None:

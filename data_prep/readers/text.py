@@ -23,8 +23,8 @@ from data_prep.readers.items import (
     DAMAGED,
     BrokenFileError,
     Document,
+    FileOrigin,
     Metadata,
-    Place,
     Rejected,
 )
 from pipeline.runtime import remote
@@ -205,7 +205,9 @@ def opened(path: str, *, only_head: bool = False) -> Iterator[Stream]:
             yield Stream(file, None)
 
 
-def lines(stream: Stream, place: Place, start: int, max_bytes: int) -> Iterator[tuple[int, bytes]]:
+def lines(
+    stream: Stream, place: FileOrigin, start: int, max_bytes: int
+) -> Iterator[tuple[int, bytes]]:
     """Yield (byte offset, line without its end).
 
     If `start` is not 0, the first line is the one that holds byte `start - 1`: readers of a range
@@ -228,7 +230,7 @@ def lines(stream: Stream, place: Place, start: int, max_bytes: int) -> Iterator[
         raise stream.problem
 
 
-def _line_start(file: IO[bytes], place: Place, position: int, max_bytes: int) -> int:
+def _line_start(file: IO[bytes], place: FileOrigin, position: int, max_bytes: int) -> int:
     """Seek to the start of the line that holds the byte at `position`."""
     end = position
     while end > 0:
@@ -296,7 +298,7 @@ def owned(lines: Lines, start: int, end: int | None) -> Lines:
             yield offset, raw
 
 
-def line_documents(lines: Lines, place: Place, encoding: Encoding) -> Items:
+def line_documents(lines: Lines, place: FileOrigin, encoding: Encoding) -> Items:
     """Yield every line that is not blank as a document."""
     for offset, raw in lines:
         line = decode(raw, encoding)
@@ -306,10 +308,10 @@ def line_documents(lines: Lines, place: Place, encoding: Encoding) -> Items:
             yield Document(place.at(offset), line)
 
 
-class Draft:
+class GrowingDocument:
     """A document that grows line by line."""
 
-    def __init__(self, place: Place, encoding: Encoding, max_bytes: int) -> None:
+    def __init__(self, place: FileOrigin, encoding: Encoding, max_bytes: int) -> None:
         self._place, self._encoding, self._max_bytes = place, encoding, max_bytes
         self.clear()
 
@@ -347,9 +349,9 @@ class Draft:
         broken.unfinished = (text + b"\n" if text else b"") + broken.unfinished
 
 
-def file_document(lines: Lines, place: Place, encoding: Encoding, max_bytes: int) -> Items:
+def file_document(lines: Lines, place: FileOrigin, encoding: Encoding, max_bytes: int) -> Items:
     """Yield all lines as one document."""
-    draft = Draft(place, encoding, max_bytes)
+    draft = GrowingDocument(place, encoding, max_bytes)
     try:
         for offset, raw in lines:
             yield from draft.add(offset, raw, decode(raw, encoding))
@@ -361,7 +363,11 @@ def file_document(lines: Lines, place: Place, encoding: Encoding, max_bytes: int
 
 
 def paragraphs(
-    lines: Lines, place: Place, encoding: Encoding, max_bytes: int, span: tuple[int, int | None]
+    lines: Lines,
+    place: FileOrigin,
+    encoding: Encoding,
+    max_bytes: int,
+    span: tuple[int, int | None],
 ) -> Items:
     """Yield documents that end at blank lines and whose first line begins in `span`.
 
@@ -369,7 +375,7 @@ def paragraphs(
     documents begin do not depend on it.
     """
     start, end = span
-    draft = Draft(place, encoding, max_bytes)
+    draft = GrowingDocument(place, encoding, max_bytes)
     begin: int | None = None
     try:
         for offset, raw in lines:

@@ -15,7 +15,7 @@ from data_prep.readers.items import (
     CUT_SHORT,
     DAMAGED,
     BrokenFileError,
-    Place,
+    FileOrigin,
     Rejected,
     storable,
 )
@@ -31,7 +31,9 @@ _HEADERS = {
 }
 
 
-def documents(stream: Stream, place: Place, metadata: tuple[str, ...], max_bytes: int) -> Items:
+def documents(
+    stream: Stream, place: FileOrigin, metadata: tuple[str, ...], max_bytes: int
+) -> Items:
     """Yield one document per 'conversion' record; its id is the record's.
 
     Metadata are url, date and language, or headers by their names.
@@ -55,7 +57,7 @@ def documents(stream: Stream, place: Place, metadata: tuple[str, ...], max_bytes
 
 
 def _record(
-    record: Any, records: Any, place: Place, metadata: tuple[str, ...], max_bytes: int
+    record: Any, records: Any, place: FileOrigin, metadata: tuple[str, ...], max_bytes: int
 ) -> Items:
     headers = record.rec_headers
     own_id = (headers.get_header("WARC-Record-ID") or "").strip("<>")

@@ -7,9 +7,9 @@ which WikiExtractor repeats as the first line, is part of the text.
 import html
 import re
 
-from data_prep.readers.items import BrokenFileError, Document, Place, Rejected
+from data_prep.readers.items import BrokenFileError, Document, FileOrigin, Rejected
 from data_prep.readers.records import Fields, json_document
-from data_prep.readers.text import Draft, Encoding, Items, Lines, decode, invalid_line
+from data_prep.readers.text import Encoding, GrowingDocument, Items, Lines, decode, invalid_line
 
 _OPENING = re.compile(r'<doc (id="[^"]*"[^\n]*)>\s*')
 _ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
@@ -17,7 +17,7 @@ _CLOSING = "</doc>"
 
 
 def documents(
-    lines: Lines, place: Place, encoding: Encoding, metadata: tuple[str, ...], max_bytes: int
+    lines: Lines, place: FileOrigin, encoding: Encoding, metadata: tuple[str, ...], max_bytes: int
 ) -> Items:
     """Yield the documents, with the named ones of their attributes, such as url and title.
 
@@ -25,7 +25,7 @@ def documents(
         DataError: one is longer than `max_bytes`.
         BrokenFileError: the file is cut or damaged here.
     """
-    draft = Draft(place, encoding, max_bytes)
+    draft = GrowingDocument(place, encoding, max_bytes)
     fields = Fields(metadata=metadata)
     attributes: dict[str, str] = {}
     opening: tuple[str, int] | None = None  # the open document's own id and offset
@@ -56,7 +56,7 @@ def documents(
     yield from _unclosed(opening, draft, place)
 
 
-def _unclosed(opening: tuple[str, int] | None, draft: Draft, place: Place) -> Items:
+def _unclosed(opening: tuple[str, int] | None, draft: GrowingDocument, place: FileOrigin) -> Items:
     if opening:
         yield Rejected(place.own(*opening), "no </doc>", draft.text().encode())
         draft.clear()

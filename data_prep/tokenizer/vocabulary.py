@@ -12,7 +12,7 @@ from pathlib import Path
 from data_prep.config import DEFAULT_VOCAB_SIZE, SourceConfig, TokenizerConfig
 from data_prep.corpus import Progress
 from data_prep.pieces import Pieces
-from data_prep.stage import Estimate, Result, Size, Task, make_key
+from data_prep.stage import Estimate, Result, Size, StageTask, make_key
 from data_prep.tokenizer import sample
 from data_prep.tokenizer.given import GivenTokenizer
 from pipeline.runtime.files import write_atomic, write_json_atomic
@@ -40,7 +40,7 @@ class VocabularyJob:
     path: Path
 
 
-def tasks(progress: Progress, folder: Path) -> list[Task[VocabularyJob]]:
+def tasks(progress: Progress, folder: Path) -> list[StageTask[VocabularyJob]]:
     """Make the one task of this stage."""
     corpus, config = progress.corpus, progress.corpus.config.tokenizer
     newline = corpus.config.clean.newline
@@ -56,10 +56,10 @@ def tasks(progress: Progress, folder: Path) -> list[Task[VocabularyJob]]:
     path = progress.tokenizer_path
     keep_breaks = newline == "token"
     job = VocabularyJob(progress.pieces, sources, config, corpus.tokenizer, keep_breaks, path)
-    return [Task("tokenizer", folder, key, job)]
+    return [StageTask("tokenizer", folder, key, job)]
 
 
-def run(task: Task[VocabularyJob]) -> Result:
+def run(task: StageTask[VocabularyJob]) -> Result:
     """Train or copy the tokenizer, and measure it."""
     job, path = task.payload, task.payload.path
     source_of = dict(zip(job.pieces.names, (s.name for s in job.sources), strict=True))

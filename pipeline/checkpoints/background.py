@@ -36,7 +36,7 @@ from pipeline.checkpoints.manifest import (
     step_of,
     superseded,
 )
-from pipeline.checkpoints.state import Part, unsound_value, write_part
+from pipeline.checkpoints.state import TensorShard, unsound_value, write_part
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.runtime.files import sha256_file, sync_path, write_atomic, write_json_atomic
 from pipeline.runtime.run_folder import RunFolder
@@ -48,7 +48,7 @@ Described = dict[str, dict[str, Any]]
 """path below the checkpoint -> {"bytes", "sha256"}."""
 
 
-class Task(Generic[T]):
+class BackgroundTask(Generic[T]):
     """A function on its own thread, with its result or error. It must not call a collective.
 
     The thread is a daemon, so a process that fails does not wait for its disk.
@@ -86,7 +86,7 @@ class HostCopy:
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
-    def take(self, parts: list[Part]) -> list[Part]:
+    def take(self, parts: list[TensorShard]) -> list[TensorShard]:
         """Copy the parts, so that later updates do not change them; overwrites the last copy."""
         copied = []
         for part in parts:
@@ -113,7 +113,7 @@ class UnsoundPartError(Exception):
     """What a rank was to write is not finite."""
 
 
-def unsound_parts(parts: list[Part]) -> list[str]:
+def unsound_parts(parts: list[TensorShard]) -> list[str]:
     """Describe the tensors of a rank that have a value that no training gives."""
     return [
         f"{kind}/{part.name}: {text}" + f" of those from {part.start} on" * bool(part.start)
@@ -130,7 +130,7 @@ class RankFiles:
     folder: Path
     rank: int
     world_size: int
-    parts: list[Part]
+    parts: list[TensorShard]
     counters: dict[str, int]
     others: dict[str, bytes]
 
@@ -174,7 +174,7 @@ class Mirror:
         """
         self._run_dir, self._target, self._rule = run_dir, target, rule
         self._source, self._folder = run_dir / FOLDER, target / FOLDER
-        self._task: Task[None] | None = None
+        self._task: BackgroundTask[None] | None = None
         self._is_due = False
         self.busy_with: Path | None = None
         """The checkpoint that is being copied; it must not be removed."""
@@ -191,7 +191,7 @@ class Mirror:
         """Copy missing checkpoints in the background, after any copy that is already running."""
         self._is_due = True
         if self._task is None or self._task.is_done():
-            self._task = Task(self._work)
+            self._task = BackgroundTask(self._work)
 
     def finish(self) -> None:
         """Wait until every requested copy has been tried."""
@@ -199,7 +199,7 @@ class Mirror:
             if not self._task.is_done():
                 logger.info("waiting for the copy of checkpoints to %s", self._target)
             self._task.is_done(wait=True)
-            self._task = Task(self._work) if self._is_due else None
+            self._task = BackgroundTask(self._work) if self._is_due else None
 
     def _work(self) -> None:
         # On Linux each thread has its own priority.

@@ -143,7 +143,7 @@ def _shown(name: str, value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Row:
+class CheckpointRow:
     """One checkpoint."""
 
     path: str
@@ -191,7 +191,7 @@ def all_problems(paths: list[Path]) -> Iterator[tuple[Path, list[str]]]:
             yield path, found
 
 
-def rows(run: Path, *, verify: bool = False) -> list[Row]:
+def rows(run: Path, *, verify: bool = False) -> list[CheckpointRow]:
     """List all checkpoints of a run, oldest first.
 
     Without `verify` only manifests are read, and no hashes.
@@ -211,7 +211,7 @@ def rows(run: Path, *, verify: bool = False) -> list[Row]:
     }
     reasons = rule.reasons(counted) if rule else {}
     return [
-        Row(
+        CheckpointRow(
             path=str(path),
             step=step_of(path),
             manifest=manifests[path][0],
@@ -224,7 +224,7 @@ def rows(run: Path, *, verify: bool = False) -> list[Row]:
     ]
 
 
-def list_text(rows: list[Row], now_s: float | None = None) -> Iterator[str]:
+def list_text(rows: list[CheckpointRow], now_s: float | None = None) -> Iterator[str]:
     """Format rows as lines of a table, followed by the problems found."""
     now_s = time.time() if now_s is None else now_s
     found = [_cells(row, now_s) for row in rows]
@@ -233,7 +233,7 @@ def list_text(rows: list[Row], now_s: float | None = None) -> Iterator[str]:
     yield from (f"bad: {text}" for row in rows for text in row.problems)
 
 
-def _cells(row: Row, now_s: float) -> dict[str, str]:
+def _cells(row: CheckpointRow, now_s: float) -> dict[str, str]:
     """Write a row's values by column."""
     manifest = row.manifest
     names = ("cursor", "skipped", "alpha", "age", "MB", "ranks", "zero", "held-out")
@@ -267,7 +267,7 @@ def _manifest(path: Path) -> tuple[Manifest | None, str]:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PrunePlan:
     """The checkpoints that a prune removes, and why others are kept."""
 
     rule: Retention
@@ -278,7 +278,7 @@ class Plan:
     removed: list[Path]
 
 
-def plan(run: Path, keep: int | None, keep_every: int | None, keep_best: int | None) -> Plan:
+def plan(run: Path, keep: int | None, keep_every: int | None, keep_best: int | None) -> PrunePlan:
     """Find the checkpoints that a run's retention, with these parts of it replaced, would remove.
 
     Raises:
@@ -298,7 +298,7 @@ def plan(run: Path, keep: int | None, keep_every: int | None, keep_best: int | N
             f"none of the checkpoints in {folder} verifies, so nothing is removed: "
             f"{'; '.join(rejected)}"
         )
-    return Plan(rule, good, rejected, superseded(folder, rule, good))
+    return PrunePlan(rule, good, rejected, superseded(folder, rule, good))
 
 
 def carry_out(run: Path, paths: list[Path]) -> None:

@@ -1,8 +1,8 @@
 """Reads a checkpoint back from the disk in another process, as a later start of the run would.
 
 `python -m pipeline.checkpoints.probe CHECKPOINT` prints one JSON object; exit code 0, or 2 with
-"error" in it. `Probe` starts it as a separate interpreter, which shares nothing with the run that
-wrote the files, and renames a checkpoint that fails.
+"error" in it. `ProbeRunner` starts it as a separate interpreter, which shares nothing with the run
+that wrote the files, and renames a checkpoint that fails.
 """
 
 import json
@@ -78,7 +78,7 @@ def probe(path: Path) -> ProbeReport:
     return ProbeReport(elements, manifest.num_bytes, time.perf_counter() - started)
 
 
-class Probe:
+class ProbeRunner:
     """Runs one probe of a checkpoint. Rank 0 uses it, from any thread."""
 
     def __init__(self) -> None:

@@ -21,7 +21,13 @@ from pipeline.checkpoints.manifest import (
     read_manifest,
     remove,
 )
-from pipeline.checkpoints.state import HasState, LossHistory, SavedState, TrainState, state_paths
+from pipeline.checkpoints.state import (
+    Checkpointable,
+    LossHistory,
+    SavedState,
+    TrainState,
+    state_paths,
+)
 from pipeline.config.objective import MLM
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import FORMAT_VERSION, INDEX_FILE, DataIdentity
@@ -224,7 +230,7 @@ class CheckpointStore:
             self._require_fit(path, read_manifest(path))
         return path
 
-    def load(self, engine: HasState, path: Path) -> TrainState:
+    def load(self, engine: Checkpointable, path: Path) -> TrainState:
         """Load a checkpoint that `newest` returned.
 
         Raises:

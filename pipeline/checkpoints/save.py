@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from pipeline.checkpoints.background import (
+    BackgroundTask,
     Described,
     HostCopy,
     Mirror,
     RankFiles,
-    Task,
     UnsoundPartError,
 )
 from pipeline.checkpoints.manifest import (
@@ -37,9 +37,9 @@ from pipeline.checkpoints.manifest import (
     signed,
     superseded,
 )
-from pipeline.checkpoints.probe import Probe
+from pipeline.checkpoints.probe import ProbeRunner
 from pipeline.checkpoints.resume import identity
-from pipeline.checkpoints.state import HasState, TrainState, expected_files
+from pipeline.checkpoints.state import Checkpointable, TrainState, expected_files
 from pipeline.config.load import digest, provenance
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.schedule import alpha
@@ -77,7 +77,7 @@ class _Writing:
     """A save whose files are being written."""
 
     manifest: Manifest
-    task: Task[Described]
+    task: BackgroundTask[Described]
     period_s: float
     """Seconds since the previous save began."""
     stall_s: float
@@ -109,15 +109,15 @@ class Saver:
         self._writing: _Writing | None = None
         self._tidying_step: int | None = None
         """Step of the checkpoint that rank 0 is probing, or making room for."""
-        self._tidying: Task[float | None] | None = None
-        self._probe = Probe()
+        self._tidying: BackgroundTask[float | None] | None = None
+        self._probe = ProbeRunner()
         self._num_saves = 0
         self._numbers: list[SaveNumbers] = []
         self._began_s = time.perf_counter()
         self._mirror: Mirror | None = None
         dist.on_first(self._prepare, "tidying up")
 
-    def save(self, engine: HasState, state: TrainState) -> None:
+    def save(self, engine: Checkpointable, state: TrainState) -> None:
         """Begin a save; without `checkpoint.background`, it is published on return.
 
         Waits for the previous save. Updates may change the state as soon as this returns.
@@ -142,7 +142,7 @@ class Saver:
             counters=counters,
             others=others if self._process.is_first else {},
         )
-        task, now_s = Task(files.write), time.perf_counter()
+        task, now_s = BackgroundTask(files.write), time.perf_counter()
         self._writing = _Writing(manifest, task, started - self._began_s, now_s - started)
         self._began_s = started
         if not self._config.checkpoint.background:
@@ -252,7 +252,7 @@ class Saver:
         self._report(save, save.stall_s + time.perf_counter() - started)
         self._tidying_step = manifest.step
         if self._process.is_first:
-            self._tidying = Task(lambda: self._tidy(self.folder / name_of(manifest.step)))
+            self._tidying = BackgroundTask(lambda: self._tidy(self.folder / name_of(manifest.step)))
 
     def _give_up(self, save: _Writing, errors: list[tuple[str | None, bool]]) -> None:
         """Remove the failed save once no rank writes any more, then raise on all ranks."""

@@ -40,7 +40,7 @@ _CHUNK = 1 << 23
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorShard:
     """A stretch of one flattened parameter, with its optimizer state."""
 
     name: str
@@ -52,10 +52,10 @@ class Part:
     """(elements,) fp32 by kind, one of `KINDS`."""
 
 
-class HasState(Protocol):
+class Checkpointable(Protocol):
     """All that saving and resuming need of a training engine."""
 
-    def state_parts(self) -> tuple[list[Part], dict[str, int]]:
+    def state_parts(self) -> tuple[list[TensorShard], dict[str, int]]:
         """Return this rank's state, as views, and counters that all ranks share. Collective."""
 
     def load_files(self, folder: Path) -> None:
@@ -63,7 +63,7 @@ class HasState(Protocol):
 
 
 def write_part(
-    folder: Path, rank: int, world_size: int, parts: Iterable[Part], counters: dict[str, int]
+    folder: Path, rank: int, world_size: int, parts: Iterable[TensorShard], counters: dict[str, int]
 ) -> None:
     """Write the state that one rank holds. Not collective.
 
@@ -131,7 +131,7 @@ class SavedState:
         """
         self.folder = folder
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._stretches: dict[str, list[_Stretch]] = {}
+        self._stretches: dict[str, list[_FlatRange]] = {}
         self.counters: dict[str, int] = {}
         for which, path in enumerate(state_paths(folder)):
             file = SlicedFile(path)
@@ -203,9 +203,9 @@ class SavedState:
             raise CheckpointError(
                 f"{file.path}: {name} has shape {shape}, in an earlier file {self.shapes[name]}"
             )
-        self._stretches.setdefault(name, []).append(_Stretch(start, start + size[0], file))
+        self._stretches.setdefault(name, []).append(_FlatRange(start, start + size[0], file))
 
-    def _require_whole(self, name: str, stretches: list["_Stretch"]) -> None:
+    def _require_whole(self, name: str, stretches: list["_FlatRange"]) -> None:
         at, end = 0, math.prod(self.shapes[name])
         for stretch in [*stretches, None]:
             start = stretch.start if stretch else end
@@ -218,7 +218,7 @@ class SavedState:
 
 
 @dataclass(frozen=True)
-class _Stretch:
+class _FlatRange:
     start: int
     stop: int
     file: SlicedFile

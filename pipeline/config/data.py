@@ -46,7 +46,7 @@ class PhaseConfig:
     )
 
 
-class BatchPlace(NamedTuple):
+class BatchSpec(NamedTuple):
     """One batch of a run."""
 
     number: int
@@ -71,7 +71,7 @@ class BatchPlan:
         Raises:
             ConfigError: a ramp does not fit its ends, or a batch its micro-batch.
         """
-        self._firsts: list[BatchPlace] = []
+        self._firsts: list[BatchSpec] = []
         """First batch of each stretch of equal batches."""
         self._names: list[tuple[str, str]] = []
         """What sets the size of each stretch's batches and of their micro-batches."""
@@ -84,14 +84,14 @@ class BatchPlan:
                     f"phases.{which}: a batch of {size}",
                     f"{f'phases.{which}' if phase.micro_batch else 'train'}.micro_batch={micro}",
                 )
-                self._add(BatchPlace(number, cursor, size, micro, length), names)
+                self._add(BatchSpec(number, cursor, size, micro, length), names)
                 count = max(1, -int(-phase.tokens // (size * length * len(sizes))))
                 number, cursor = number + count, cursor + count * size
         names = f"train.global_batch={global_batch}", f"train.micro_batch={micro_batch}"
-        self._add(BatchPlace(number, cursor, global_batch, micro_batch, seq_len), names)
+        self._add(BatchSpec(number, cursor, global_batch, micro_batch, seq_len), names)
         self._cursors = [first.cursor for first in self._firsts]
 
-    def _add(self, first: BatchPlace, names: tuple[str, str]) -> None:
+    def _add(self, first: BatchSpec, names: tuple[str, str]) -> None:
         if first.size % first.micro_batch:
             raise ConfigError(
                 f"{names[0]} must be a multiple of {names[1]} (times the number of ranks); change "
@@ -101,7 +101,7 @@ class BatchPlan:
         self._names.append(names)
 
     @property
-    def stretches(self) -> list[BatchPlace]:
+    def stretches(self) -> list[BatchSpec]:
         """The first batch of each stretch of equal batches, in order."""
         return list(self._firsts)
 
@@ -110,7 +110,7 @@ class BatchPlan:
         """All lengths of sequences, in order of their first use."""
         return list(dict.fromkeys(first.seq_len for first in self._firsts))
 
-    def at(self, cursor: int) -> BatchPlace:
+    def at(self, cursor: int) -> BatchSpec:
         """Return the batch that starts at a cursor (ConfigError: none does)."""
         first = self._firsts[bisect_right(self._cursors, cursor) - 1]
         count, rest = divmod(cursor - first.cursor, first.size)
@@ -121,17 +121,17 @@ class BatchPlan:
             )
         return first._replace(number=first.number + count, cursor=cursor)
 
-    def number(self, number: int) -> BatchPlace:
+    def number(self, number: int) -> BatchSpec:
         """Return the batch of a number, 0 or more."""
         first = [first for first in self._firsts if first.number <= number][-1]
         return self.at(first.cursor + (number - first.number) * first.size)
 
-    def holding(self, sequence: int) -> BatchPlace:
+    def holding(self, sequence: int) -> BatchSpec:
         """Return the batch that holds a sequence of the run."""
         first = self._firsts[bisect_right(self._cursors, sequence) - 1]
         return self.at(sequence - (sequence - first.cursor) % first.size)
 
-    def batches_from(self, cursor: int) -> Iterator[BatchPlace]:
+    def batches_from(self, cursor: int) -> Iterator[BatchSpec]:
         """Endless batches from a cursor on."""
         while True:
             place = self.at(cursor)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from pipeline.config import schema, strict_yaml
-from pipeline.config.strict_yaml import Node
+from pipeline.config.strict_yaml import YamlNode
 from pipeline.errors import ConfigError
 from pipeline.runtime import env
 
@@ -167,7 +167,7 @@ def find_config(text: str, kinds: Sequence[str], beside: Path = Path()) -> Path:
     )
 
 
-def _overridden(root: Node, overrides: Sequence[str], mistakes: list[str]) -> Node:
+def _overridden(root: YamlNode, overrides: Sequence[str], mistakes: list[str]) -> YamlNode:
     for text in overrides:
         try:
             root = _override(root, text)
@@ -186,7 +186,7 @@ def _plain(value: Any) -> Any:
 
 def _read_with_includes(
     path: Path, parents: tuple[Path, ...], kinds: Sequence[str], mistakes: list[str]
-) -> Node:
+) -> YamlNode:
     if path.resolve() in parents:
         chain = " -> ".join(str(parent) for parent in (*parents, path.resolve()))
         raise ConfigError(f"config files include each other in a circle: {chain}")
@@ -195,15 +195,15 @@ def _read_with_includes(
 
 
 def _expand(
-    node: Node, path: Path, parents: tuple[Path, ...], kinds: Sequence[str], mistakes: list[str]
-) -> Node:
+    node: YamlNode, path: Path, parents: tuple[Path, ...], kinds: Sequence[str], mistakes: list[str]
+) -> YamlNode:
     """Replace every `from: file` by that file's content, overlaid with the keys beside it.
 
     Shipped configs have a folder for each section that has such, `model`.
     """
     if isinstance(node.value, list):
         items = [_expand(item, path, parents, kinds[:1], mistakes) for item in node.value]
-        return Node(items, node.origin)
+        return YamlNode(items, node.origin)
     if not isinstance(node.value, dict):
         return node
     own = {
@@ -212,25 +212,25 @@ def _expand(
         if key != "from"
     }
     if "from" not in node.value:
-        return Node(own, node.origin)
+        return YamlNode(own, node.origin)
     target = node.value["from"]
     if not isinstance(target.value, str):
         raise ConfigError(f"from = {target.plain()!r} ({target.origin}): expected a file name")
     below = find_config(env.expand(target.value, "from"), kinds, path.parent)
     base = _read_with_includes(below, parents, kinds, mistakes)
-    return _overlay(base, Node(own, node.origin))
+    return _overlay(base, YamlNode(own, node.origin))
 
 
-def _overlay(base: Node, top: Node) -> Node:
+def _overlay(base: YamlNode, top: YamlNode) -> YamlNode:
     if not isinstance(base.value, dict) or not isinstance(top.value, dict):
         return top
     merged = dict(base.value)
     for key, node in top.value.items():
         merged[key] = _overlay(merged[key], node) if key in merged else node
-    return Node(merged, top.origin)
+    return YamlNode(merged, top.origin)
 
 
-def _override(root: Node, text: str) -> Node:
+def _override(root: YamlNode, text: str) -> YamlNode:
     path, equals, raw = text.partition("=")
     if not equals or not path.strip():
         raise ConfigError(f"override {text!r}: expected section.key=value, such as train.lr=1e-4")
@@ -240,7 +240,7 @@ def _override(root: Node, text: str) -> Node:
     return _replace(root, path.strip().split("."), value, text)
 
 
-def _replace(node: Node, keys: list[str], value: Node, text: str) -> Node:
+def _replace(node: YamlNode, keys: list[str], value: YamlNode, text: str) -> YamlNode:
     if not keys:
         return value
     if isinstance(node.value, list):
@@ -250,16 +250,16 @@ def _replace(node: Node, keys: list[str], value: Node, text: str) -> Node:
             )
         items = list(node.value)
         items[int(keys[0])] = _replace(items[int(keys[0])], keys[1:], value, text)
-        return Node(items, node.origin)
+        return YamlNode(items, node.origin)
     mapping = dict(node.value) if isinstance(node.value, dict) else {}
-    child = mapping.get(keys[0], Node({}, value.origin))
+    child = mapping.get(keys[0], YamlNode({}, value.origin))
     mapping[keys[0]] = _replace(child, keys[1:], value, text)
-    return Node(mapping, node.origin)
+    return YamlNode(mapping, node.origin)
 
 
-def _leaf_origins(node: Node, path: str) -> list[tuple[str, str]]:
+def _leaf_origins(node: YamlNode, path: str) -> list[tuple[str, str]]:
     found = [(path, node.origin)] if path else []
-    children: list[tuple[str, Node]] = []
+    children: list[tuple[str, YamlNode]] = []
     if isinstance(node.value, dict):
         children = list(node.value.items())
     elif isinstance(node.value, list):

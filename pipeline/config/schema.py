@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar, Union
 
-from pipeline.config.strict_yaml import Node, parse, refuse
+from pipeline.config.strict_yaml import YamlNode, parse, refuse
 from pipeline.errors import ConfigError
 from pipeline.runtime import env
 
@@ -123,7 +123,7 @@ def range_text(field: "dataclasses.Field[Any]") -> str:
     return ", ".join(f"{sign} {bound}" for sign, bound in bounds.items())
 
 
-def build(cls: type[T], node: Node, path: str = "", mistakes: Iterable[str] = ()) -> T:
+def build(cls: type[T], node: YamlNode, path: str = "", mistakes: Iterable[str] = ()) -> T:
     """Build `cls` from a mapping node.
 
     `mistakes` are those that were found before.
@@ -138,7 +138,7 @@ def build(cls: type[T], node: Node, path: str = "", mistakes: Iterable[str] = ()
     return typing.cast(T, built)
 
 
-def _build(cls: type[Any], node: Node, path: str, mistakes: list[str]) -> Any:
+def _build(cls: type[Any], node: YamlNode, path: str, mistakes: list[str]) -> Any:
     """Build `cls`; where anything is wrong, add it to the mistakes and return None."""
     where, num_before = path or "the config", len(mistakes)
     if not isinstance(node.value, dict):
@@ -165,7 +165,7 @@ def _build(cls: type[Any], node: Node, path: str, mistakes: list[str]) -> Any:
         elif dataclasses.is_dataclass(hints[name]):
             # An absent section is built too, so that its own required fields are asked for.
             section = typing.cast(type, hints[name])
-            values[name] = _build(section, Node({}, node.origin), dotted, mistakes)
+            values[name] = _build(section, YamlNode({}, node.origin), dotted, mistakes)
         elif field.default is REQUIRED and field.default_factory is REQUIRED and name not in near:
             mistakes.append(
                 f"{dotted} is required ({field.metadata['meaning']}); add it to {node.origin}"
@@ -234,7 +234,7 @@ def _in_sections(cls: type, key: str) -> dict[str, str]:
     }
 
 
-def _unknown_key_text(cls: type, path: str, key: str, child: Node, near: dict[str, str]) -> str:
+def _unknown_key_text(cls: type, path: str, key: str, child: YamlNode, near: dict[str, str]) -> str:
     names = [field.name for field in dataclasses.fields(cls)]
     dotted = f"{path}.{key}" if path else key
     meant = next((f"did you mean {name!r}? ({text}) " for name, text in near.items()), "")
@@ -258,7 +258,7 @@ def _filled_in(value: Any, path: str) -> Any:
     return env.expand(value, path)
 
 
-def _check_range(field: "dataclasses.Field[Any]", value: Any, node: Node, path: str) -> None:
+def _check_range(field: "dataclasses.Field[Any]", value: Any, node: YamlNode, path: str) -> None:
     if value is None or not isinstance(value, (int, float)):
         return
     for sign, bound in field.metadata.get("bounds", {}).items():
@@ -277,7 +277,7 @@ def _unquoted(text: str) -> Any:
         return None
 
 
-def _coerce(hint: Any, node: Node, path: str, mistakes: list[str]) -> Any:
+def _coerce(hint: Any, node: YamlNode, path: str, mistakes: list[str]) -> Any:
     """Check one value against its type hint; nothing is converted (an int is not a bool).
 
     Mistakes inside of it are added to those there are; one of its own is raised.

@@ -26,10 +26,10 @@ Scalar = str | int | float | bool | None
 
 
 @dataclass(frozen=True)
-class Node:
+class YamlNode:
     """A YAML value and its origin, such as `configs/demo.yaml:12` or `command line`."""
 
-    value: "dict[str, Node] | list[Node] | Scalar"
+    value: "dict[str, YamlNode] | list[YamlNode] | Scalar"
     origin: str
 
     def plain(self) -> Any:
@@ -49,7 +49,7 @@ def refuse(mistakes: Sequence[str]) -> None:
         raise ConfigError("\n- ".join([f"the config has {len(mistakes)} mistakes:", *mistakes]))
 
 
-def read_file(path: Path, mistakes: list[str] | None = None) -> Node:
+def read_file(path: Path, mistakes: list[str] | None = None) -> YamlNode:
     """Read one YAML file; `mistakes` are as in `parse`.
 
     Raises:
@@ -66,7 +66,7 @@ def read_file(path: Path, mistakes: list[str] | None = None) -> Node:
 
 def parse(
     text: str, source: str, *, with_lines: bool = True, mistakes: list[str] | None = None
-) -> Node:
+) -> YamlNode:
     """Parse YAML text; an empty document is an empty mapping.
 
     `source` starts every origin and error message; `with_lines` appends `:line` to origins.
@@ -78,7 +78,7 @@ def parse(
     except yaml.YAMLError as error:
         raise ConfigError(f"{source} is not valid YAML: {error}") from error
     if root is None:
-        return Node({}, source)
+        return YamlNode({}, source)
     noted = [] if mistakes is None else mistakes
     node = _Converter(source, with_lines, noted).node(root)
     if mistakes is None:
@@ -99,21 +99,21 @@ class _Converter:
     with_lines: bool
     mistakes: list[str]
 
-    def node(self, node: yaml.Node) -> Node:
+    def node(self, node: yaml.Node) -> YamlNode:
         origin = self._origin(node)
         if isinstance(node, yaml.MappingNode):
-            return Node(self._mapping(node), origin)
+            return YamlNode(self._mapping(node), origin)
         if isinstance(node, yaml.SequenceNode):
-            return Node([self.node(item) for item in node.value], origin)
+            return YamlNode([self.node(item) for item in node.value], origin)
         assert isinstance(node, yaml.ScalarNode)
         # A quoted or block scalar (style set) is text whatever it looks like.
-        return Node(node.value if node.style else self._resolve(node.value, origin), origin)
+        return YamlNode(node.value if node.style else self._resolve(node.value, origin), origin)
 
     def _origin(self, node: yaml.Node) -> str:
         return f"{self.source}:{node.start_mark.line + 1}" if self.with_lines else self.source
 
-    def _mapping(self, node: yaml.MappingNode) -> dict[str, Node]:
-        mapping: dict[str, Node] = {}
+    def _mapping(self, node: yaml.MappingNode) -> dict[str, YamlNode]:
+        mapping: dict[str, YamlNode] = {}
         for key_node, value_node in node.value:
             line, key = self._origin(key_node), key_node.value
             if not isinstance(key_node, yaml.ScalarNode):

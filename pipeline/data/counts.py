@@ -39,7 +39,7 @@ _THREADS = 16
 _PROGRESS_EVERY_S = 10.0
 
 
-class Counts(NamedTuple):
+class BlockCounts(NamedTuple):
     """Counts of every block of a dataset, training and evaluation alike; (b,) int64 each."""
 
     sequences: Ints
@@ -64,7 +64,7 @@ def packing_counts(
     seq_len: int,
     run_dir: str | Path | None,
     objective: ObjectiveConfig = MLM,
-) -> Counts:
+) -> BlockCounts:
     """Count the sequences and pieces that the blocks of a dataset make at a length.
 
     An objective with pairs packs fewer tokens into a sequence. The counts are stored in `run_dir`
@@ -91,11 +91,11 @@ def packing_counts(
     return counts
 
 
-def _read(path: Path, index: DatasetIndex, seq_len: int, specials: int) -> Counts:
+def _read(path: Path, index: DatasetIndex, seq_len: int, specials: int) -> BlockCounts:
     """Read stored counts; raise ValueError and others if they are damaged or for other data."""
     with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as arrays:
         made_for = str(arrays["made_for"])
-        counts = Counts(arrays["sequences_per_block"], arrays["pieces_per_block"])
+        counts = BlockCounts(arrays["sequences_per_block"], arrays["pieces_per_block"])
     expected = _made_for(index, seq_len, specials)
     if made_for != expected:
         raise ValueError(f"it is for {made_for}, expected {expected}")
@@ -121,14 +121,14 @@ def _read(path: Path, index: DatasetIndex, seq_len: int, specials: int) -> Count
     return counts
 
 
-def _count(index: DatasetIndex, seq_len: int, specials: int) -> Counts:
+def _count(index: DatasetIndex, seq_len: int, specials: int) -> BlockCounts:
     """Pack every block; packing and reading release the interpreter's lock."""
     reader = BlockReader(index)
     total = len(index.blocks)
     logger.info(
         "counting the sequences of %d in %s blocks, once for this dataset", seq_len, f"{total:,}"
     )
-    counts = Counts(np.empty(total, np.int64), np.empty(total, np.int64))
+    counts = BlockCounts(np.empty(total, np.int64), np.empty(total, np.int64))
     started = reported = time.monotonic()
 
     def count(row: int) -> tuple[int, int]:
@@ -153,7 +153,7 @@ def _count(index: DatasetIndex, seq_len: int, specials: int) -> Counts:
 
 
 def _keep(
-    counts: Counts,
+    counts: BlockCounts,
     paths: list[Path],
     index: DatasetIndex,
     seq_len: int,

@@ -14,8 +14,8 @@ from pipeline.data.format import DatasetIndex
 from pipeline.data.node_cache import Arrays, Key, NodeCache
 from pipeline.data.order import Ints, Locations, Once
 from pipeline.data.packing import (
+    PackedSequences,
     Packing,
-    Slots,
     counts_file,
     lay_out,
     pack,
@@ -67,7 +67,13 @@ class Inputs(Protocol):
         """How pieces become pairs of segments before that; None: they do not."""
 
     def __call__(
-        self, slots: Slots, locations: Locations, number: int, *, micro_batch: int, places: Ints
+        self,
+        slots: PackedSequences,
+        locations: Locations,
+        number: int,
+        *,
+        micro_batch: int,
+        places: Ints,
     ) -> list[Batch]:
         """Corrupt sequences and cuts them into micro-batches; a pure function.
 
@@ -154,12 +160,12 @@ class PackedSplit:
 
     def slots(
         self, locations: Locations, seq_len: int, leftovers: Mapping[int, Packing] | None = None
-    ) -> Slots:
+    ) -> PackedSequences:
         """Lay out sequences as they are in the dataset, before an objective corrupts them.
 
         `leftovers` are packings of the blocks of which `locations` has leftovers.
         """
-        slots = Slots.empty(len(locations.blocks), seq_len, pairs=self._pairs is not None)
+        slots = PackedSequences.empty(len(locations.blocks), seq_len, pairs=self._pairs is not None)
         # All sequences of a block at once: a call costs more than laying out a short sequence.
         of_kind = 2 * locations.blocks + locations.leftover
         order = np.argsort(of_kind, kind="stable")

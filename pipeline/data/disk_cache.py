@@ -2,7 +2,7 @@
 
     FOLDER/ab/SHA256         a block, by its hash
     FOLDER/ab/SHA256.part    being written, or left by a killed process
-    FOLDER/state             four numbers, see `Counts`; locks are held on its bytes
+    FOLDER/state             four numbers, see `CacheCounts`; locks are held on its bytes
 
 A block is renamed to its name when it is complete, and compared with its hash whenever it is read:
 one that is damaged is removed, counted and fetched again. A process that fetches a block holds a
@@ -46,7 +46,7 @@ _PART = ".part"
 _warned: set[Path] = set()
 
 
-class Counts(NamedTuple):
+class CacheCounts(NamedTuple):
     """What happened to a cache, over all processes and since it was made."""
 
     kept_bytes: int
@@ -101,11 +101,11 @@ class DiskCache:
         except OSError:
             return None
 
-    def counts(self) -> Counts:
+    def counts(self) -> CacheCounts:
         """Return the numbers as they are now."""
         with suppress(OSError), (self.folder / _STATE_FILE).open("rb") as file:
             return _read(file.fileno())
-        return Counts(0, 0, 0, 0)
+        return CacheCounts(0, 0, 0, 0)
 
     def _path(self, sha256: bytes) -> Path:
         name = sha256.hex()
@@ -222,7 +222,7 @@ class DiskCache:
         finally:
             os.close(file)
 
-    def _count(self, **more: int) -> Counts:
+    def _count(self, **more: int) -> CacheCounts:
         with self._locked(_STATE_BYTE, _WAIT_S) as alone:
             counts = self.counts()
             if alone:
@@ -243,10 +243,12 @@ def _byte_of(name: str) -> int:
     return 1 + int(name[:15], 16)
 
 
-def _read(file: int) -> Counts:
+def _read(file: int) -> CacheCounts:
     data = os.pread(file, _STATE.size, 0)
-    return Counts(*_STATE.unpack(data)) if len(data) == _STATE.size else Counts(0, 0, 0, 0)
+    return (
+        CacheCounts(*_STATE.unpack(data)) if len(data) == _STATE.size else CacheCounts(0, 0, 0, 0)
+    )
 
 
-def _write(file: int, counts: Counts) -> None:
+def _write(file: int, counts: CacheCounts) -> None:
     os.pwrite(file, _STATE.pack(*counts), 0)

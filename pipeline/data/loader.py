@@ -13,13 +13,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pipeline.config.data import BatchPlace, EvalDataConfig, TrainDataConfig
+from pipeline.config.data import BatchSpec, EvalDataConfig, TrainDataConfig
 from pipeline.data.counts import sequences_at
 from pipeline.data.dataset import Batch, Inputs, PackedSplit
 from pipeline.data.format import DatasetIndex
 from pipeline.data.jit import kernel
 from pipeline.data.order import Ints, Locations
-from pipeline.data.run_order import Share, TrainSteps
+from pipeline.data.run_order import DataRank, TrainSteps
 from pipeline.data.workers import Workers
 from pipeline.errors import DataError, StorageError
 
@@ -109,7 +109,7 @@ class TrainLoader:
         index: DatasetIndex,
         config: TrainDataConfig,
         inputs: Inputs,
-        share: Share,
+        share: DataRank,
         counts: Mapping[int, Ints] | None = None,
     ) -> None:
         """Open the training split; see `TrainSteps` for `counts` and what can fail.
@@ -138,12 +138,12 @@ class TrainLoader:
         num_sequences = self.steps.split.counts[seq_len].sum()
         return f"{num_sequences:,} sequences of {seq_len} an epoch"
 
-    def samples(self, place: BatchPlace) -> list[list[int]]:
+    def samples(self, place: BatchSpec) -> list[list[int]]:
         """Return [epoch, sample id] of each sequence of a batch, over all ranks."""
-        found, _ = self.steps.located(place.cursor, Share(0, 1))
+        found, _ = self.steps.located(place.cursor, DataRank(0, 1))
         return [list(map(int, pair)) for pair in zip(found.epochs, found.sample_ids, strict=True)]
 
-    def places(self, place: BatchPlace, share: Share) -> list[int]:
+    def places(self, place: BatchSpec, share: DataRank) -> list[int]:
         """Return which sequences of a batch a rank computes, counted from its first."""
         return list(map(int, self.steps.located(place.cursor, share)[1]))
 
@@ -234,7 +234,7 @@ class EvalLoader:
         index: DatasetIndex,
         config: EvalDataConfig,
         inputs: Inputs,
-        share: Share,
+        share: DataRank,
         counts: Mapping[int, Ints] | None = None,
     ) -> None:
         self._seq_len = config.data.seq_len

@@ -54,7 +54,7 @@ def joined(parts: list[Locations]) -> Locations:
 
 
 @dataclass(frozen=True)
-class Material:
+class SequencePool:
     """The sequences that an order arranges."""
 
     blocks: Ints
@@ -66,13 +66,13 @@ class Material:
 
 
 @dataclass(frozen=True)
-class Start:
+class OrderStart:
     """The point where an order begins, which may be in the middle of an epoch."""
 
     epoch: int = 0
     window: int = 0
     """First whole window of that epoch; may be one past the last."""
-    leftover: Material | None = None
+    leftover: SequencePool | None = None
     """Sequences before that window."""
 
 
@@ -93,7 +93,7 @@ class Window(NamedTuple):
     """(n,) places of the sequences, rising within a block, block after block."""
 
 
-class Cell(NamedTuple):
+class WindowCell(NamedTuple):
     """The sequences of one block of a window that stand in a stretch of positions."""
 
     depth: float
@@ -109,13 +109,13 @@ class Order:
 
     def __init__(
         self,
-        material: Material,
+        material: SequencePool,
         *,
         seed: int,
         window_blocks: int,
         source: int = 0,
         segment: int = 0,
-        start: Start | None = None,
+        start: OrderStart | None = None,
         once: Once | None = None,
     ) -> None:
         """Prepare the order; permutations are drawn when they are first needed.
@@ -131,7 +131,7 @@ class Order:
         self._window_blocks = window_blocks
         self._source = source
         self._stream = source + (segment << 16)
-        self._start = start or Start()
+        self._start = start or OrderStart()
         self._once = once
         self.num_sequences = int(material.counts.sum())
         self._epoch_windows = lru_cache(maxsize=2)(self._epoch_windows_uncached)
@@ -204,14 +204,14 @@ class Order:
             np.full(total, left),
         )
 
-    def rest_of_window(self, position: int) -> tuple[Start, Locations]:
+    def rest_of_window(self, position: int) -> tuple[OrderStart, Locations]:
         """Return the start after a position's window, and the rest of that window."""
         epoch, window, offset = self._place(position)
         if window != _LEFTOVER and offset == 0:
-            return Start(epoch, window), NO_LOCATIONS
+            return OrderStart(epoch, window), NO_LOCATIONS
         with self._window(epoch, window) as table:
             rest = self.located(table, table.order[offset:])
-        return Start(epoch, self._start.window if window == _LEFTOVER else window + 1), rest
+        return OrderStart(epoch, self._start.window if window == _LEFTOVER else window + 1), rest
 
     def epochs(self, position: int) -> float:
         """Return how many times the source was seen before a position."""
@@ -309,13 +309,13 @@ class Order:
         return order, _places_by_block(order, ends)
 
 
-def _cells(windows: list[Window], first: int, count: int) -> list[Cell]:
+def _cells(windows: list[Window], first: int, count: int) -> list[WindowCell]:
     """Divide the sequences at positions first .. first + count - 1 by block, and sort by depth."""
     found = []
     for window, start, stop in _stretches(windows, first, count):
         begins, stops = _in_stretch(window.by_block, window.ends, start, stop)
         found += [
-            Cell(row / len(begins), window, begin, end)
+            WindowCell(row / len(begins), window, begin, end)
             for row, (begin, end) in enumerate(zip(begins.tolist(), stops.tolist(), strict=True))
         ]
     return sorted(found, key=lambda cell: cell.depth)

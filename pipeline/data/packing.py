@@ -220,7 +220,7 @@ def _grouped(sequence_of: Ints, by_length: Ints, num_sequences: int) -> tuple[In
 _ONE, _THREE, _SEVEN = np.uint64(1), np.uint64(3), np.uint64(7)
 
 
-class Pairs(NamedTuple):
+class PairFields(NamedTuple):
     """What sequences of pairs have beside their slots; see `pipeline.data.pairs`."""
 
     segments: npt.NDArray[np.int64]
@@ -231,7 +231,7 @@ class Pairs(NamedTuple):
     """(B, 3) pieces cut within a sentence, too short for a pair, without another document."""
 
 
-class Slots(NamedTuple):
+class PackedSequences(NamedTuple):
     """The sequences of a micro-batch before they are masked."""
 
     tokens: npt.NDArray[np.int64]
@@ -244,17 +244,17 @@ class Slots(NamedTuple):
     """(B, S) bool. [CLS], a piece's first token, [SEP] and padding bound words."""
     maskable: npt.NDArray[np.bool_]
     """(B, S) bool, false at special tokens and padding."""
-    pairs: Pairs | None = None
+    pairs: PairFields | None = None
     """None: each piece is one segment."""
 
     @classmethod
-    def empty(cls, num_sequences: int, seq_len: int, *, pairs: bool = False) -> "Slots":
+    def empty(cls, num_sequences: int, seq_len: int, *, pairs: bool = False) -> "PackedSequences":
         """Room for sequences; every one is to be filled by `lay_out`, or by `lay_out_pairs`."""
         shape = (num_sequences, seq_len)
         marks = None
         if pairs:
             counts = np.empty((num_sequences, 3), np.int64)
-            marks = Pairs(np.empty(shape, np.int64), np.empty(shape, np.int8), counts)
+            marks = PairFields(np.empty(shape, np.int64), np.empty(shape, np.int8), counts)
         return cls(
             tokens=np.empty(shape, np.int64),
             documents=np.empty(shape, np.int32),
@@ -266,7 +266,7 @@ class Slots(NamedTuple):
 
 
 def lay_out(
-    slots: Slots,
+    slots: PackedSequences,
     which: tuple[Ints, Ints],
     block: Block,
     packing: Packing,
@@ -287,7 +287,7 @@ def lay_out(
 
 @kernel
 def _lay_out(
-    slots: Slots,
+    slots: PackedSequences,
     which: tuple[Ints, Ints],
     block: tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.uint8]],
     packing: tuple[Ints, Ints, Ints],
@@ -327,7 +327,7 @@ def put_text(
 
 @kernel
 def _lay_out_row(
-    slots: Slots,
+    slots: PackedSequences,
     row: int,
     block: tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.uint8]],
     pieces: tuple[Ints, Ints, int, int],

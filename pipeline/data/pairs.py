@@ -43,7 +43,7 @@ from pipeline.config.objective import PairKind
 from pipeline.data.format import Vocabulary
 from pipeline.data.jit import inlined, kernel
 from pipeline.data.order import Locations
-from pipeline.data.packing import Ints, Packing, Pairs, Slots, put_text
+from pipeline.data.packing import Ints, PackedSequences, Packing, PairFields, put_text
 from pipeline.data.random import Purpose, philox_words
 from pipeline.data.reader import Block
 
@@ -116,7 +116,7 @@ class Pair(NamedTuple):
 
 
 def lay_out_pairs(
-    slots: Slots,
+    slots: PackedSequences,
     rows: Ints,
     text: Text,
     packing: Packing,
@@ -307,8 +307,8 @@ def _sentence_end(sentences: Ints, which: int, document_end: int) -> int:
 
 @kernel
 def _lay_out_pairs(
-    slots: Slots,
-    pairs: Pairs,
+    slots: PackedSequences,
+    pairs: PairFields,
     which: tuple[Ints, Ints, Ints, Ints],
     text: Text,
     packing: tuple[Ints, Ints, Ints, Ints],

@@ -177,7 +177,7 @@ def read_batches(run_dir: Path) -> list[BatchRecord]:
     return [BatchRecord(*row) for row in rows]
 
 
-class Lines(NamedTuple):
+class CompleteLines(NamedTuple):
     """The complete lines of a file."""
 
     numbers: npt.NDArray[np.int64]
@@ -188,13 +188,13 @@ class Lines(NamedTuple):
     """(n,) bytes of the file up to the end of each line."""
 
 
-def parse(path: Path, text: bytes) -> Lines:
+def parse(path: Path, text: bytes) -> CompleteLines:
     """Read and check the complete lines (DataError: names the first line that is wrong)."""
     if not text.startswith(HEADER):
         line = text[: len(HEADER)].split(b"\n")[0]
         raise DataError(f"{path}, line 1: {line!r}, expected {HEADER!r}. {how_to_fix(path)}")
     count = text.count(b"\n") - 1
-    lines = Lines(
+    lines = CompleteLines(
         np.empty((count, 5), np.int64), np.empty(count, np.uint64), np.empty(count, np.int64)
     )
     good = _read_lines(np.frombuffer(text, np.uint8), len(HEADER), *lines)

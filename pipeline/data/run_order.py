@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeline.config.data import BatchPlace, MixConfig, TrainDataConfig
+from pipeline.config.data import BatchSpec, MixConfig, TrainDataConfig
 from pipeline.config.schedule import mask_ratio
 from pipeline.data.counts import sequences_at
 from pipeline.data.dataset import Batch, Inputs, PackedSplit
@@ -34,9 +34,9 @@ from pipeline.data.order import (
     NO_LOCATIONS,
     Ints,
     Locations,
-    Material,
     Order,
-    Start,
+    OrderStart,
+    SequencePool,
     joined,
 )
 from pipeline.data.packing import Packing, repack
@@ -47,7 +47,7 @@ _STRETCH = 1 << 16
 """Sequences placed at once: products of a share and this fit into 63 bits."""
 
 
-class Part(NamedTuple):
+class SourceStretch(NamedTuple):
     """The contribution of a source to a stretch of the run."""
 
     places: Ints
@@ -80,10 +80,10 @@ class Mix:
             position -= counts[source]
         return counts
 
-    def parts(self, first: int, count: int) -> list[Part]:
+    def parts(self, first: int, count: int) -> list[SourceStretch]:
         """Divide positions first .. first + count - 1 among the sources, in their order."""
         if len(self._shares) == 1:
-            return [Part(np.arange(count), first)]
+            return [SourceStretch(np.arange(count), first)]
         before = self.counts(first)
         places: list[list[Ints]] = [[np.empty(0, np.int64)] for _ in self._shares]
         for at in range(0, count, _STRETCH):
@@ -91,7 +91,7 @@ class Mix:
             for source, in_stretch in enumerate(stretch):
                 places[source].append(in_stretch + at)
         return [
-            Part(np.concatenate(of_source), number)
+            SourceStretch(np.concatenate(of_source), number)
             for of_source, number in zip(places, before, strict=True)
         ]
 
@@ -288,13 +288,13 @@ class RunOrder:
         counts = self._split.counts[seq_len]
         first_ids = np.cumsum(counts) - counts + (2 * number << _ID_BITS)
         amounts = [group.weight * int(counts[group.blocks].sum()) for group in self.groups]
-        starts = [Start()] * len(self.groups)
+        starts = [OrderStart()] * len(self.groups)
         leftovers: dict[int, Packing] = {}
         if number:
             starts, leftovers = self._starts(first, seq_len)
         orders = tuple(
             Order(
-                Material(group.blocks, counts[group.blocks], first_ids[group.blocks]),
+                SequencePool(group.blocks, counts[group.blocks], first_ids[group.blocks]),
                 seed=self._seed,
                 window_blocks=window,
                 source=which,
@@ -308,11 +308,11 @@ class RunOrder:
         )
         return Segment(first, seq_len, Mix(amounts), orders, leftovers)
 
-    def _starts(self, first: int, seq_len: int) -> tuple[list[Start], dict[int, Packing]]:
+    def _starts(self, first: int, seq_len: int) -> tuple[list[OrderStart], dict[int, Packing]]:
         """Find where each group continues when the length changes, and the rest of its window."""
         before = self.segments[-1]
         next_id = (2 * len(self.segments) - 1) << _ID_BITS
-        starts: list[Start] = []
+        starts: list[OrderStart] = []
         leftovers: dict[int, Packing] = {}
         counts = before.mix.counts(first - before.first)
         for order, count in zip(before.orders, counts, strict=True):
@@ -325,8 +325,8 @@ class RunOrder:
                 sizes = np.array([packing.num_sequences for packing in packings.values()])
                 ids = next_id + np.cumsum(sizes) - sizes
                 next_id += int(sizes.sum())
-                material = Material(np.array(list(packings)), sizes, ids)
-                start = Start(start.epoch, start.window, material)
+                material = SequencePool(np.array(list(packings)), sizes, ids)
+                start = OrderStart(start.epoch, start.window, material)
             starts.append(start)
             leftovers.update(packings)
         return starts, leftovers
@@ -365,7 +365,7 @@ def _sequences_with(packing: Packing, tokens: range) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Share:
+class DataRank:
     """Which part of every global batch a rank computes."""
 
     rank: int
@@ -398,7 +398,7 @@ class TrainSteps:
         self.order = RunOrder(index, config, self.split)
         self._inputs = inputs
 
-    def located(self, cursor: int, share: Share, steps: int = 1) -> tuple[Locations, Ints]:
+    def located(self, cursor: int, share: DataRank, steps: int = 1) -> tuple[Locations, Ints]:
         """Find a rank's sequences of equal steps, the first of which starts at a cursor.
 
         Returns:
@@ -411,7 +411,7 @@ class TrainSteps:
         rows = range(share.rank * each, (share.rank + 1) * each)
         return segment.share(cursor, size, rows, steps)
 
-    def together(self, cursor: int, share: Share) -> int:
+    def together(self, cursor: int, share: DataRank) -> int:
         """Return how many steps are best made by one call: it costs more than a short step."""
         places = self.plan.batches_from(cursor)
         first = next(places)
@@ -419,12 +419,12 @@ class TrainSteps:
         more = islice(places, max(0, min(_MOST_TOGETHER, _SLOTS_TOGETHER // slots) - 1))
         return 1 + sum(1 for _ in takewhile(lambda one: self._is_alike(one, first), more))
 
-    def _is_alike(self, one: BatchPlace, other: BatchPlace) -> bool:
+    def _is_alike(self, one: BatchSpec, other: BatchSpec) -> bool:
         ratios = {mask_ratio(place.number, self._data) for place in (one, other)}
         return len(ratios) == 1 and one[2:] == other[2:]
 
     def micro_batches(
-        self, cursor: int, share: Share, only: int | None = None, steps: int = 1
+        self, cursor: int, share: DataRank, only: int | None = None, steps: int = 1
     ) -> list[Batch]:
         """Return a rank's micro-batches of the step that starts at a cursor, or only one of them.
 

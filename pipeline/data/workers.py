@@ -38,7 +38,7 @@ from pipeline.config.data import TrainDataConfig
 from pipeline.data.dataset import Batch, Inputs
 from pipeline.data.format import DatasetIndex
 from pipeline.data.order import Ints
-from pipeline.data.run_order import Share, TrainSteps
+from pipeline.data.run_order import DataRank, TrainSteps
 from pipeline.errors import PostnormError, WorkerError
 from pipeline.runtime.stop import kept_from_children
 
@@ -59,7 +59,7 @@ class Workers:
         index: DatasetIndex,
         config: TrainDataConfig,
         inputs: Inputs,
-        share: Share,
+        share: DataRank,
         counts: Mapping[int, Ints],
     ) -> None:
         # Not forked: the parent has threads, and CUDA does not work in a forked process.
@@ -164,7 +164,7 @@ def _serve(
     index: DatasetIndex,
     config: TrainDataConfig,
     inputs: Inputs,
-    share: Share,
+    share: DataRank,
     counts: Mapping[int, Ints],
 ) -> None:
     """Make batches until the pipe is closed."""

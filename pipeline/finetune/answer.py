@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 import torch
 
-from pipeline.data.run_order import Share
+from pipeline.data.run_order import DataRank
 from pipeline.errors import CheckpointError, DataError
 from pipeline.finetune.batches import TaskRows
 from pipeline.finetune.model import HeadSpec, TaskModel, from_head_weights
 from pipeline.finetune.predict import DTYPES, Predictor, predictions
-from pipeline.finetune.result import Prediction, tables_of, write_predictions
+from pipeline.finetune.result import PredictionRow, tables_of, write_predictions
 from pipeline.finetune.submission import write_submission
 from pipeline.model.architecture import HEAD_FILE, TASK_FILE, WEIGHTS_FILE, read_architecture
 from pipeline.runtime import tensors
@@ -33,7 +33,7 @@ class FineTuned:
 
 
 @dataclass(frozen=True)
-class Answers:
+class PredictSummary:
     """What `predict` wrote."""
 
     path: Path
@@ -70,7 +70,7 @@ def load_fine_tuned(folder: Path) -> FineTuned:
 
 def predict(
     folder: Path, file: Path, out: Path, form: Literal["jsonl", "clue"] = "jsonl"
-) -> Answers:
+) -> PredictSummary:
     """Predict the rows of a file and write them in its order; the file is whole or absent.
 
     Args:
@@ -102,24 +102,24 @@ def predict(
     tuned.model.to(device, DTYPES[task.train.precision])
     predictor = Predictor(tuned.model.task, tuned.model, device, int(tuned.tokenizer.pad_id))
     data = TaskRows(examples, rows, counts)
-    decided, _ = predictor.decide(data, Share(0, 1))
+    decided, _ = predictor.decide(data, DataRank(0, 1))
     made = predictions(spec, data, decided)
     if form == "clue":
         texts = [example.text for example in examples]
         out = write_submission(out, task, spec.name, made, source=file, texts=texts)
     else:
         write_predictions(out, made)
-    return Answers(out, len(made), dict(+read) | counts, _scores(task, spec, made))
+    return PredictSummary(out, len(made), dict(+read) | counts, _scores(task, spec, made))
 
 
-def _scores(task: TaskConfig, spec: HeadSpec, made: list[Prediction]) -> dict[str, float]:
+def _scores(task: TaskConfig, spec: HeadSpec, made: list[PredictionRow]) -> dict[str, float]:
     if any(row.gold is None for row in made):
         return {}
     every = tables_of(task, spec.labels, made)
     return {name: table.score for name, table in every.items()}
 
 
-def as_json(answers: Answers) -> str:
+def as_json(answers: PredictSummary) -> str:
     """Return what `predict --json` prints."""
     body = {"out": str(answers.path), "rows": answers.num_rows}
     return json.dumps({**body, "counts": answers.counts, "scores": answers.scores}, indent=1)

@@ -28,7 +28,7 @@ from pipeline.config.load import to_yaml
 from pipeline.finetune.result import (
     RESULT,
     SPLITS,
-    Prediction,
+    PredictionRow,
     combine,
     predictions_file,
     read_result,
@@ -88,7 +88,7 @@ def run_baseline(config: TaskConfig, *, name: str, out: Path) -> dict[str, Any] 
         rows = data.splits[split]
         if rows:
             found[split] = [
-                Prediction(row.id, row.gold, *made)
+                PredictionRow(row.id, row.gold, *made)
                 for row, made in zip(rows, predict(rows), strict=True)
             ]
             write_predictions(predictions_file(out, split), found[split])

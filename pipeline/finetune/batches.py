@@ -21,10 +21,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pipeline.config.data import BatchPlace, BatchPlan
+from pipeline.config.data import BatchPlan, BatchSpec
 from pipeline.data.dataset import Batch
 from pipeline.data.loader import MicroBatch
-from pipeline.data.run_order import Share
+from pipeline.data.run_order import DataRank
 from pipeline.errors import DataError
 from pipeline.finetune.model import CHOOSES, NAMES, HeadSpec
 from pipeline.model.heads import IGNORED
@@ -284,7 +284,7 @@ class TaskStream:
         spec: HeadSpec,
         data: TaskRows,
         plan: BatchPlan,
-        share: Share,
+        share: DataRank,
         *,
         seed: int,
         pad_id: int,
@@ -333,11 +333,11 @@ class TaskStream:
                 for at in range(0, size, place.micro_batch)
             ]
 
-    def samples(self, place: BatchPlace) -> list[list[int]]:
+    def samples(self, place: BatchSpec) -> list[list[int]]:
         """Return [epoch, unit] of each unit of a batch."""
         return [list(pair) for pair in self._located(place.cursor, place.size)]
 
-    def places(self, place: BatchPlace, share: Share) -> list[int]:
+    def places(self, place: BatchSpec, share: DataRank) -> list[int]:
         """Return which units of a batch a rank computes, counted from its first."""
         size = place.size // share.world_size
         return list(range(share.rank * size, (share.rank + 1) * size))

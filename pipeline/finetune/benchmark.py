@@ -50,7 +50,7 @@ Body = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class BenchmarkPlan:
     """What a table shows."""
 
     name: str
@@ -81,7 +81,7 @@ class Plan:
         return self.out / re.sub(r"[^\w.-]+", "-", column).strip("-.") / task
 
 
-class Cell(NamedTuple):
+class BenchmarkCell(NamedTuple):
     """A finished folder."""
 
     result: dict[str, Any]
@@ -99,7 +99,7 @@ def read_plan(
     seeds: tuple[int, ...],
     overrides: list[str],
     **on: bool,
-) -> Plan:
+) -> BenchmarkPlan:
     """Read a suite and its tasks; task files are looked for beside the suite's file first.
 
     Raises:
@@ -124,7 +124,7 @@ def read_plan(
     if not tasks:
         raise ConfigError(f"{suite} names no task; list task files in `tasks`")
     names = dict.fromkeys(models)
-    plan = Plan(
+    plan = BenchmarkPlan(
         name=Path(suite).stem, tasks=tasks, files=files, models=tuple(names), out=out,
         published=config.published, overrides=tuple(overrides), **on,
     )  # fmt: skip
@@ -139,7 +139,7 @@ def read_plan(
     return plan
 
 
-def sweep(plan: Plan) -> dict[str, Any]:
+def sweep(plan: BenchmarkPlan) -> dict[str, Any]:
     """Describe all fine-tunings as a sweep (`postnorm submit --sweep`), a run for each seed.
 
     Where a task has a search, its seeds are one run, since the first one chooses for all.
@@ -162,7 +162,7 @@ def sweep(plan: Plan) -> dict[str, Any]:
     return {"verb": "finetune", "dir": str(plan.out), "metric": {"name": "score"}, "runs": plain}
 
 
-def count_overlap(plan: Plan, corpus: list[str]) -> dict[str, Any]:
+def count_overlap(plan: BenchmarkPlan, corpus: list[str]) -> dict[str, Any]:
     """Let data preparation count the rows that share text with a corpus.
 
     Raises:
@@ -191,7 +191,7 @@ def count_overlap(plan: Plan, corpus: list[str]) -> dict[str, Any]:
 
 
 def run(
-    plan: Plan,
+    plan: BenchmarkPlan,
     finetune: Callable[..., Any],
     written: Callable[[Body], object],
     overlap: dict[str, Any] | None = None,
@@ -221,10 +221,10 @@ def run(
 class _Growing:
     """The table while it grows."""
 
-    def __init__(self, plan: Plan, overlap: dict[str, Any] | None) -> None:
+    def __init__(self, plan: BenchmarkPlan, overlap: dict[str, Any] | None) -> None:
         self.exit_codes: list[int] = []
         self._plan, self._overlap = plan, overlap
-        self._cells: dict[tuple[str, str], Cell | str | None] = {}
+        self._cells: dict[tuple[str, str], BenchmarkCell | str | None] = {}
         """What is finished, why it failed, or None: there is no such baseline."""
         self._provenance = provenance()
 
@@ -284,7 +284,7 @@ class _Growing:
     def _line(self, task: str) -> dict[str, Any]:
         config = self._plan.tasks[task]
         of = {column: self._cells.get((task, column)) for column in self._plan.columns}
-        cells = {column: cell for column, cell in of.items() if isinstance(cell, Cell)}
+        cells = {column: cell for column, cell in of.items() if isinstance(cell, BenchmarkCell)}
         result = next((cell.result for cell in cells.values()), {})
         counts = result.get("counts", {})
         shown = {column: self._shown(task, column, cell) for column, cell in of.items() if cell}
@@ -302,7 +302,7 @@ class _Growing:
             "differences": list(self._differences(cells)),
         }
 
-    def _shown(self, task: str, column: str, cell: Cell | str) -> dict[str, Any]:
+    def _shown(self, task: str, column: str, cell: BenchmarkCell | str) -> dict[str, Any]:
         if isinstance(cell, str):
             return {"failed": cell}
         num = len(cell.scores)
@@ -328,7 +328,7 @@ class _Growing:
             "folder": str(self._plan.folder(task, column).relative_to(self._plan.out)),
         }
 
-    def _differences(self, cells: dict[str, Cell]) -> Iterator[dict[str, Any]]:
+    def _differences(self, cells: dict[str, BenchmarkCell]) -> Iterator[dict[str, Any]]:
         models = self._plan.models
         pairs = [(model, RANDOM + model) for model in models] + list(combinations(models, 2))
         for model, against in pairs:
@@ -353,7 +353,7 @@ class _Growing:
         return {**facts, "scores": found, "left_out": left_out}
 
 
-def _not_comparable(row: PublishedConfig, line: dict[str, Any], plan: Plan) -> str:
+def _not_comparable(row: PublishedConfig, line: dict[str, Any], plan: BenchmarkPlan) -> str:
     """Say why a published score cannot stand beside the measured ones; "" if it can."""
     cells = [line["columns"].get(model, {}) for model in plan.models]
     protocols = [cell["protocol"] for cell in cells if "protocol" in cell]
@@ -374,7 +374,7 @@ def _not_comparable(row: PublishedConfig, line: dict[str, Any], plan: Plan) -> s
     return f"protocol: {', '.join(others)}" if others else ""
 
 
-def read_cell(folder: Path, result: dict[str, Any]) -> Cell:
+def read_cell(folder: Path, result: dict[str, Any]) -> BenchmarkCell:
     """Score the predictions of a folder again.
 
     Raises:
@@ -384,10 +384,10 @@ def read_cell(folder: Path, result: dict[str, Any]) -> Cell:
     predictions = runs[0].predictions[runs[0].scored.body["protocol"]["scored_on"]]
     rows = [(row.id, row.gold) for row in predictions if row.gold is not None]
     tables: list[Table] = [run.scored.table for run in runs]
-    return Cell(result, rows, [table.score for table in tables], bootstrap(tables))
+    return BenchmarkCell(result, rows, [table.score for table in tables], bootstrap(tables))
 
 
-def difference(one: Cell, other: Cell) -> dict[str, float | None]:
+def difference(one: BenchmarkCell, other: BenchmarkCell) -> dict[str, float | None]:
     """Return mean, low and high of a paired difference; None where the rows are not the same."""
     if one.rows != other.rows:
         return {"mean": None, "low": None, "high": None}

@@ -9,7 +9,7 @@ from typing import Any
 from pipeline.finetune.baselines import NAME
 from pipeline.finetune.benchmark import Body
 from pipeline.runtime import summary
-from pipeline.runtime.summary import Summary
+from pipeline.runtime.summary import FolderSummary
 from pipeline.tasks.task import RANDOM
 
 _HIDDEN = ("model", "weights_sha256", "data_sha256")
@@ -42,7 +42,7 @@ def terminal(body: Body, folder: str) -> str:
     rows, notes = _rows(body)
     warnings = [f"[{number}] {text}" for number, text in enumerate(notes, start=1)]
     lines = list(summary.table(rows, right=range(4, len(rows[0]))))
-    return Summary(folder, _progress(body), [*lines, _mean_of(body)], warnings).text()
+    return FolderSummary(folder, _progress(body), [*lines, _mean_of(body)], warnings).text()
 
 
 def _progress(body: Body) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.finetune.result import CLASS_KINDS, RESULT, Prediction, Run, averaged, joined
+from pipeline.finetune.result import CLASS_KINDS, RESULT, PredictionRow, SeedRun, averaged, joined
 from pipeline.tasks.scores import Floats, tables
 
 # Above what sampling gives; a fixed bound would warn of noise at 119 classes and miss shifts at 2.
@@ -86,7 +86,7 @@ def shift(one: Floats, other: Floats) -> float:
     return float(np.abs(one - other).sum() / 2)
 
 
-def can_result(runs: Sequence[Run], config: CanConfig) -> dict[str, Any]:
+def can_result(runs: Sequence[SeedRun], config: CanConfig) -> dict[str, Any]:
     """Return the key `can` of `result.json`: scores before and after, means over the seeds.
 
     Raises:
@@ -98,7 +98,7 @@ def can_result(runs: Sequence[Run], config: CanConfig) -> dict[str, Any]:
     return {"settings": asdict(config), "splits": splits, "warnings": warnings}
 
 
-def _one_run(run: Run, config: CanConfig) -> tuple[dict[str, Any], list[str]]:
+def _one_run(run: SeedRun, config: CanConfig) -> tuple[dict[str, Any], list[str]]:
     if run.config.task.kind not in CLASS_KINDS:
         raise DataError(
             f"{run.folder}: --can corrects probabilities of classes; task.kind="
@@ -111,7 +111,7 @@ def _one_run(run: Run, config: CanConfig) -> tuple[dict[str, Any], list[str]]:
     return splits, warnings
 
 
-def _prior(run: Run) -> Floats:
+def _prior(run: SeedRun) -> Floats:
     counts: Any = run.stored.get("prior")
     is_whole = isinstance(counts, dict) and set(counts) <= set(run.labels)
     is_whole = is_whole and all(type(num) is int and num >= 0 for num in counts.values())
@@ -127,7 +127,7 @@ def _prior(run: Run) -> Floats:
 
 
 def _one_split(
-    run: Run, split: str, rows: list[Prediction], prior: Floats, config: CanConfig
+    run: SeedRun, split: str, rows: list[PredictionRow], prior: Floats, config: CanConfig
 ) -> tuple[dict[str, Any], list[str]]:
     if any(row.scores is None for row in rows):
         raise DataError(f"{run.folder}: predictions of {split} have no scores, which --can needs")

@@ -11,7 +11,7 @@ from pipeline.finetune.rescore_command import RESCORE
 from pipeline.runtime import cli
 from pipeline.runtime.cli import Verb
 from pipeline.runtime.files import write_atomic
-from pipeline.runtime.summary import Summary
+from pipeline.runtime.summary import FolderSummary
 
 if TYPE_CHECKING:
     from pipeline.runtime.rank import Rank
@@ -183,7 +183,7 @@ def _benchmark_on(arguments: argparse.Namespace, rank: "Rank") -> int:
 
         seeds = max(len(task.train.seeds) for task in plan.tasks.values())
         found = costs(plan, plan.models[0])
-        print(Summary(arguments.suite, "not run", cost_lines(found, seeds)).text())
+        print(FolderSummary(arguments.suite, "not run", cost_lines(found, seeds)).text())
         return EXIT_FINISHED
     if arguments.write_sweep:
         sweep = benchmark.sweep(plan)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.finetune.benchmark import Plan
+from pipeline.finetune.benchmark import BenchmarkPlan
 from pipeline.finetune.run import Prepared, prepare, run_config
 from pipeline.model.cost import KNOWN, flops_per_token
 from pipeline.runtime.summary import Line, table
@@ -38,7 +38,7 @@ class TaskCost:
         return flops / (KNOWN[device].bf16_flops * SHARE_OF_PEAK) / _S_PER_HOUR
 
 
-def costs(plan: Plan, model: str) -> list[TaskCost]:
+def costs(plan: BenchmarkPlan, model: str) -> list[TaskCost]:
     """Read and tokenise the tasks of a plan, and count; nothing is trained.
 
     Raises:

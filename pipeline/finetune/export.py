@@ -123,7 +123,7 @@ def _require_class(spec: HeadSpec, source: Path) -> None:
         )
 
 
-def _head(tuned: FineTuned, auto: str) -> hf.TaskHead:
+def _head(tuned: FineTuned, auto: str) -> hf.HFTaskHead:
     spec, output = tuned.model.task.spec, tuned.model.task.linear.output
     name = "qa_outputs" if auto == "QuestionAnswering" else "classifier"
     settings: dict[str, Any] = {"classifier_dropout": spec.dropout, "pool": spec.pool}
@@ -135,7 +135,7 @@ def _head(tuned: FineTuned, auto: str) -> hf.TaskHead:
         settings["id2label"] = {str(number): label for number, label in enumerate(labels)}
         settings["label2id"] = {label: number for number, label in enumerate(labels)}
     weights = {f"{name}.weight": output.weight.detach(), f"{name}.bias": output.bias.detach()}
-    return hf.TaskHead(auto, weights, settings)
+    return hf.HFTaskHead(auto, weights, settings)
 
 
 # The comparison

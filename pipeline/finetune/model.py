@@ -144,7 +144,7 @@ class TaskHead(nn.Module):
 
         Returns:
             Scores of classes or choices (lists), tags of slots (lists of int, `heads.IGNORED` where
-            there is none), spans (`heads.Span`), or (start, last, score, null) of an answer.
+            there is none), spans (`heads.TypedSpan`), or (start, last, score, null) of an answer.
         """
         kind, scores = self.spec.kind, scores.float()
         if kind == "spans":

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from pipeline.data.loader import MicroBatch
-from pipeline.data.run_order import Share
+from pipeline.data.run_order import DataRank
 from pipeline.errors import DataError
 from pipeline.finetune.batches import TaskRows, by_length, collate, labelled
 from pipeline.finetune.model import CHOOSES, NAMES, HeadSpec, TaskHead, layout_of
-from pipeline.finetune.result import Prediction
+from pipeline.finetune.result import PredictionRow
 from pipeline.model.heads import IGNORED
 from pipeline.runtime import watchdog
 from pipeline.tasks.encode import TokenRow, TokenSpan, text_spans
@@ -51,7 +51,7 @@ class Predictor:
         self._forward, self._more = forward, more
 
     @torch.no_grad()
-    def decide(self, data: TaskRows, share: Share) -> tuple[dict[int, Any], float]:
+    def decide(self, data: TaskRows, share: DataRank) -> tuple[dict[int, Any], float]:
         """Return this rank's decisions by the number of a unit's first row, and its sum of losses.
 
         The sum has the units whose examples all have gold in their batch. Not collective.
@@ -84,7 +84,7 @@ class Predictor:
         return decided, total
 
 
-def predictions(spec: HeadSpec, data: TaskRows, decided: Mapping[int, Any]) -> list[Prediction]:
+def predictions(spec: HeadSpec, data: TaskRows, decided: Mapping[int, Any]) -> list[PredictionRow]:
     """Return a prediction of each example, in the order of the file."""
     rows_of: list[list[int]] = [[] for _ in data.examples]
     for number, row in enumerate(data.rows):
@@ -100,7 +100,7 @@ def predictions(spec: HeadSpec, data: TaskRows, decided: Mapping[int, Any]) -> l
 
 def _prediction(
     spec: HeadSpec, example: Example, pairs: Sequence[tuple[TokenRow, Any]]
-) -> Prediction:
+) -> PredictionRow:
     found: Any
     (row, value), *_ = pairs
     scores: list[float | None] | None = None
@@ -122,7 +122,7 @@ def _prediction(
         found = [list(span) for span in text_spans(row, spans)]
     else:
         found = _tagged(spec, example, row, value)
-    return Prediction(example.id, _gold(spec, example), found, scores)
+    return PredictionRow(example.id, _gold(spec, example), found, scores)
 
 
 def _short(score: float) -> float:
@@ -168,7 +168,7 @@ def _answer(spec: HeadSpec, example: Example, pairs: Sequence[tuple[TokenRow, An
     return example.text[int(row.offsets[first, 0]) : int(row.offsets[last, 1])]
 
 
-def _assign_groups(examples: Sequence[Example], made: list[Prediction]) -> None:
+def _assign_groups(examples: Sequence[Example], made: list[PredictionRow]) -> None:
     """Let the blanks of a group take distinct candidates, which adds about 6 points (kx8739)."""
     groups: dict[str, list[int]] = {}
     for number, example in enumerate(examples):

@@ -26,7 +26,7 @@ _CHOICE_KINDS = ("choice", "cloze")
 # Rows
 
 
-class Prediction(NamedTuple):
+class PredictionRow(NamedTuple):
     """A row of `predictions-SPLIT.jsonl`, in the terms of the task's file."""
 
     id: str
@@ -42,7 +42,7 @@ def predictions_file(folder: Path, split: str) -> Path:
     return folder / f"predictions-{split}.jsonl"
 
 
-def write_predictions(path: Path, rows: Sequence[Prediction]) -> None:
+def write_predictions(path: Path, rows: Sequence[PredictionRow]) -> None:
     """Write a row a line, atomically.
 
     Raises:
@@ -63,7 +63,7 @@ def write_predictions(path: Path, rows: Sequence[Prediction]) -> None:
     write_atomic(path, "".join(lines).encode())
 
 
-def read_predictions(path: Path, kind: str, labels: Sequence[str]) -> list[Prediction]:
+def read_predictions(path: Path, kind: str, labels: Sequence[str]) -> list[PredictionRow]:
     """Read a file of predictions.
 
     Raises:
@@ -82,7 +82,7 @@ def read_predictions(path: Path, kind: str, labels: Sequence[str]) -> list[Predi
     for number, line in enumerate(lines[:-1] if lines[-1] == "" else lines, start=1):
         try:
             values = json.loads(line)
-            row = Prediction(
+            row = PredictionRow(
                 str(values["id"]), values["gold"], values["prediction"], values.get("scores")
             )
         except (ValueError, KeyError, TypeError, AttributeError):
@@ -121,7 +121,7 @@ def _is_like(value: Any, form: Any) -> bool:
     return type(value) is type(form)
 
 
-def _problem(kind: str, labels: Sequence[str], row: Prediction) -> str:
+def _problem(kind: str, labels: Sequence[str], row: PredictionRow) -> str:
     """Say what is wrong with a row; "" if nothing is."""
     for field, value in (("prediction", row.prediction), ("gold", row.gold)):
         form = ["answer"] if (kind, field) == ("qa", "gold") else _FORMS[kind]
@@ -137,7 +137,7 @@ def _problem(kind: str, labels: Sequence[str], row: Prediction) -> str:
     return _problem_of_scores(kind, labels, row)
 
 
-def _problem_of_scores(kind: str, labels: Sequence[str], row: Prediction) -> str:
+def _problem_of_scores(kind: str, labels: Sequence[str], row: PredictionRow) -> str:
     is_choice = kind in _CHOICE_KINDS
     if row.scores is None:
         return "scores are missing, which tell how many choices there are" if is_choice else ""
@@ -179,7 +179,7 @@ class Scored:
 
 
 def tables_of(
-    config: TaskConfig, labels: Sequence[str], rows: Sequence[Prediction]
+    config: TaskConfig, labels: Sequence[str], rows: Sequence[PredictionRow]
 ) -> dict[str, Table]:
     """Return the metrics of rows that all have gold, by name; see `pipeline.tasks.scores.tables`.
 
@@ -191,7 +191,7 @@ def tables_of(
 
 
 def score_run(
-    config: TaskConfig, labels: Sequence[str], predictions: Mapping[str, Sequence[Prediction]]
+    config: TaskConfig, labels: Sequence[str], predictions: Mapping[str, Sequence[PredictionRow]]
 ) -> Scored:
     """Score the predictions of one seed for dev and test (either may be absent or unlabelled).
 
@@ -233,7 +233,7 @@ def score_run(
     return Scored(body | reported[1] | {"rows": sizes, "warnings": warnings}, reported[0])
 
 
-def _constant(split: str, rows: Sequence[Prediction]) -> str:
+def _constant(split: str, rows: Sequence[PredictionRow]) -> str:
     """Say that all predictions are one; "" if they are not."""
     values = {json.dumps(row.prediction, ensure_ascii=False) for row in rows}
     if len(rows) < 2 or len(values) > 1:
@@ -299,7 +299,7 @@ def joined(seeds: Sequence[int], warnings: Sequence[Sequence[str]]) -> list[str]
 
 
 @dataclass(frozen=True)
-class Run:
+class SeedRun:
     """One seed's folder of `finetune`, read and scored again."""
 
     folder: Path
@@ -308,11 +308,11 @@ class Run:
     labels: tuple[str, ...]
     stored: dict[str, Any]
     """Its `result.json`."""
-    predictions: dict[str, list[Prediction]]
+    predictions: dict[str, list[PredictionRow]]
     scored: Scored
 
 
-def read_runs(folder: Path) -> list[Run]:
+def read_runs(folder: Path) -> list[SeedRun]:
     """Read the predictions of a folder of `finetune`, a run for each seed of its result.
 
     Without a result it is all seeds that have a folder.
@@ -364,7 +364,7 @@ def read_result(folder: Path) -> dict[str, Any]:
     return body
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> SeedRun:
     """Read and score the folder of one seed; `read_runs` says what it raises."""
     stored = read_result(folder)
     path = folder / "task.yaml"
@@ -392,10 +392,12 @@ def read_run(folder: Path) -> Run:
     if folder.name.startswith("seed-"):
         seed = int(folder.name.removeprefix("seed-"))
     scored = score_run(config, labels, predictions)
-    return Run(folder, seed, config, labels, stored, predictions, scored)
+    return SeedRun(folder, seed, config, labels, stored, predictions, scored)
 
 
-def _require_same_rows(first: Run, run: Run, split: str, rows: Sequence[Prediction]) -> None:
+def _require_same_rows(
+    first: SeedRun, run: SeedRun, split: str, rows: Sequence[PredictionRow]
+) -> None:
     others = first.predictions.get(split, [])
     paths = [predictions_file(each.folder, split) for each in (first, run)]
     if len(others) != len(rows):

@@ -28,7 +28,7 @@ from pipeline.config.load import git_revision, to_yaml
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.train import CheckpointConfig, MonitorConfig, SpikeConfig, TrainConfig
 from pipeline.data.format import FORMAT_VERSION
-from pipeline.data.run_order import Share
+from pipeline.data.run_order import DataRank
 from pipeline.errors import (
     EXIT_FINISHED,
     ConfigError,
@@ -49,7 +49,7 @@ from pipeline.finetune.predict import DTYPES, Predictor, predictions
 from pipeline.finetune.result import (
     RESULT,
     SPLITS,
-    Prediction,
+    PredictionRow,
     combine,
     predictions_file,
     read_result,
@@ -75,7 +75,7 @@ from pipeline.tasks.task import RANDOM, TaskConfig, load_task
 from pipeline.tokenizer.fast import FastTokenizer
 from pipeline.train.build import train_run
 from pipeline.train.engine import Engine
-from pipeline.train.run import Evaluated
+from pipeline.train.run import HeldOutResult
 from pipeline.use.folder import (
     MADE_NEW,
     TrainedModel,
@@ -377,7 +377,7 @@ def run_config(prepared: Prepared, seed: int, folder: Path, world_size: int) -> 
 
 
 class TaskWork:
-    """As `pipeline.train.run.Work`."""
+    """As `pipeline.train.run.Workload`."""
 
     unigram_entropy = None
 
@@ -403,7 +403,7 @@ class TaskWork:
         self._prepared, self._config = prepared, config
         self._pad_id = pad_id(prepared)
 
-    def open(self, config: PretrainConfig, share: Share) -> TaskStream:
+    def open(self, config: PretrainConfig, share: DataRank) -> TaskStream:
         """Take the rows of train."""
         prepared, weights = self._prepared, None
         if prepared.config.train.class_weights == "balanced":
@@ -468,14 +468,14 @@ class DevScores:
     def __init__(self, prepared: Prepared, predictor: Predictor) -> None:
         self._prepared, self._predictor = prepared, predictor
 
-    def __call__(self, step: int, *, shows: bool) -> Evaluated | None:
+    def __call__(self, step: int, *, shows: bool) -> HeldOutResult | None:
         """Score; None before the first step, and without rows of dev. Collective."""
         prepared = self._prepared
         dev = prepared.rows.get("dev")
         if step == 0 or dev is None:
             return None
         process = env.process_info_or_alone()
-        share = Share(process.rank, process.world_size)
+        share = DataRank(process.rank, process.world_size)
         gathered = dist.gather(self._predictor.decide(dev, share))
         decided = {row: each for part, _ in gathered for row, each in part.items()}
         loss = sum(total for _, total in gathered) / len(decided)
@@ -484,7 +484,7 @@ class DevScores:
         scores = {name: table.score for name, table in every.items()}
         text = "  ".join(f"{name} {score:.4f}" for name, score in scores.items())
         chosen_by = 1.0 - scores[prepared.config.metric]
-        return Evaluated(chosen_by, f"dev  loss {loss:.4f}  {text}", {"loss": loss, **scores})
+        return HeldOutResult(chosen_by, f"dev  loss {loss:.4f}  {text}", {"loss": loss, **scores})
 
 
 # One seed
@@ -617,10 +617,10 @@ def _finish(
     model.load_state_dict(weights)
     model.to(device, DTYPES[config.train.precision]).eval()
     predictor = Predictor(model.task, model, device, pad_id(prepared))
-    found: dict[str, list[Prediction]] = {}
+    found: dict[str, list[PredictionRow]] = {}
     for split in SPLITS:
         if split in prepared.rows:
-            decided, _ = predictor.decide(prepared.rows[split], Share(0, 1))
+            decided, _ = predictor.decide(prepared.rows[split], DataRank(0, 1))
             found[split] = predictions(prepared.spec, prepared.rows[split], decided)
             write_predictions(predictions_file(folder, split), found[split])
     scored = score_run(prepared.config, prepared.data.labels, found)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.finetune.result import CLASS_KINDS, Prediction
+from pipeline.finetune.result import CLASS_KINDS, PredictionRow
 from pipeline.runtime.files import write_atomic
 from pipeline.tasks.task import TaskConfig
 
@@ -46,7 +46,7 @@ def official_name(task: str, source: str | Path) -> str:
 
 
 def submission_text(
-    config: TaskConfig, task: str, rows: Sequence[Prediction], texts: Sequence[str] = ()
+    config: TaskConfig, task: str, rows: Sequence[PredictionRow], texts: Sequence[str] = ()
 ) -> str:
     """Return the content of a submission file; `texts` of the rows are needed for spans alone.
 
@@ -102,7 +102,7 @@ def write_submission(
     out: Path,
     config: TaskConfig,
     task: str,
-    rows: Sequence[Prediction],
+    rows: Sequence[PredictionRow],
     *,
     source: str | Path,
     texts: Sequence[str] = (),

@@ -75,7 +75,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Score:
+class RunScore:
     """How good and how fast a run is; None: not known."""
 
     run: str
@@ -102,7 +102,7 @@ class Comparison:
     """The last step whose loss all runs logged."""
     equal_tokens: float | None
     """The tokens of the run that has seen fewest."""
-    scores: list[Score]
+    scores: list[RunScore]
 
 
 def read_runs(folders: Sequence[Path]) -> list[ReadRun]:
@@ -198,9 +198,9 @@ def _texts(losses: dict[int, float]) -> dict[int, str]:
     return {step: repr(loss) for step, loss in losses.items()}
 
 
-def _score(run: ReadRun, step: int | None, tokens: float | None) -> Score:
+def _score(run: ReadRun, step: int | None, tokens: float | None) -> RunScore:
     at_tokens = [s for s, seen in run.tokens.items() if tokens is not None and seen <= tokens]
-    return Score(
+    return RunScore(
         run=run.name,
         step=max(run.losses, default=0),
         tokens=max(run.tokens.values(), default=None),

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.config.data import TrainDataConfig
-from pipeline.data.counts import Counts, packing_counts
+from pipeline.data.counts import BlockCounts, packing_counts
 from pipeline.data.format import DatasetIndex
 from pipeline.data.objects import open_index
 from pipeline.data.order import Ints
@@ -218,7 +218,7 @@ class _TokenTimes:
 
 
 def _stretches(
-    num_steps: int, index: DatasetIndex, steps: TrainSteps, counts: dict[int, Counts]
+    num_steps: int, index: DatasetIndex, steps: TrainSteps, counts: dict[int, BlockCounts]
 ) -> Iterator[StretchCoverage]:
     firsts = [place for place in steps.plan.stretches if place.number < num_steps]
     ends = [*(place.number for place in firsts[1:]), num_steps]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.config.data import BatchPlace, TrainDataConfig
+from pipeline.config.data import BatchSpec, TrainDataConfig
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.schedule import mask_ratio
@@ -29,7 +29,7 @@ from pipeline.data.packing import Packing
 from pipeline.data.pairs import Pair
 from pipeline.data.reader import Block
 from pipeline.data.record import BatchRecord, number_of_step, read_batches
-from pipeline.data.run_order import Share, TrainSteps
+from pipeline.data.run_order import DataRank, TrainSteps
 from pipeline.errors import DataError
 from pipeline.objectives.inputs import train_steps
 from pipeline.runtime.files import read_json_lines
@@ -69,7 +69,7 @@ class OpenedRun:
         """The dataset's tokenizer."""
         return load_tokenizer(self.index.folder / self.index.tokenizer_file)
 
-    def batch_of_step(self, step: int) -> BatchPlace:
+    def batch_of_step(self, step: int) -> BatchSpec:
         """Find the batch of an optimizer step, 1 for the first.
 
         The batch of a step to come is found as if no further step were skipped.
@@ -79,7 +79,7 @@ class OpenedRun:
         """
         return self.config.batches.number(number_of_step(step, self.num_steps, self.records))
 
-    def batch(self, number: int) -> BatchPlace:
+    def batch(self, number: int) -> BatchSpec:
         """Find a batch by its number, 0 for the first (DataError: the number is negative)."""
         if number < 0:
             raise DataError(f"--batch {number}: batches are counted from 0")
@@ -252,7 +252,7 @@ def _why_skipped(run: OpenedRun, ledger: Ledger, batch: int) -> str:
 
 
 @dataclass(frozen=True)
-class Piece:
+class DocumentPiece:
     """A document, or a part of one, in a sequence."""
 
     document_id: str
@@ -265,7 +265,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Part:
+class SegmentPart:
     """A run of tokens of one document in a segment of a pair."""
 
     segment: int
@@ -275,18 +275,18 @@ class Part:
 
 
 @dataclass(frozen=True)
-class PairPiece(Piece):
+class PairPiece(DocumentPiece):
     """A piece that was made a pair of segments; the document's tokens are those it was made of."""
 
     label: int | None
     """1: the second segment does not follow the first; None: there is only one."""
     cut_in_sentence: bool
-    parts: tuple[Part, ...]
+    parts: tuple[SegmentPart, ...]
     """What stands in the segments, in order."""
 
 
 @dataclass(frozen=True)
-class Row:
+class StepSequence:
     """A sequence of a step."""
 
     place: int
@@ -295,7 +295,7 @@ class Row:
     source: str
     shard: str
     block: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[DocumentPiece, ...]
     input_ids: tuple[int, ...]
     """Without padding."""
     masked: tuple[int, ...]
@@ -304,7 +304,7 @@ class Row:
 
 
 def step_text(
-    run: OpenedRun, place: BatchPlace, rank: int | None, world_size: int | None, *, as_json: bool
+    run: OpenedRun, place: BatchSpec, rank: int | None, world_size: int | None, *, as_json: bool
 ) -> Iterator[str]:
     """Describe a step: a head and its sequences with their text, or one JSON object a sequence.
 
@@ -314,7 +314,7 @@ def step_text(
         DataError: there is no such rank, or a shard is damaged.
     """
     share = _share(run, place, rank, world_size or run.world_size)
-    batches = run.steps.micro_batches(place.cursor, Share(0, 1))
+    batches = run.steps.micro_batches(place.cursor, DataRank(0, 1))
     if not as_json:
         yield from _head(run, place, sum(batch.hash for batch in batches) % 2**64, share)
     for number, sequence in enumerate(_sequences(run, place, batches)):
@@ -324,7 +324,7 @@ def step_text(
 
 
 def _share(
-    run: OpenedRun, place: BatchPlace, rank: int | None, world_size: int | None
+    run: OpenedRun, place: BatchSpec, rank: int | None, world_size: int | None
 ) -> Collection[int]:
     """Find the places of the step that are asked for."""
     if rank is None:
@@ -336,11 +336,11 @@ def _share(
     if not 0 <= rank < world_size:
         raise DataError(f"--rank {rank} must be 0 to {world_size - 1}, of {world_size} ranks")
     run.config.batches.require_split(world_size)
-    _, places = run.steps.located(place.cursor, Share(rank, world_size))
+    _, places = run.steps.located(place.cursor, DataRank(rank, world_size))
     return sorted(places.tolist())
 
 
-def _head(run: OpenedRun, place: BatchPlace, found: int, share: Collection[int]) -> Iterator[str]:
+def _head(run: OpenedRun, place: BatchSpec, found: int, share: Collection[int]) -> Iterator[str]:
     record = run.record(place.number)
     yield (
         f"batch {place.number} of {run.folder}: sequences {place.cursor:,} to "
@@ -361,7 +361,7 @@ def _head(run: OpenedRun, place: BatchPlace, found: int, share: Collection[int])
         yield f"the rank's part: places {', '.join(map(str, share))}"
 
 
-def _sequences(run: OpenedRun, place: BatchPlace, batches: list[Batch]) -> Iterator[Row]:
+def _sequences(run: OpenedRun, place: BatchSpec, batches: list[Batch]) -> Iterator[StepSequence]:
     segment = run.steps.order.segment(place.cursor)
     places = segment.locate(place.cursor, place.size)
     number = 0
@@ -379,21 +379,21 @@ def _sequences(run: OpenedRun, place: BatchPlace, batches: list[Batch]) -> Itera
 
 def _sequence(
     run: OpenedRun, number: int, one: Locations, packing: Packing, batch: Batch, row: int
-) -> Row:
+) -> StepSequence:
     index, split = run.index, run.steps.split
     position = int(one.blocks[0])
     block, of_index = split.block(position), int(split.rows[position])
     seq_len = batch.input_ids.shape[1]
     first = row * seq_len
     mine = slice(*np.searchsorted(batch.inputs["masked_index"], (first, first + seq_len)).tolist())
-    pieces, slot = list[Piece](), 0
+    pieces, slot = list[DocumentPiece](), 0
     pairs = split.pairs(one, packing)
     for count, piece in enumerate(packing.pieces(int(one.sequences[0]))):
         document = int(packing.piece_doc[piece])
         begin = int(block.doc_ends[document - 1]) if document else 0
         start, stop = int(packing.piece_start[piece]), int(packing.piece_stop[piece])
         end = slot + int(np.count_nonzero(batch.documents[row] == count + 1))
-        made = Piece(
+        made = DocumentPiece(
             document_id=block.document_ids[document],
             first_token=start - begin,
             stop_token=stop - begin,
@@ -403,7 +403,7 @@ def _sequence(
         pieces.append(made if pairs is None else _as_pair(made, block, pairs[count]))
         slot = end
     assert slot == int(np.count_nonzero(batch.documents[row]))
-    return Row(
+    return StepSequence(
         place=number,
         sample_id=int(one.sample_ids[0]),
         epoch=int(one.epochs[0]),
@@ -417,7 +417,7 @@ def _sequence(
     )
 
 
-def _as_pair(piece: Piece, block: Block, pair: Pair) -> PairPiece:
+def _as_pair(piece: DocumentPiece, block: Block, pair: Pair) -> PairPiece:
     parts = []
     for number, (start, stop) in enumerate(pair.parts.tolist()):
         if start == stop:
@@ -425,13 +425,13 @@ def _as_pair(piece: Piece, block: Block, pair: Pair) -> PairPiece:
         document = int(np.searchsorted(block.doc_ends, start, side="right"))
         begin = int(block.doc_ends[document - 1]) if document else 0
         of_document = block.document_ids[document]
-        parts.append(Part(number // 2, of_document, start - begin, stop - begin))
+        parts.append(SegmentPart(number // 2, of_document, start - begin, stop - begin))
     return PairPiece(
         **vars(piece), label=pair.label, cut_in_sentence=pair.in_sentence, parts=tuple(parts)
     )
 
 
-def _as_text(run: OpenedRun, sequence: Row, place: BatchPlace) -> str:
+def _as_text(run: OpenedRun, sequence: StepSequence, place: BatchSpec) -> str:
     lines = [
         "",
         f"place {sequence.place}: sample {sequence.sample_id}, epoch {sequence.epoch}, source "
@@ -467,7 +467,7 @@ def _pair_text(piece: PairPiece) -> str:
     return f"{'; '.join(segments)}; label {piece.label}: the second {follows} the first{cut}"
 
 
-def _marked(run: OpenedRun, sequence: Row, piece: Piece) -> str:
+def _marked(run: OpenedRun, sequence: StepSequence, piece: DocumentPiece) -> str:
     """Write a piece's text; masked tokens stand as {original -> what the model sees}."""
     originals = dict(zip(sequence.masked, sequence.targets, strict=True))
     parts, slot, stop = [], piece.slots[0] + 1, piece.slots[1] - 1

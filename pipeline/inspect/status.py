@@ -26,7 +26,7 @@ from pipeline.errors import (
 )
 from pipeline.runtime.files import read_json_lines
 from pipeline.runtime.run_folder import RunFolder
-from pipeline.runtime.summary import Line, Summary, date, duration, number, progress_bar
+from pipeline.runtime.summary import FolderSummary, Line, date, duration, number, progress_bar
 
 RUNNING, FINISHED, STOPPED, FAILED, KILLED = "running", "finished", "stopped", "failed", "killed"
 UNKNOWN = "unknown"
@@ -39,7 +39,7 @@ _LEAST_FREE = 0.02
 
 
 @dataclass(frozen=True)
-class Start:
+class StartRecord:
     """One start of the run, and how it ended."""
 
     attempt: int
@@ -55,7 +55,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class NewestCheckpoint:
     """The newest published checkpoint. It is not verified here."""
 
     step: int
@@ -63,7 +63,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Probe:
+class ProbeAccuracy:
     """The newest accuracy of a linear probe; None: its vectors were not finite."""
 
     accuracy: float | None
@@ -100,10 +100,10 @@ class RunStatus:
     """At the pace of the last log lines, evaluations and saves included; less where the run's time
     budget ends earlier."""
     idle_s: float | None
-    checkpoint: Checkpoint | None
-    starts: list[Start]
+    checkpoint: NewestCheckpoint | None
+    starts: list[StartRecord]
     warnings: list[str]
-    probes: dict[str, Probe]
+    probes: dict[str, ProbeAccuracy]
     """By name of the task."""
     dev: dict[str, float]
     """Of a multi-task run: each task's newest score on dev."""
@@ -156,7 +156,9 @@ def run_status(folder: Path, now_s: float | None = None) -> RunStatus:
         tokens_per_s=train[-1]["tokens_per_s"] if train else None,
         eta_s=_eta_s(config.train, step, step_s, train),
         idle_s=idle_s,
-        checkpoint=Checkpoint(manifest.step, now_s - manifest.created_unix_s) if manifest else None,
+        checkpoint=NewestCheckpoint(manifest.step, now_s - manifest.created_unix_s)
+        if manifest
+        else None,
         starts=starts,
         warnings=warnings,
         probes=_probes(lines),
@@ -179,11 +181,13 @@ def valid_lines(run: RunFolder, attempts: list[dict[str, Any]]) -> list[dict[str
     return kept
 
 
-def _probes(lines: list[dict[str, Any]]) -> dict[str, Probe]:
+def _probes(lines: list[dict[str, Any]]) -> dict[str, ProbeAccuracy]:
     newest: dict[str, Any] = next((line for line in reversed(lines) if line["kind"] == "probe"), {})
     before = "accuracy_"
     return {
-        (name := key.removeprefix(before)): Probe(value, newest[f"majority_{name}"], newest["step"])
+        (name := key.removeprefix(before)): ProbeAccuracy(
+            value, newest[f"majority_{name}"], newest["step"]
+        )
         for key, value in newest.items()
         if key.startswith(before)
     }
@@ -230,7 +234,7 @@ def _eta_s(
     return None if left_s == math.inf else left_s
 
 
-def _starts(run: RunFolder, attempts: list[dict[str, Any]], *, is_alive: bool) -> list[Start]:
+def _starts(run: RunFolder, attempts: list[dict[str, Any]], *, is_alive: bool) -> list[StartRecord]:
     """Tell how each start ended, by the exit codes that its ranks left under its job."""
     went_back = [*(line.get("rewound", False) for line in attempts[1:]), False]
     found = []
@@ -250,7 +254,7 @@ def _starts(run: RunFolder, attempts: list[dict[str, Any]], *, is_alive: bool) -
         if rewound:
             state, end = STOPPED, "went back to a checkpoint"
         found.append(
-            Start(
+            StartRecord(
                 attempt=line["attempt"],
                 unix_s=line["unix_s"],
                 resumed_from_step=line["resumed_from_step"],
@@ -372,7 +376,7 @@ def _rank_warnings(lines: list[dict[str, Any]], run: RunFolder) -> list[str]:
     return found
 
 
-def summary(folder: Path, status: RunStatus) -> Summary:
+def summary(folder: Path, status: RunStatus) -> FolderSummary:
     """Summarise a run for a terminal."""
     starts = [
         (
@@ -383,7 +387,7 @@ def summary(folder: Path, status: RunStatus) -> Summary:
         for start in status.starts
     ]
     lines = [*progress_lines(status), *starts]
-    return Summary(str(folder), status.state, lines, status.warnings)
+    return FolderSummary(str(folder), status.state, lines, status.warnings)
 
 
 def progress_lines(status: RunStatus) -> Iterator[Line]:
@@ -414,7 +418,7 @@ def progress_lines(status: RunStatus) -> Iterator[Line]:
     yield "checkpoint", old
 
 
-def begin_text(start: Start) -> str:
+def begin_text(start: StartRecord) -> str:
     """Say where a start began."""
     step = start.resumed_from_step
     return "from step 0" if step is None else f"from step {step:,}"

@@ -26,7 +26,7 @@ _LABEL_WIDTH, _COLUMN_WIDTH = 28, 15
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingSetup:
     """A model and the settings of its training that decide the cost."""
 
     config: ModelConfig
@@ -61,7 +61,7 @@ def read_plan(
     micro_batch: int | None = None,
     num_ranks: int = 1,
     document_len: int | None = None,
-) -> Plan:
+) -> TrainingSetup:
     """Read a model's file, or the config of a run, which also has lengths and batches.
 
     It is a run's file if one of its top-level keys belongs to `PretrainConfig`. Overrides are
@@ -74,7 +74,7 @@ def read_plan(
     path = find_config(str(path), ("model", "train", ""))
     if _is_run(path, ()):
         run = load(PretrainConfig, path, overrides).config
-        plan = Plan(
+        plan = TrainingSetup(
             run.model,
             run.data.seq_len,
             run.train.micro_batch,
@@ -84,7 +84,7 @@ def read_plan(
         )
         kernels = run.kernels
     else:
-        plan, kernels = Plan(load(ModelConfig, path, overrides).config), KernelsConfig()
+        plan, kernels = TrainingSetup(load(ModelConfig, path, overrides).config), KernelsConfig()
     return replace(
         plan,
         fused=expected_on_gpu(kernels, plan.config, "bf16"),
@@ -95,7 +95,7 @@ def read_plan(
     )
 
 
-def describe(plan: Plan) -> str:
+def describe(plan: TrainingSetup) -> str:
     """Format the table: one column, or one for each of `VOCABULARIES` if the config names none."""
     given = plan.config.vocab_size
     sizes = VOCABULARIES if given is None else (given,)
@@ -141,7 +141,7 @@ def _switches(config: ModelConfig) -> list[str]:
     return ["differs from the defaults:", *(changed or ["  nothing"])]
 
 
-def _parameters(plan: Plan, configs: list[ModelConfig]) -> list[str]:
+def _parameters(plan: TrainingSetup, configs: list[ModelConfig]) -> list[str]:
     counted = [cost.parameters(config, plan.objective) for config in configs]
     lines = ["", "parameters", *_rows(counted, 1.0, 0)]
     if len(configs) == 1:
@@ -154,7 +154,7 @@ def _parameters(plan: Plan, configs: list[ModelConfig]) -> list[str]:
     return lines
 
 
-def _flops(plan: Plan, configs: list[ModelConfig]) -> list[str]:
+def _flops(plan: TrainingSetup, configs: list[ModelConfig]) -> list[str]:
     flops_of_each = [_flops_of(plan, config) for config in configs]
     title = (
         f"MFLOP per token, every token sees {_count(_num_keys(plan), 'key')}, "
@@ -175,7 +175,7 @@ def _flops(plan: Plan, configs: list[ModelConfig]) -> list[str]:
     return ["", title, *rows]
 
 
-def _memory(plan: Plan, configs: list[ModelConfig]) -> list[str]:
+def _memory(plan: TrainingSetup, configs: list[ModelConfig]) -> list[str]:
     tokens = plan.micro_batch * plan.seq_len
     kept = [
         cost.activation_bytes(
@@ -210,13 +210,13 @@ def _memory(plan: Plan, configs: list[ModelConfig]) -> list[str]:
     ]
 
 
-def _flops_of(plan: Plan, config: ModelConfig) -> cost.Flops:
+def _flops_of(plan: TrainingSetup, config: ModelConfig) -> cost.Flops:
     return cost.flops_per_token(
         config, plan.seq_len, plan.masked_share, plan.document_len, plan.objective
     )
 
 
-def _num_keys(plan: Plan) -> int:
+def _num_keys(plan: TrainingSetup) -> int:
     return plan.seq_len if plan.document_len is None else min(plan.document_len, plan.seq_len)
 
 

@@ -214,7 +214,7 @@ def _to_front(scores_BSK: Tensor, mask_BS: Tensor) -> tuple[Tensor, Tensor, Tens
     return scores, mask_BS.gather(1, order_BS), order_BS
 
 
-class Span(NamedTuple):
+class TypedSpan(NamedTuple):
     """Tokens of one type."""
 
     type: int
@@ -258,15 +258,15 @@ def span_losses(scores_BKSS: Tensor, gold_BKSS: Tensor) -> Tensor:
     return multi_label_losses(scores_BKSS.flatten(2), gold_BKSS.flatten(2)).mean(-1)
 
 
-def decode_spans(scores_BKSS: Tensor) -> list[list[Span]]:
+def decode_spans(scores_BKSS: Tensor) -> list[list[TypedSpan]]:
     """Return each row's spans with a score above 0, by type, start and end; they may nest."""
-    rows: list[list[Span]] = [[] for _ in scores_BKSS]
+    rows: list[list[TypedSpan]] = [[] for _ in scores_BKSS]
     for row, kind, start, last in (scores_BKSS > 0).nonzero().tolist():
-        rows[row].append(Span(kind, start, last + 1))
+        rows[row].append(TypedSpan(kind, start, last + 1))
     return rows
 
 
-class Answers(NamedTuple):
+class AnswerSpans(NamedTuple):
     """The best legal answer of each window."""
 
     start: Tensor
@@ -298,7 +298,7 @@ def answer_losses(
 
 def best_answers(
     scores_BS2: Tensor, starts_BS: Tensor, allowed_BS: Tensor, max_tokens: int
-) -> Answers:
+) -> AnswerSpans:
     """Find the best pair of start <= last of each window among all pairs, not among n best.
 
     Args:
@@ -316,7 +316,7 @@ def best_answers(
     near_SS = near_SS.triu().tril(max_tokens - 1)
     pairs = (start_BS[:, :, None] + last_BS[:, None, :]).masked_fill(~near_SS, _NEVER)
     score, place = pairs.flatten(1).max(-1)
-    return Answers(place // num_slots, place % num_slots, score, null)
+    return AnswerSpans(place // num_slots, place % num_slots, score, null)
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -16,8 +16,8 @@ from pipeline.config.train import (
     MonitorConfig,
     NotifyConfig,
     SpikeConfig,
+    TrainConfig,
 )
-from pipeline.config.train import TrainConfig as SingleTrainConfig
 from pipeline.errors import ConfigError
 from pipeline.tasks.task import TaskConfig
 
@@ -141,7 +141,7 @@ class BalanceConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(SingleTrainConfig):
+class MultiTaskTrainConfig(TrainConfig):
     """Optimisation, as of pre-training; a step is `tasks_per_step` draws."""
 
     warmup_steps: int | None = param(  # type: ignore[assignment]
@@ -159,11 +159,11 @@ class TrainConfig(SingleTrainConfig):
         super().__post_init__()
 
     @property
-    def single(self) -> SingleTrainConfig:
+    def single(self) -> TrainConfig:
         """The same in the trainer's terms: a sequence is a draw."""
-        values = {field.name: getattr(self, field.name) for field in fields(SingleTrainConfig)}
+        values = {field.name: getattr(self, field.name) for field in fields(TrainConfig)}
         sizes = {"global_batch": self.tasks_per_step, "micro_batch": self.tasks_per_step}
-        return SingleTrainConfig(**{**values, **sizes})
+        return TrainConfig(**{**values, **sizes})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +195,7 @@ class MultiTaskConfig:
     decontaminate: bool = param(
         True, "leave out training rows that share a text with a dev or test row of any task"
     )
-    train: TrainConfig = section(TrainConfig, "optimisation")
+    train: MultiTaskTrainConfig = section(MultiTaskTrainConfig, "optimisation")
     kernels: KernelsConfig = section(KernelsConfig, "implementations, chosen for speed")
     spikes: SpikeConfig = section(SpikeConfig, "when the loss jumps")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "saving")
@@ -214,7 +214,7 @@ class MultiTaskConfig:
             )
         if MLM in self.tasks and len(self.tasks) == 1:
             raise ConfigError("mlm is the only task: use `postnorm pretrain`, or add a task")
-        if self.train.global_batch != SingleTrainConfig.global_batch:
+        if self.train.global_batch != TrainConfig.global_batch:
             raise ConfigError(
                 f"train.global_batch={self.train.global_batch} has no meaning here: a step is "
                 "train.tasks_per_step draws of train.micro_batch examples; set those"
@@ -240,7 +240,7 @@ class MultiTaskConfig:
 
 
 @dataclass(frozen=True)
-class Mix:
+class TaskMix:
     """A run's config with the config of each of its tasks."""
 
     config: MultiTaskConfig
@@ -254,7 +254,7 @@ class Mix:
         return self.members[name].batch or self.config.train.micro_batch
 
 
-def require_split(mix: Mix, world_size: int) -> None:
+def require_split(mix: TaskMix, world_size: int) -> None:
     """Refuse draws that do not split evenly over the ranks (ConfigError)."""
     for name, member in mix.members.items():
         if mix.batch_of(name) % (member.parts * world_size):
@@ -265,7 +265,7 @@ def require_split(mix: Mix, world_size: int) -> None:
             )
 
 
-def load_mix(path: str, overrides: Sequence[str] = ()) -> Mix:
+def load_mix(path: str, overrides: Sequence[str] = ()) -> TaskMix:
     """Read a multi-task config and its tasks.
 
     Raises:
@@ -292,7 +292,7 @@ def load_mix(path: str, overrides: Sequence[str] = ()) -> Mix:
         data = replace(member.data, root=root)
         members[name] = replace(member, name=name, data=data)
     tasks = {name: task for name, task in members.items() if isinstance(task, MemberConfig)}
-    return Mix(config, {name: as_task(task) for name, task in tasks.items()}, members)
+    return TaskMix(config, {name: as_task(task) for name, task in tasks.items()}, members)
 
 
 def as_task(member: MemberConfig) -> TaskConfig:
@@ -300,7 +300,7 @@ def as_task(member: MemberConfig) -> TaskConfig:
     return TaskConfig(**{field.name: getattr(member, field.name) for field in fields(TaskConfig)})
 
 
-def mix_text(mix: Mix, work_dir: str = "") -> str:
+def mix_text(mix: TaskMix, work_dir: str = "") -> str:
     """Write the config with all tasks in it, whose files are found from anywhere."""
     tasks: dict[str, Any] = json.loads(json.dumps({n: asdict(m) for n, m in mix.members.items()}))
     for each in tasks.values():

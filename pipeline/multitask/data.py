@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.config.data import BatchPlace, BatchPlan
+from pipeline.config.data import BatchPlan, BatchSpec
 from pipeline.data.dataset import Batch
 from pipeline.data.loader import MicroBatch, TrainLoader
 from pipeline.data.random import Purpose, philox
-from pipeline.data.run_order import Share
+from pipeline.data.run_order import DataRank
 from pipeline.finetune.batches import TaskStream, rows_hash
 from pipeline.multitask.draws import Draws
 
@@ -56,14 +56,14 @@ class MixedStream:
             yield made
             step += 1
 
-    def samples(self, place: BatchPlace) -> list[list[int]]:
+    def samples(self, place: BatchSpec) -> list[list[int]]:
         """Return [task, epoch, example] of each example of a step."""
         return [
             [task, *pair] for task, drawn in self._drawn(place) for pair in
             self._streams[task][1].samples(drawn)
         ]  # fmt: skip
 
-    def places(self, place: BatchPlace, share: Share) -> list[int]:
+    def places(self, place: BatchSpec, share: DataRank) -> list[int]:
         """Return which of these examples a rank computes."""
         first, found = 0, list[int]()
         for task, drawn in self._drawn(place):
@@ -71,7 +71,7 @@ class MixedStream:
             first += drawn.size
         return found
 
-    def examples(self, place: BatchPlace) -> Iterator[tuple[str, int, int, int]]:
+    def examples(self, place: BatchSpec) -> Iterator[tuple[str, int, int, int]]:
         """Yield (task, epoch, example, rows) of each example of a step, in the order of its rows.
 
         Of text an example is a sequence.
@@ -82,11 +82,11 @@ class MixedStream:
                 rows = len(stream.rows_of(number)) if isinstance(stream, TaskStream) else 1
                 yield name, epoch, number, rows
 
-    def tasks(self, place: BatchPlace) -> list[str]:
+    def tasks(self, place: BatchSpec) -> list[str]:
         """Return the tasks that a step draws."""
         return [self._streams[task][0] for task, _ in self._drawn(place)]
 
-    def _drawn(self, place: BatchPlace) -> list[tuple[int, BatchPlace]]:
+    def _drawn(self, place: BatchSpec) -> list[tuple[int, BatchSpec]]:
         """Return the tasks of a step, each with the place of its draw in the task's own order."""
         before = self._draws.before(place.number)
         found = []

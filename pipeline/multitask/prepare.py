@@ -16,8 +16,8 @@ from pipeline.finetune.batches import labelled
 from pipeline.finetune.model import CHOOSES, NAMES
 from pipeline.finetune.run import Prepared, prepare_rows
 from pipeline.multitask import balance
-from pipeline.multitask.config import Mix
-from pipeline.multitask.weigh import Known
+from pipeline.multitask.config import TaskMix
+from pipeline.multitask.weigh import LossBaseline
 from pipeline.tasks.readers import Example, TaskData, read_task
 from pipeline.tasks.task import load_task
 from pipeline.use.folder import TrainedModel
@@ -28,7 +28,7 @@ _SHORTEST = 8
 """Letters and digits of a text that is looked for on its own; shorter ones occur by chance."""
 
 
-def read_mix(mix: Mix) -> tuple[dict[str, TaskData], dict[str, dict[str, int]]]:
+def read_mix(mix: TaskMix) -> tuple[dict[str, TaskData], dict[str, dict[str, int]]]:
     """Read all tasks, and leave out training rows that share a text with evaluated ones.
 
     Returns:
@@ -72,7 +72,7 @@ def read_mix(mix: Mix) -> tuple[dict[str, TaskData], dict[str, dict[str, int]]]:
     return read, found
 
 
-def _root(mix: Mix) -> tuple[str, ...]:
+def _root(mix: TaskMix) -> tuple[str, ...]:
     return () if mix.config.root is None else (f"data.root={mix.config.root}",)
 
 
@@ -100,7 +100,7 @@ def _plain(text: str) -> str:
 
 
 def prepare_mix(
-    mix: Mix, read: Mapping[str, TaskData], trained: TrainedModel, tokens: Path
+    mix: TaskMix, read: Mapping[str, TaskData], trained: TrainedModel, tokens: Path
 ) -> dict[str, Prepared]:
     """Tokenise all tasks for a model.
 
@@ -114,7 +114,7 @@ def prepare_mix(
     return prepared
 
 
-def known_losses(prepared: Prepared, factor: float) -> Known:
+def known_losses(prepared: Prepared, factor: float) -> LossBaseline:
     """Reckon what the loss of a task begins with, and what the frequencies of answers give."""
     data, kind = prepared.data, prepared.config.task.kind
     golds = [row.gold for row in data.splits["train"]]
@@ -123,7 +123,9 @@ def known_losses(prepared: Prepared, factor: float) -> Known:
         prior = balance.prior_loss(list(Counter(map(str, golds)).values()))
     elif kind == "regress":
         prior = float(np.array(golds, np.float64).var())
-    return Known(factor * _without_scores(prepared) or None, factor * prior if prior else None)
+    return LossBaseline(
+        factor * _without_scores(prepared) or None, factor * prior if prior else None
+    )
 
 
 def _without_scores(prepared: Prepared) -> float:

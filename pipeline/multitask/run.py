@@ -22,7 +22,7 @@ from pipeline.data.format import FORMAT_VERSION, DatasetIndex
 from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.data.objects import open_index
 from pipeline.data.record import number_of_step, read_batches
-from pipeline.data.run_order import Share
+from pipeline.data.run_order import DataRank
 from pipeline.errors import ConfigError
 from pipeline.finetune.batches import TaskStream, class_weights
 from pipeline.finetune.predict import Predictor
@@ -40,7 +40,7 @@ from pipeline.multitask.config import (
     MIX_FILE,
     MLM,
     OF_PRODUCTS,
-    Mix,
+    TaskMix,
     load_mix,
     mix_text,
     require_split,
@@ -49,7 +49,7 @@ from pipeline.multitask.data import Corruption, MixedStream
 from pipeline.multitask.draws import Draws, shares
 from pipeline.multitask.model import MultiTaskModel, MultiTaskObjective
 from pipeline.multitask.prepare import known_losses, prepare_mix, read_mix
-from pipeline.multitask.weigh import Balancer, Known, StepWeighing
+from pipeline.multitask.weigh import Balancer, LossBaseline, StepWeighing
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime import dist, env
 from pipeline.runtime.files import write_atomic, write_json_atomic
@@ -62,7 +62,7 @@ from pipeline.train.engine import Engine
 from pipeline.train.evaluate import evaluate
 from pipeline.train.figures import heat_map
 from pipeline.train.initial import tokenizer_differences
-from pipeline.train.run import Evaluated
+from pipeline.train.run import HeldOutResult
 from pipeline.use.folder import TrainedModel, require_full_alpha, tokenizer_folder
 from pipeline.use.model import read_model
 
@@ -74,7 +74,7 @@ _TIMEOUT_S = 600.0
 """Of the process group of one rank in which `inspect` opens text."""
 
 
-def multitask(mix: Mix, rank: Rank) -> int:
+def multitask(mix: TaskMix, rank: Rank) -> int:
     """Run or resume a multi-task run on this rank.
 
     Returns:
@@ -94,7 +94,7 @@ def multitask(mix: Mix, rank: Rank) -> int:
     return train_run(config, rank, work)
 
 
-def open_work(mix: Mix) -> tuple["MultiTaskWork", PretrainConfig]:
+def open_work(mix: TaskMix) -> tuple["MultiTaskWork", PretrainConfig]:
     """Read the model and all tasks of a run, and say in the trainer's terms what it is.
 
     Raises:
@@ -121,7 +121,7 @@ def _require_tokenizer(index: DatasetIndex, source: Path, name: str) -> None:
         )
 
 
-def run_config(mix: Mix, trained: TrainedModel) -> PretrainConfig:
+def run_config(mix: TaskMix, trained: TrainedModel) -> PretrainConfig:
     """Say in the trainer's terms what a mix asks for; a sequence of its batches is a draw."""
     config = mix.config
     lengths = [task.input.max_length for task in mix.tasks.values()]
@@ -143,13 +143,13 @@ def run_config(mix: Mix, trained: TrainedModel) -> PretrainConfig:
 
 
 class MultiTaskWork:
-    """As `pipeline.train.run.Work`."""
+    """As `pipeline.train.run.Workload`."""
 
     unigram_entropy = None
 
     def __init__(
         self,
-        mix: Mix,
+        mix: TaskMix,
         trained: TrainedModel,
         prepared: Mapping[str, Prepared],
         index: DatasetIndex | None,
@@ -197,12 +197,12 @@ class MultiTaskWork:
             folder, hash_of(content), json.dumps(content).encode(), file, sha256
         )
 
-    def _known_of(self, name: str, factor: float) -> Known:
+    def _known_of(self, name: str, factor: float) -> LossBaseline:
         if name != MLM:
             return known_losses(self._prepared[name], factor)
         assert self._dataset is not None, "checked by the config"
         vocab_size = self._trained.model.config.vocab_size or 0
-        return Known(
+        return LossBaseline(
             factor * math.log(vocab_size), factor * self._dataset.unigram_entropy_nats or None
         )
 
@@ -218,7 +218,7 @@ class MultiTaskWork:
         """Return the text of a token."""
         return str(self._trained.require_tokenizer().piece(token))
 
-    def open(self, config: PretrainConfig, share: Share) -> MixedStream:
+    def open(self, config: PretrainConfig, share: DataRank) -> MixedStream:
         """Open the data of all tasks. Collective."""
         mix, streams, plans = self._mix, {}, {}
         for number, name in enumerate(self._names):
@@ -261,7 +261,7 @@ class MultiTaskWork:
         return BatchPlan((), seq_len=length, global_batch=batch, micro_batch=micro_batch)
 
     def _open_text(
-        self, config: PretrainConfig, plan: BatchPlan, share: Share
+        self, config: PretrainConfig, plan: BatchPlan, share: DataRank
     ) -> tuple[TrainLoader, EvalLoader]:
         assert self._mix.config.data is not None, "checked by the config"
         assert self._dataset is not None
@@ -364,7 +364,7 @@ class MixedScores:
         self._scores, self._engine = scores, engine
         self._held_out, self._balancer = held_out, balancer
 
-    def __call__(self, step: int, *, shows: bool) -> Evaluated | None:
+    def __call__(self, step: int, *, shows: bool) -> HeldOutResult | None:
         """Score; None before the first step. Collective."""
         if step == 0:
             return None
@@ -396,7 +396,7 @@ class MixedScores:
                 title=(f"Cosines between the gradients of tasks, step {step:,}", listed),
                 row_name="task", column_name="task", unit="cosine",
             )  # fmt: skip
-        return Evaluated(loss, f"dev  {'  '.join(text)}", values, images)
+        return HeldOutResult(loss, f"dev  {'  '.join(text)}", values, images)
 
 
 def step_lines(
@@ -418,7 +418,7 @@ def step_lines(
     with env.restored():
         # Text is opened by all ranks together: here by one.
         dist.open_group(env.process_info_or_alone(), torch.device("cpu"), _TIMEOUT_S)
-        data = work.open(config, Share(0, 1))
+        data = work.open(config, DataRank(0, 1))
         dist.close_group()
     place = config.batches.number(number)
     rows = (

@@ -16,9 +16,9 @@ import numpy as np
 from pipeline.config.load import build, find_config, load, provenance
 from pipeline.config.schema import REQUIRED, param, path_param
 from pipeline.errors import EXIT_FINISHED, ConfigError, PreemptedError
-from pipeline.finetune.benchmark import Cell, difference, read_cell
+from pipeline.finetune.benchmark import BenchmarkCell, difference, read_cell
 from pipeline.finetune.run import finetune
-from pipeline.multitask.config import Mix, load_mix
+from pipeline.multitask.config import TaskMix, load_mix
 from pipeline.multitask.run import multitask
 from pipeline.runtime import env
 from pipeline.runtime.files import write_atomic, write_json_atomic
@@ -97,14 +97,14 @@ def transfer(path: str, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
     return body
 
 
-def _only(mix: Mix, members: Mapping[str, Any]) -> Mix:
+def _only(mix: TaskMix, members: Mapping[str, Any]) -> TaskMix:
     """Return a mix of some of its tasks."""
     config = replace(mix.config, tasks={name: mix.config.tasks[name] for name in members})
     tasks = {name: task for name, task in mix.tasks.items() if name in members}
-    return Mix(config, tasks, dict(members))
+    return TaskMix(config, tasks, dict(members))
 
 
-def _train(mix: Mix, folder: Path) -> None:
+def _train(mix: TaskMix, folder: Path) -> None:
     """Train on a mix in a folder, unless that is done."""
     if RunFolder(folder).done.exists():
         logger.info("%s is finished", folder)
@@ -131,7 +131,7 @@ def _line(
     config: TransferConfig,
     out: Path,
 ) -> dict[str, Any]:
-    cells: dict[str, Cell] = {}
+    cells: dict[str, BenchmarkCell] = {}
     for arm, source in sources.items():
         folder = out / "finetune" / arm / name
         result = finetune(

@@ -31,7 +31,7 @@ Memory = dict[str, dict[str, float]]
 # `prior`: their first draw only measures, since a guess would make the update depend on the loss'
 # scale.
 @dataclass(frozen=True)
-class Known:
+class LossBaseline:
     """What is known of a task's loss before training, its factor included; None: nothing."""
 
     initial: float | None
@@ -46,7 +46,7 @@ class Balancer:
     def __init__(
         self,
         config: BalanceConfig,
-        known: Mapping[str, Known],
+        known: Mapping[str, LossBaseline],
         draws: Draws,
         *,
         seed: int,
@@ -82,7 +82,7 @@ class Balancer:
 
 @dataclass
 class StepWeighing:
-    """As `pipeline.train.engine.Weighing`."""
+    """As `pipeline.train.engine.LossBalancer`."""
 
     balancer: Balancer
     memory: Memory

@@ -18,7 +18,7 @@ from pipeline.data.dataset import Batch
 from pipeline.data.format import DatasetIndex, Vocabulary
 from pipeline.data.masking import Sequences, mask_tokens
 from pipeline.data.order import Ints, Locations
-from pipeline.data.packing import Pairs, Slots
+from pipeline.data.packing import PackedSequences, PairFields
 from pipeline.data.pairs import PairRule, sentence_marks
 from pipeline.data.random import Purpose, philox
 from pipeline.data.record import sequence_hashes
@@ -119,7 +119,13 @@ class MaskedInputs:
     pairs: PairRule | None = None
 
     def __call__(
-        self, slots: Slots, locations: Locations, number: int, *, micro_batch: int, places: Ints
+        self,
+        slots: PackedSequences,
+        locations: Locations,
+        number: int,
+        *,
+        micro_batch: int,
+        places: Ints,
     ) -> list[Batch]:
         """Make micro-batches, as `pipeline.data.dataset.Inputs`."""
         sequences = Sequences(
@@ -184,7 +190,7 @@ class MaskedInputs:
                 hash=int(hashes[rows].sum()),
             )
             if self.pairs is not None and slots.pairs is not None:
-                mine = Pairs._make(array[rows] for array in slots.pairs)
+                mine = PairFields._make(array[rows] for array in slots.pairs)
                 batch = _with_pairs(batch, mine, self.pairs.kind)
             if boundaries is not None:
                 batch = _with_boundaries(batch, boundaries, masked, first * seq_len)
@@ -216,13 +222,13 @@ class MaskedInputs:
 _DRAWN_FOR = {Purpose.MASK: Purpose.GENERATOR, Purpose.EVAL_MASK: Purpose.EVAL_GENERATOR}
 
 
-def _marked(documents: npt.NDArray[np.int32], pairs: Pairs) -> npt.NDArray[np.int32]:
+def _marked(documents: npt.NDArray[np.int32], pairs: PairFields) -> npt.NDArray[np.int32]:
     """Put segments and labels above the documents' numbers, so that a hash covers them."""
     marks = pairs.segments + 2 * (pairs.labels.astype(np.int64) + 1)
     return documents | (marks << _PAIRS_BIT).astype(np.int32)
 
 
-def _with_pairs(batch: Batch, pairs: Pairs, kind: PairKind) -> Batch:
+def _with_pairs(batch: Batch, pairs: PairFields, kind: PairKind) -> Batch:
     """Add what the loss of pairs needs, and what the log says of them."""
     labels = pairs.labels.reshape(-1)
     first = np.flatnonzero(labels >= 0)

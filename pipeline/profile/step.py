@@ -24,7 +24,7 @@ from pipeline.config.objective import generator_of
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.loader import MicroBatch
 from pipeline.data.objects import open_index
-from pipeline.data.run_order import Share
+from pipeline.data.run_order import DataRank
 from pipeline.model.cost import flops_per_token, limits
 from pipeline.objectives.choose import make_objective
 from pipeline.runtime import dist
@@ -277,7 +277,7 @@ def profile_run(
         config = replace(config, run_dir=folder)
         objective = make_objective(config.objective)
         model = make_model(config, objective, device)
-        share = Share(process.rank, process.world_size)
+        share = DataRank(process.rank, process.world_size)
         loader, _ = open_data(config, index, objective, share)
         engine = Engine(model, config.train, process, device)
         model.set_alpha(schedule.alpha(config.train.num_steps, config.train.alpha_warmup_steps))
@@ -344,14 +344,14 @@ def head_marked(encoder: nn.Module) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Work:
+class PartCost:
     """FLOPs and bytes of a part of a step."""
 
     flops: float
     num_bytes: float
 
-    def __mul__(self, times: float) -> "Work":
-        return Work(self.flops * times, self.num_bytes * times)
+    def __mul__(self, times: float) -> "PartCost":
+        return PartCost(self.flops * times, self.num_bytes * times)
 
     def least_s(self, device: str) -> float | None:
         """Return the seconds at the limits of a device, by its name; None if they are unknown."""
@@ -363,7 +363,7 @@ class Work:
 
 def attention_work(
     tokens: int, pairs: float, num_heads: int, head_size: int, *, carries: bool, longest: int
-) -> Work:
+) -> PartCost:
     """Return one layer's work forward and backward in bf16, without rotary and projections.
 
     FLOPs are those of the formula, as in `cost.py`: 4 P N H forward, twice as many backward,
@@ -376,7 +376,7 @@ def attention_work(
     for a middle layer of a model with carried scores.
     """
     of_scores = (10 + 2 * (longest > _WINDOW)) if carries else 0
-    return Work(
+    return PartCost(
         flops=12.0 * pairs * num_heads * head_size,
         num_bytes=float(
             12 * tokens * num_heads * head_size * _BF16 + of_scores * pairs * num_heads
@@ -384,7 +384,7 @@ def attention_work(
     )
 
 
-def model_work(config: PretrainConfig, batches: list[MicroBatch]) -> dict[str, Work]:
+def model_work(config: PretrainConfig, batches: list[MicroBatch]) -> dict[str, PartCost]:
     """Return the work of the encoder's GEMMs and attention over micro-batches, in bf16.
 
     The generator's, too. GEMMs include padding; the bytes that they move are not counted.
@@ -405,8 +405,8 @@ def model_work(config: PretrainConfig, batches: list[MicroBatch]) -> dict[str, W
         * each.num_layers
         for each in encoders
     ]
-    attention = Work(sum(each.flops for each in layers), sum(each.num_bytes for each in layers))
-    return {GEMM: Work(3 * flops.body * slots, 0.0), ATTENTION: attention}
+    attention = PartCost(sum(each.flops for each in layers), sum(each.num_bytes for each in layers))
+    return {GEMM: PartCost(3 * flops.body * slots, 0.0), ATTENTION: attention}
 
 
 def roofline(

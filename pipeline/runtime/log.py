@@ -35,7 +35,7 @@ def to_run(run_dir: Path, rank: int) -> None:
     """
     path = RunFolder(run_dir).log(rank)
     path.parent.mkdir(parents=True, exist_ok=True)
-    file_handler = _File(path, encoding="utf-8")
+    file_handler = _RankFile(path, encoding="utf-8")
     file_handler.setFormatter(logging.Formatter(_FORMAT, defaults={"rank": rank}))
     handlers: list[logging.Handler] = [file_handler]
     if rank == 0:
@@ -47,7 +47,7 @@ def to_run(run_dir: Path, rank: int) -> None:
     logging.basicConfig(level=min(_level, logging.INFO), handlers=handlers, force=True)
 
 
-class _File(logging.FileHandler):
+class _RankFile(logging.FileHandler):
     """A rank's file. What stops it from being written, such as a full disk, is said once."""
 
     _has_failed = False

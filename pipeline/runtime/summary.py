@@ -30,7 +30,7 @@ Line = str | tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Summary:
+class FolderSummary:
     """The status of one folder, a run or a dataset, the most important first."""
 
     folder: str

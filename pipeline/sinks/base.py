@@ -1,8 +1,9 @@
 """Where a run's numbers go: metrics.jsonl always, and the sinks that `monitor.sinks` names.
 
-A sink is a class that is made from a `Start` and has the methods of `Sink`. Packages add theirs by
-an entry point of the group `postnorm.sinks`. A run goes on if its numbers cannot be written: each
-sink is called from a thread of its own, so that a slow service costs records but no steps.
+A sink is a class that is made from a `SinkContext` and has the methods of `Sink`. Packages add
+theirs by an entry point of the group `postnorm.sinks`. A run goes on if its numbers cannot be
+written: each sink is called from a thread of its own, so that a slow service costs records but no
+steps.
 """
 
 import json
@@ -47,7 +48,7 @@ _PATIENCE_S = 10.0
 
 
 @dataclass(frozen=True)
-class Start:
+class SinkContext:
     """What a sink is made from: one attempt of a run, on rank 0."""
 
     run_dir: Path
@@ -95,7 +96,7 @@ class Sink(Protocol):
         """Finish what was begun; the run may go on in a later attempt."""
 
 
-Opener = Callable[[Start], Sink]
+Opener = Callable[[SinkContext], Sink]
 
 
 def find_sinks(names: Sequence[str]) -> dict[str, Opener]:
@@ -129,7 +130,7 @@ def find_sinks(names: Sequence[str]) -> dict[str, Opener]:
 class Sinks:
     """The writers of one attempt of a run. For rank 0."""
 
-    def __init__(self, start: Start, openers: dict[str, Opener]) -> None:
+    def __init__(self, start: SinkContext, openers: dict[str, Opener]) -> None:
         """Prepare the files; the first record creates them.
 
         Steps that an earlier attempt logged and this one computes again are twice in metrics.jsonl,
@@ -204,7 +205,7 @@ def tag_of(kind: str, name: str) -> str:
 class _Worker:
     """Calls one sink from a thread of its own, and counts what it loses."""
 
-    def __init__(self, name: str, opener: Opener, start: Start) -> None:
+    def __init__(self, name: str, opener: Opener, start: SinkContext) -> None:
         self._name = name
         self._calls: queue.Queue[Callable[[Sink], None] | None] = queue.Queue(_MOST_WAITING)
         self._given = self._lost = 0
@@ -239,7 +240,7 @@ class _Worker:
                 self._given,
             )
 
-    def _run(self, opener: Opener, start: Start) -> None:
+    def _run(self, opener: Opener, start: SinkContext) -> None:
         sink: Sink | None = None
         try:
             sink = opener(start)

@@ -16,7 +16,7 @@ from mlflow.entities import Metric, Param
 from mlflow.environment_variables import MLFLOW_EXPERIMENT_NAME
 
 from pipeline.runtime import env
-from pipeline.sinks.base import Start
+from pipeline.sinks.base import SinkContext
 
 _NOT_IN_NAMES = re.compile(r"[^/\w.\- ]")
 _MOST_PARAMS, _LONGEST_VALUE = 100, 500
@@ -26,7 +26,7 @@ _MOST_PARAMS, _LONGEST_VALUE = 100, 500
 class MLflow:
     """One attempt of a run in MLflow."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: SinkContext) -> None:
         """Open the run, or go on with it."""
         env.set_default("MLFLOW_DISABLE_TELEMETRY", "true")
         env.set_default("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -35,7 +35,7 @@ class MLflow:
         self._id = start.kept_id("mlflow", lambda: self._create(start))
         self._client.update_run(self._id, status="RUNNING")
 
-    def _create(self, start: Start) -> str:
+    def _create(self, start: SinkContext) -> str:
         name = MLFLOW_EXPERIMENT_NAME.get() or "postnorm"
         experiment = self._client.get_experiment_by_name(name)
         number = experiment.experiment_id if experiment else self._client.create_experiment(name)

@@ -18,7 +18,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import summary
 
 from pipeline.runtime.run_folder import RunFolder
-from pipeline.sinks.base import LossyFile, Start
+from pipeline.sinks.base import LossyFile, SinkContext
 
 # Tags are regular expressions that TensorBoard matches from the beginning of a tag.
 _CHARTS: dict[str, dict[str, str]] = {
@@ -53,7 +53,7 @@ _CHARTS: dict[str, dict[str, str]] = {
 class TensorBoard:
     """One event file of an attempt; TensorBoard shows its steps in place of an earlier one's."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: SinkContext) -> None:
         """Prepare the file; the first record creates it."""
         # The name that torch's SummaryWriter gives; TensorBoard reads files in this order.
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0"

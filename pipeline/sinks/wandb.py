@@ -14,13 +14,13 @@ import numpy.typing as npt
 import wandb
 
 from pipeline.runtime import env
-from pipeline.sinks.base import Start
+from pipeline.sinks.base import SinkContext
 
 
 class WeightsAndBiases:
     """One attempt of a run in Weights & Biases."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: SinkContext) -> None:
         """Open the run, or go on with it."""
         env.set_default("WANDB_PROJECT", "postnorm")
         self._run = wandb.init(

@@ -29,7 +29,7 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Source:
+class TableFile:
     """A file to read, and where to count."""
 
     path: Path
@@ -117,7 +117,7 @@ def _whole_json(path: Path) -> Any:
         raise DataError(f"{path}:{error.lineno}: not valid JSON ({error.msg})") from None
 
 
-def _json_rows(source: Source) -> Iterator[Row]:
+def _json_rows(source: TableFile) -> Iterator[Row]:
     whole = _whole_json(source.path)
     items = whole.get("data") if isinstance(whole, dict) else whole
     if not isinstance(items, list):
@@ -126,7 +126,7 @@ def _json_rows(source: Source) -> Iterator[Row]:
         yield Row(f"{source.path}, item {number}", _mapping(item, f"{source.path}, item {number}"))
 
 
-def _jsonl_rows(source: Source) -> Iterator[Row]:
+def _jsonl_rows(source: TableFile) -> Iterator[Row]:
     for number, line in _lines(source.path):
         where = f"{source.path}:{number}"
         try:
@@ -141,7 +141,7 @@ def _mapping(item: Any, where: str) -> dict[str, Any]:
     return item
 
 
-def _table_rows(source: Source) -> Iterator[Row]:
+def _table_rows(source: TableFile) -> Iterator[Row]:
     columns = list(source.data.columns)
     for at, (number, cells) in enumerate(TABLES[source.format](source.path)):
         where = f"{source.path}:{number}"
@@ -178,7 +178,7 @@ def _csv_cells(path: Path) -> Iterator[tuple[int, list[str]]]:
             raise DataError(f"{path}:{rows.line_num}: not valid CSV ({error})") from None
 
 
-def _conll_rows(source: Source) -> Iterator[Row]:
+def _conll_rows(source: TableFile) -> Iterator[Row]:
     """Yield sentences: a word a line, its tag in the last column, a blank line between two."""
     sentences = _sentences(source)
     joiner = source.data.joiner
@@ -200,7 +200,7 @@ def _conll_rows(source: Source) -> Iterator[Row]:
         yield Row(f"{source.path}:{rows[0][0]}", values)
 
 
-def _sentences(source: Source) -> list[list[tuple[int, str, str]]]:
+def _sentences(source: TableFile) -> list[list[tuple[int, str, str]]]:
     """Read (line, word, tag) of each sentence; a file without gold may lack the tags, then ""."""
     sentences: list[list[tuple[int, str, str]]] = [[]]
     last = 0
@@ -234,7 +234,7 @@ def _num_illegal(tags: list[str]) -> int:
     )
 
 
-def _squad_rows(source: Source) -> Iterator[Row]:
+def _squad_rows(source: TableFile) -> Iterator[Row]:
     for i, article in enumerate(_whole_json(source.path)["data"]):
         for j, paragraph in enumerate(article.get("paragraphs", ())):
             for n, question in enumerate(paragraph.get("qas", ())):
@@ -254,7 +254,7 @@ def _is_placeholder(answer: Any) -> bool:
     return str(answer.get("text")).startswith("FAKE_ANSWER_") and answer.get("answer_start") == -1
 
 
-def _cmrc_rows(source: Source) -> Iterator[Row]:
+def _cmrc_rows(source: TableFile) -> Iterator[Row]:
     """Yield CMRC 2018's own form: answers without offsets."""
     for i, paragraph in enumerate(_whole_json(source.path)):
         for question in paragraph.get("qas", ()):
@@ -266,7 +266,7 @@ def _cmrc_rows(source: Source) -> Iterator[Row]:
             yield Row(where, values)
 
 
-def _c3_rows(source: Source) -> Iterator[Row]:
+def _c3_rows(source: TableFile) -> Iterator[Row]:
     joiner = _TURN_JOINER if source.data.joiner is None else source.data.joiner
     for number, item in enumerate(_whole_json(source.path)):
         where = f"{source.path}, item {number}"
@@ -282,7 +282,7 @@ def _c3_rows(source: Source) -> Iterator[Row]:
             yield Row(f"{where}, question {n}", values)
 
 
-def _chid_rows(source: Source) -> Iterator[Row]:
+def _chid_rows(source: TableFile) -> Iterator[Row]:
     """Yield a row for each blank; the answers are in FILE_answer.json beside FILE.json."""
     beside = source.path.with_name(f"{source.path.stem}_answer.json")
     answers = _whole_json(beside) if beside.is_file() else None
@@ -307,7 +307,7 @@ TABLES: dict[str, Callable[[Path], Iterator[tuple[int, list[str]]]]] = {
     "csv": _csv_cells,
     "tsv": _tsv_cells,
 }
-_FORMATS: dict[str, Callable[[Source], Iterator[Row]]] = {
+_FORMATS: dict[str, Callable[[TableFile], Iterator[Row]]] = {
     "json": _json_rows,
     "jsonl": _jsonl_rows,
     "csv": _table_rows,
@@ -320,7 +320,7 @@ _FORMATS: dict[str, Callable[[Source], Iterator[Row]]] = {
 }
 
 
-def read_rows(source: Source) -> Iterator[Row]:
+def read_rows(source: TableFile) -> Iterator[Row]:
     """Yield the rows of a file.
 
     Raises:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.tasks.formats import TABLES, Row, Source, detect, read_rows
+from pipeline.tasks.formats import TABLES, Row, TableFile, detect, read_rows
 from pipeline.tasks.scores import Span
 from pipeline.tasks.task import FIXED_FORMATS, TaskConfig, missing_fields
 
@@ -133,7 +133,7 @@ def read_file(
     if not path.read_bytes().strip():
         raise DataError(f"{path} is empty; take it out of the task, or get the file again")
     form = config.data.format if config.data.format != "auto" else detect(path, config)
-    source = Source(path, form, config, needs_gold, counter)
+    source = TableFile(path, form, config, needs_gold, counter)
     kinds = FIXED_FORMATS.get(form, (config.task.kind,))
     if config.task.kind not in kinds:
         raise DataError(
@@ -238,7 +238,7 @@ def _some(names: Iterable[str]) -> str:
 # Kinds: a row to an example
 
 
-def _example(source: Source, number: int, row: Row) -> Example | None:
+def _example(source: TableFile, number: int, row: Row) -> Example | None:
     """Make an example of a row, or count it as dropped and return None."""
     config, kind = source.config, source.config.kind
     texts = {}
@@ -278,7 +278,7 @@ def _example(source: Source, number: int, row: Row) -> Example | None:
     return replace(example, gold=gold)
 
 
-def _text(source: Source, row: Row, field: str, *, required: bool) -> str:
+def _text(source: TableFile, row: Row, field: str, *, required: bool) -> str:
     key = source.column(field)
     value = row.values.get(key) if key is not None else ""
     if value is None:
@@ -297,14 +297,14 @@ def _text(source: Source, row: Row, field: str, *, required: bool) -> str:
     return str(value)
 
 
-def _choices(source: Source, row: Row) -> tuple[str, ...]:
+def _choices(source: TableFile, row: Row) -> tuple[str, ...]:
     value = row.values.get(source.column("choices") or "")
     if not isinstance(value, list) or len(value) < 2:
         raise DataError(f"{row.where}: expected a list of two choices or more, got {value!r}")
     return tuple(map(str, value))
 
 
-def _marks(source: Source, row: Row, text: str) -> tuple[Span, ...]:
+def _marks(source: TableFile, row: Row, text: str) -> tuple[Span, ...]:
     kind = source.config.task.kind
     if kind == "cloze":
         blanks = row.values.get("blanks") if source.format == "chid" else None
@@ -344,11 +344,11 @@ def _name(value: Any, row: Row) -> str:
     return json.dumps(value) if isinstance(value, bool) else str(value).strip()
 
 
-def _class_gold(source: Source, row: Row, example: Example, value: Any) -> str:
+def _class_gold(source: TableFile, row: Row, example: Example, value: Any) -> str:
     return _name(value, row)
 
 
-def _choice_gold(source: Source, row: Row, example: Example, value: Any) -> int:
+def _choice_gold(source: TableFile, row: Row, example: Example, value: Any) -> int:
     """Find the index of the choice; of equal choices it is the first."""
     if isinstance(value, str) and value in example.choices:
         return example.choices.index(value)
@@ -363,7 +363,7 @@ def _choice_gold(source: Source, row: Row, example: Example, value: Any) -> int:
     return example.choices.index(example.choices[index])
 
 
-def _labels_gold(source: Source, row: Row, example: Example, value: Any) -> tuple[str, ...]:
+def _labels_gold(source: TableFile, row: Row, example: Example, value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
         value = [part for part in value.split(source.data.joiner or _LABEL_JOINER) if part]
     if not isinstance(value, list):
@@ -371,7 +371,7 @@ def _labels_gold(source: Source, row: Row, example: Example, value: Any) -> tupl
     return tuple(sorted({_name(item, row) for item in value}))
 
 
-def _number_gold(source: Source, row: Row, example: Example, value: Any) -> float:
+def _number_gold(source: TableFile, row: Row, example: Example, value: Any) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError):
@@ -381,7 +381,7 @@ def _number_gold(source: Source, row: Row, example: Example, value: Any) -> floa
     return number
 
 
-def _spans_gold(source: Source, row: Row, example: Example, value: Any) -> tuple[Span, ...]:
+def _spans_gold(source: TableFile, row: Row, example: Example, value: Any) -> tuple[Span, ...]:
     """Read [[type, start, end], ...], mappings with these keys, or CLUENER's inclusive mapping."""
     spans = set()
     try:
@@ -425,7 +425,7 @@ def _written_spans(value: Any, after: int) -> Iterator[tuple[Span, str]]:
             yield Span(kind, int(start), int(end) + after), ""
 
 
-def _answers_gold(source: Source, row: Row, example: Example, value: Any) -> tuple[Answer, ...]:
+def _answers_gold(source: TableFile, row: Row, example: Example, value: Any) -> tuple[Answer, ...]:
     """Read the answers as they stand; one that is not at its offset is looked for just before it.
 
     Scores use the text alone, so an answer without a place still counts as gold.
@@ -451,7 +451,7 @@ def _answers_gold(source: Source, row: Row, example: Example, value: Any) -> tup
     return tuple(answers)
 
 
-def _place(source: Source, context: str, answer: str, stated: int | None) -> int | None:
+def _place(source: TableFile, context: str, answer: str, stated: int | None) -> int | None:
     if stated is None:  # a file without offsets: the first place
         place = context.find(answer)
         return place if place >= 0 else None
@@ -465,7 +465,7 @@ def _place(source: Source, context: str, answer: str, stated: int | None) -> int
     return None
 
 
-_GOLD: dict[str, Callable[[Source, Row, Example, Any], Gold]] = {
+_GOLD: dict[str, Callable[[TableFile, Row, Example, Any], Gold]] = {
     **dict.fromkeys(("classify", "pair", "coref"), _class_gold),
     **dict.fromkeys(("choice", "cloze"), _choice_gold),
     "multilabel": _labels_gold,

@@ -23,7 +23,7 @@ Format = Literal["auto", "json", "jsonl", "csv", "tsv", "conll", "squad", "cmrc"
 
 
 @dataclass(frozen=True)
-class Kind:
+class TaskKind:
     """What a kind of task reads from a row, and how it is scored; the first metric is default."""
 
     fields: tuple[str, ...]
@@ -37,16 +37,16 @@ class Kind:
 
 _CLASSES = ("accuracy", "f1", "macro_f1", "matthews")
 KINDS = {
-    "classify": Kind(("text",), _CLASSES),
-    "pair": Kind(("text", "text_b"), _CLASSES),
-    "choice": Kind(("choices",), ("accuracy",), optional=("text", "text_b")),
-    "tag": Kind(("text",), ("f1", "macro_f1"), gold="spans"),
-    "spans": Kind(("text",), ("f1", "macro_f1"), gold="spans"),
-    "qa": Kind(("text", "text_b"), ("f1", "em"), gold="answers"),
-    "multilabel": Kind(("text",), ("f1", "macro_f1", "accuracy"), optional=("text_b",)),
-    "regress": Kind(("text",), ("spearman", "pearson"), optional=("text_b",)),
-    "cloze": Kind(("text", "choices"), ("accuracy",)),
-    "coref": Kind(("text", "target"), _CLASSES),
+    "classify": TaskKind(("text",), _CLASSES),
+    "pair": TaskKind(("text", "text_b"), _CLASSES),
+    "choice": TaskKind(("choices",), ("accuracy",), optional=("text", "text_b")),
+    "tag": TaskKind(("text",), ("f1", "macro_f1"), gold="spans"),
+    "spans": TaskKind(("text",), ("f1", "macro_f1"), gold="spans"),
+    "qa": TaskKind(("text", "text_b"), ("f1", "em"), gold="answers"),
+    "multilabel": TaskKind(("text",), ("f1", "macro_f1", "accuracy"), optional=("text_b",)),
+    "regress": TaskKind(("text",), ("spearman", "pearson"), optional=("text_b",)),
+    "cloze": TaskKind(("text", "choices"), ("accuracy",)),
+    "coref": TaskKind(("text", "target"), _CLASSES),
 }
 RANDOM = "random:"
 """Before a model: its architecture and tokenizer with fresh weights."""
@@ -303,7 +303,7 @@ class TaskConfig:
         )
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> TaskKind:
         """The kind's row of `KINDS`."""
         return KINDS[self.task.kind]
 

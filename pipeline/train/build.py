@@ -22,7 +22,7 @@ from pipeline.config.runs import PretrainConfig
 from pipeline.config.schedule import alpha, is_over
 from pipeline.data.ledger import Rewind, read_ledger
 from pipeline.data.record import read_batches
-from pipeline.data.run_order import Share
+from pipeline.data.run_order import DataRank
 from pipeline.errors import EXIT_FINISHED, EXIT_PREEMPTED, BusyError, DataError
 from pipeline.kernels.choose import choose
 from pipeline.model.compiled import CompiledLayer, require_compiler
@@ -34,16 +34,16 @@ from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.runtime.notify import FAILED, FINISHED, STARTED, STOPPED, WENT_BACK, Notifier
 from pipeline.runtime.rank import Rank, leaving
 from pipeline.runtime.run_folder import RunFolder
-from pipeline.sinks.base import Sinks, Start, find_sinks
+from pipeline.sinks.base import SinkContext, Sinks, find_sinks
 from pipeline.train.batch_log import BatchLog
 from pipeline.train.deepspeed import deepspeed_config
 from pipeline.train.engine import Engine, close_process_group, init_process_group
-from pipeline.train.faults import LeftOut, Rescue, trained_in_spite
+from pipeline.train.faults import FaultHandler, SkippedBatches, trained_in_spite
 from pipeline.train.loop import Attempt, train
 from pipeline.train.replicas import Replicas
 from pipeline.train.requests import Requests
-from pipeline.train.run import Run, Work
-from pipeline.train.watch import Watch
+from pipeline.train.run import RunContext, Workload
+from pipeline.train.watch import RunLogger
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 _LOCK_PATIENCE_S = 15.0
 
 
-def train_run(config: PretrainConfig, rank: Rank, work: Work) -> int:
+def train_run(config: PretrainConfig, rank: Rank, work: Workload) -> int:
     """Run or resume a run on this rank, whatever its work is.
 
     Args:
@@ -163,7 +163,7 @@ def make_model(config: PretrainConfig, objective: Objective, device: torch.devic
 def _run(
     config: PretrainConfig,
     process: ProcessInfo,
-    work: Work,
+    work: Workload,
     device: torch.device,
     requests: Requests,
     notifier: Notifier,
@@ -178,7 +178,7 @@ def _run(
     if requests.ends_before_training():
         return EXIT_PREEMPTED
     saver = Saver(config, work.index, process, num_parameters)
-    data = work.open(config, Share(process.rank, process.world_size))
+    data = work.open(config, DataRank(process.rank, process.world_size))
     if requests.ends_before_training():
         return EXIT_PREEMPTED
     if resumed_from is None:
@@ -193,7 +193,7 @@ def _run(
     )
     watchdog.beat("making the engine")
     engine = Engine(model, config.train, process, device, work.lr_scale)
-    run = Run(
+    run = RunContext(
         config=config,
         process=process,
         work=work,
@@ -216,7 +216,7 @@ def _run(
     return code
 
 
-def _attempt(run: Run, resumed_from: Path | None, *, rewound: bool) -> int | None:
+def _attempt(run: RunContext, resumed_from: Path | None, *, rewound: bool) -> int | None:
     """Train from a checkpoint or from step 0; see `train` for what it returns and raises."""
     config, process = run.config, run.process
     watchdog.beat("loading the state")
@@ -239,15 +239,15 @@ def _attempt(run: Run, resumed_from: Path | None, *, rewound: bool) -> int | Non
         _write_deepspeed_config(run)
         resumed_step = state.step if resumed_from else None
         number = _record_attempt(run, resumed_step, rewound=rewound)
-        start = Start(run.folder.path, number, resumed_step, config)
+        start = SinkContext(run.folder.path, number, resumed_step, config)
         sinks = Sinks(start, find_sinks(config.monitor.sinks))
-    watch = Watch(run, sinks)
+    watch = RunLogger(run, sinks)
     attempt = Attempt(
         run=run,
         batch_log=batch_log,
         watch=watch,
-        left_out=LeftOut(config, rewinds),
-        rescue=Rescue(config, run.data, batch_log, run.saver, watch),
+        left_out=SkippedBatches(config, rewinds),
+        rescue=FaultHandler(config, run.data, batch_log, run.saver, watch),
         replicas=Replicas(run.engine, process, config.monitor.compare_replicas_every_steps),
     )
     try:
@@ -288,7 +288,7 @@ def _warn_of_trained(config: PretrainConfig, state: TrainState) -> None:
         logger.warning(text, len(trained), trained[0])
 
 
-def _finish(run: Run, state: TrainState) -> None:
+def _finish(run: RunContext, state: TrainState) -> None:
     """Mark the run as done, on rank 0."""
     write_json_atomic(run.folder.done, {"step": state.step, "unix_s": time.time()})
     logger.info("finished at step %d", state.step)
@@ -302,7 +302,7 @@ def _finish(run: Run, state: TrainState) -> None:
         logger.warning(text, reached)
 
 
-def _write_deepspeed_config(run: Run) -> None:
+def _write_deepspeed_config(run: RunContext) -> None:
     config, path = run.config.train, run.folder.deepspeed
     if config.zero_stage == 0:
         path.unlink(missing_ok=True)
@@ -310,7 +310,7 @@ def _write_deepspeed_config(run: Run) -> None:
         write_json_atomic(path, deepspeed_config(config))
 
 
-def _record_attempt(run: Run, resumed_step: int | None, *, rewound: bool) -> int:
+def _record_attempt(run: RunContext, resumed_step: int | None, *, rewound: bool) -> int:
     """Add a line to attempts.jsonl and return this attempt's number, 1 for the first."""
     process, attempt = run.process, _next_attempt(run.folder)
     record = {

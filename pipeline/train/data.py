@@ -5,14 +5,14 @@ from pipeline.data.counts import sequences_at
 from pipeline.data.format import DatasetIndex
 from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.data.reader import refuse_unlisted
-from pipeline.data.run_order import Share
+from pipeline.data.run_order import DataRank
 from pipeline.data.staging import stage
 from pipeline.objectives.base import TextObjective
 from pipeline.runtime import dist, env, watchdog
 
 
 def open_data(
-    config: PretrainConfig, index: DatasetIndex, objective: TextObjective, share: Share
+    config: PretrainConfig, index: DatasetIndex, objective: TextObjective, share: DataRank
 ) -> tuple[TrainLoader, EvalLoader]:
     """Open and check the dataset. Collective.
 
@@ -39,7 +39,7 @@ def open_data(
 
 
 def _where_shards_are_read(
-    config: PretrainConfig, index: DatasetIndex, share: Share
+    config: PretrainConfig, index: DatasetIndex, share: DataRank
 ) -> DatasetIndex:
     """Copy the shards to this node if the config asks for it. Collective."""
     staging = config.data.stage_dir is not None and index.store is None

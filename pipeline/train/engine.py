@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from pipeline.checkpoints.state import MASTER, MOMENTS, Part, SavedState
+from pipeline.checkpoints.state import MASTER, MOMENTS, SavedState, TensorShard
 from pipeline.config.train import TrainConfig
 from pipeline.data.loader import MicroBatch
 from pipeline.objectives.base import Objective, Sums, add_up, detached
@@ -38,7 +38,7 @@ from pipeline.train.optimizer import (
     squared_norm,
 )
 from pipeline.train.replicated import Replicated
-from pipeline.train.timing import UPDATE, OwnTime, mark
+from pipeline.train.timing import UPDATE, LocalComputeTimer, mark
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class StepResult:
 Measures = Literal["nothing", "losses", "norms", "products"]
 
 
-class Weighing(Protocol):
+class LossBalancer(Protocol):
     """Decides in one step how much each loss counts, beside the objective's own factor.
 
     A micro-batch has targets of one loss alone then. `names` are the losses that the step has.
@@ -167,7 +167,7 @@ class Engine:
         """
         self.device = device
         self.world_size = process.world_size
-        self.own_time = OwnTime(device)
+        self.own_time = LocalComputeTimer(device)
         """Of this rank's passes, up to the first collective."""
         self._rank = process.rank
         # Stage 3 empties the parameters.
@@ -215,7 +215,7 @@ class Engine:
         objective: Objective,
         lr: float,
         notes: Sequence[float] = (),
-        weighing: Weighing | None = None,
+        weighing: LossBalancer | None = None,
     ) -> StepResult:
         """Forward, backward and one update over this rank's micro-batches of one step. Collective.
 
@@ -330,7 +330,7 @@ class Engine:
         batches: list[MicroBatch],
         objective: Objective,
         scales: Mapping[str, Tensor],
-        weighing: Weighing,
+        weighing: LossBalancer,
     ) -> dict[str, Sums]:
         """Run the passes of one loss after another; return the sums of each."""
         by_loss: dict[str, list[MicroBatch]] = {}
@@ -368,7 +368,7 @@ class Engine:
             gradients.finish(weighing.common())
         return found
 
-    def state_parts(self) -> tuple[list[Part], dict[str, int]]:
+    def state_parts(self) -> tuple[list[TensorShard], dict[str, int]]:
         """Return views of this rank's master weights and optimizer state, and counters.
 
         Collective.
@@ -382,7 +382,7 @@ class Engine:
             "skipped_steps": self._engine.skipped_steps,
         }
         parts = [
-            Part(each.name, each.shape, each.start, self._tensors(each))
+            TensorShard(each.name, each.shape, each.start, self._tensors(each))
             for each in self._own_slices()
         ]
         return parts, counters

@@ -14,7 +14,7 @@ from pipeline.runtime import dist, watchdog
 
 
 @dataclass(frozen=True)
-class Score:
+class EvalScore:
     """Means over targets, such as masked tokens."""
 
     means: dict[str, float]
@@ -40,8 +40,8 @@ class Score:
 class EvalResult:
     """The scores of an evaluation."""
 
-    total: Score
-    by_source: dict[str, Score]
+    total: EvalScore
+    by_source: dict[str, EvalScore]
     """Of the sources that have held-out text."""
 
     def values(self) -> dict[str, float]:
@@ -120,8 +120,8 @@ def combine(sums: dict[str, Tensor], objective: Objective, sources: Sequence[str
     )
 
 
-def _score(sums: dict[str, tuple[float, float]], objective: Objective) -> Score:
+def _score(sums: dict[str, tuple[float, float]], objective: Objective) -> EvalScore:
     means = {name: total / weight if weight else math.nan for name, (total, weight) in sums.items()}
     loss = objective.followed({name: means[name] for name, (_, weight) in sums.items() if weight})
     weight = sums[next(iter(objective.losses))][1]
-    return Score({**means, "loss": loss}, {f"num_{objective.targets}": int(weight)})
+    return EvalScore({**means, "loss": loss}, {f"num_{objective.targets}": int(weight)})

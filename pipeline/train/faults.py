@@ -23,8 +23,8 @@ from pipeline.checkpoints.manifest import (
 )
 from pipeline.checkpoints.resume import require_usable
 from pipeline.checkpoints.save import Saver
-from pipeline.checkpoints.state import HasState, TrainState
-from pipeline.config.data import BatchPlace
+from pipeline.checkpoints.state import Checkpointable, TrainState
+from pipeline.config.data import BatchSpec
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.ledger import (
     Diverged,
@@ -35,7 +35,7 @@ from pipeline.data.ledger import (
     read_ledger,
 )
 from pipeline.data.record import BatchRecord
-from pipeline.data.run_order import Share
+from pipeline.data.run_order import DataRank
 from pipeline.errors import (
     CheckpointError,
     DivergedError,
@@ -46,9 +46,9 @@ from pipeline.errors import (
 from pipeline.runtime import dist
 from pipeline.train.batch_log import BatchLog
 from pipeline.train.engine import StepResult
-from pipeline.train.metrics import Interval
+from pipeline.train.metrics import LogInterval
 from pipeline.train.run import TrainingData
-from pipeline.train.watch import Watch
+from pipeline.train.watch import RunLogger
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ _BROKEN = (
 )
 
 
-class Rescue:
+class FaultHandler:
     """Decide what to do about skipped steps, spikes and broken state. All ranks call it and agree.
 
     Methods raise TrainingError if the run must end: too many steps in a row were skipped, there is
@@ -78,7 +78,7 @@ class Rescue:
         data: TrainingData,
         batch_log: BatchLog,
         saver: Saver,
-        watch: Watch,
+        watch: RunLogger,
     ) -> None:
         self._config = config
         self._run_dir = Path(config.run_dir)
@@ -92,8 +92,8 @@ class Rescue:
         self,
         state: TrainState,
         result: StepResult,
-        place: BatchPlace,
-        engine: HasState,
+        place: BatchSpec,
+        engine: Checkpointable,
         unsound_gradients: Callable[[], list[str]],
     ) -> None:
         """Record a step that was skipped on all ranks. Collective.
@@ -107,7 +107,7 @@ class Rescue:
         own = all(math.isfinite(float(each.total)) for each in result.sums.values())
         is_finite = dist.gather(own)
         ranks = {
-            str(rank): self._data.places(place, Share(rank, len(is_finite)))
+            str(rank): self._data.places(place, DataRank(rank, len(is_finite)))
             for rank, finite in enumerate(is_finite)
             if not finite
         }
@@ -150,7 +150,7 @@ class Rescue:
                 "newest checkpoint is from before them; lower train.lr or lengthen the warm-ups"
             )
 
-    def _require_sound(self, state: TrainState, place: BatchPlace, engine: HasState) -> None:
+    def _require_sound(self, state: TrainState, place: BatchSpec, engine: Checkpointable) -> None:
         found = _of_ranks(unsound_parts(engine.state_parts()[0])[:_MOST_TENSORS])
         if found:
             raise UnsoundStateError(
@@ -225,7 +225,7 @@ class Rescue:
         except UnsoundStateError as other:
             logger.warning("%s", other)
 
-    def must_go_back(self, state: TrainState, interval: Interval, *, decide: bool) -> bool:
+    def must_go_back(self, state: TrainState, interval: LogInterval, *, decide: bool) -> bool:
         """Follow the losses and return whether the run must rewind because of a spike. Collective.
 
         `decide` says whether spikes are looked for at this step.
@@ -262,7 +262,7 @@ class Rescue:
     def _leave_out(
         self,
         state: TrainState,
-        start: BatchPlace,
+        start: BatchSpec,
         to_step: int,
         text: str,
         *,
@@ -360,7 +360,7 @@ def trained_in_spite(config: PretrainConfig, records: list[BatchRecord], before:
 
     `before` is the number of the run's next batch.
     """
-    skipped = LeftOut(config, [])
+    skipped = SkippedBatches(config, [])
     return [
         record.batch
         for record in records
@@ -368,7 +368,7 @@ def trained_in_spite(config: PretrainConfig, records: list[BatchRecord], before:
     ]
 
 
-class LeftOut:
+class SkippedBatches:
     """Batches that are not trained on: those of `train.skip_batches`, and those of rewinds."""
 
     def __init__(self, config: PretrainConfig, rewinds: list[Rewind]) -> None:

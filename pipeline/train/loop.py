@@ -8,20 +8,20 @@ import torch
 
 from pipeline.checkpoints.state import TrainState
 from pipeline.config import schedule
-from pipeline.config.data import BatchPlace
+from pipeline.config.data import BatchSpec
 from pipeline.data.loader import MicroBatch
 from pipeline.data.record import BatchRecord
 from pipeline.errors import EXIT_FINISHED, DivergedError, UnsoundStateError
 from pipeline.runtime import watchdog
 from pipeline.train.batch_log import BatchLog
 from pipeline.train.engine import StepResult
-from pipeline.train.faults import LeftOut, Rescue
-from pipeline.train.metrics import Interval, Meter
+from pipeline.train.faults import FaultHandler, SkippedBatches
+from pipeline.train.metrics import LogInterval, Meter
 from pipeline.train.replicas import Replicas
 from pipeline.train.requests import Wanted
-from pipeline.train.run import Run
+from pipeline.train.run import RunContext
 from pipeline.train.timing import Clock
-from pipeline.train.watch import StepNumbers, Watch
+from pipeline.train.watch import RunLogger, StepNumbers
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +30,11 @@ logger = logging.getLogger(__name__)
 class Attempt:
     """One attempt at training a run, from a checkpoint or from step 0; see `build.py`."""
 
-    run: Run
+    run: RunContext
     batch_log: BatchLog
-    watch: Watch
-    left_out: LeftOut
-    rescue: Rescue
+    watch: RunLogger
+    left_out: SkippedBatches
+    rescue: FaultHandler
     replicas: Replicas
 
 
@@ -128,7 +128,7 @@ def _set_alpha(attempt: Attempt, state: TrainState) -> float:
 
 
 def _step(
-    attempt: Attempt, state: TrainState, place: BatchPlace, batches: list[MicroBatch], lr: float
+    attempt: Attempt, state: TrainState, place: BatchSpec, batches: list[MicroBatch], lr: float
 ) -> tuple[StepResult, Mapping[str, float]]:
     """Train on a batch; return also what its weighing wants to be seen."""
     run = attempt.run
@@ -143,7 +143,7 @@ def _report_skip(
     attempt: Attempt,
     state: TrainState,
     result: StepResult,
-    place: BatchPlace,
+    place: BatchSpec,
     batches: list[MicroBatch],
 ) -> None:
     """Record a skipped step, and who made its gradient not finite. Collective."""
@@ -167,7 +167,7 @@ def _seed_dropout(attempt: Attempt, cursor: int) -> None:
 
 
 def _leave_out(
-    attempt: Attempt, state: TrainState, place: BatchPlace, batches: list[MicroBatch]
+    attempt: Attempt, state: TrainState, place: BatchSpec, batches: list[MicroBatch]
 ) -> None:
     """Pass over a batch: it is read and logged, so that its hash tells which one it was."""
     watchdog.beat("leaving out a batch")
@@ -177,7 +177,7 @@ def _leave_out(
 
 
 def _log_batch(
-    attempt: Attempt, place: BatchPlace, batches: list[MicroBatch], step: int | None
+    attempt: Attempt, place: BatchSpec, batches: list[MicroBatch], step: int | None
 ) -> None:
     attempt.batch_log.add(
         BatchRecord(
@@ -194,11 +194,11 @@ def _log_batch(
 def _close_interval(
     attempt: Attempt,
     state: TrainState,
-    place: BatchPlace,
+    place: BatchSpec,
     numbers: StepNumbers,
     meter: Meter,
     clock: Clock,
-) -> Interval:
+) -> LogInterval:
     """Log the interval since the last line, and publish saves that are written."""
     watchdog.beat("logging")
     attempt.batch_log.flush()

@@ -20,7 +20,7 @@ _PEAKS = ("gpu_allocated_gb", "gpu_reserved_gb", "host_rss_gb")
 
 
 @dataclass(frozen=True)
-class Interval:
+class LogInterval:
     """What happened since the last log line, over all ranks.
 
     Its time is that of the steps, waiting for data included: not that of evaluations and saves.
@@ -115,7 +115,7 @@ class Meter:
             self._sums.append(_stacked(result.sums))
             self._batches.append(number)
 
-    def close_interval(self, grad_norm: float, *, clock_s: float) -> Interval:
+    def close_interval(self, grad_norm: float, *, clock_s: float) -> LogInterval:
         """Add up all ranks and starts the next interval. Collective; synchronises.
 
         Args:
@@ -160,7 +160,7 @@ class Meter:
         layers: dict[str, GroupNorms] = {}
         if self._layers_measured:
             layers = self._layers.norms(squares.view(self._layers.sums.shape).tolist(), grad_norm)
-        interval = Interval(
+        interval = LogInterval(
             losses=[
                 (batch, self._minimised(dict(zip(names, step, strict=True))))
                 for batch, step in zip(self._batches, of_steps.tolist(), strict=True)

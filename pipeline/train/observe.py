@@ -84,7 +84,7 @@ _MOST_PROBABILITIES = 1 << 27
 
 
 @dataclass(frozen=True)
-class Prediction:
+class MaskedPrediction:
     """One masked token of an example."""
 
     original: str
@@ -93,13 +93,13 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Example:
+class TextExample:
     """A piece of held-out text."""
 
     original: str
     input: str
     """The text with masks, as the model gets it."""
-    predictions: list[Prediction]
+    predictions: list[MaskedPrediction]
 
 
 class Observer:
@@ -130,7 +130,7 @@ class Observer:
         return attention_statistics(encoder, batch.input_ids, layout, real, batch.segments)
 
     @torch.no_grad()
-    def examples(self) -> list[Example]:
+    def examples(self) -> list[TextExample]:
         """Fill in the masks; one example for each sequence that has a mask."""
         batch = self._examples
         on_device = batch.to(self._device)
@@ -156,7 +156,7 @@ class Observer:
         masks: npt.NDArray[np.int64],
         shares: npt.NDArray[np.float32],
         tokens: npt.NDArray[np.int64],
-    ) -> Example:
+    ) -> TextExample:
         """Show the text around the first of a sequence's masks, within its document."""
         given, at = batch.input_ids.flatten().numpy(), batch.inputs["masked_index"].numpy()
         original = given.copy()
@@ -172,8 +172,10 @@ class Observer:
             if at[mask] in shown:
                 best = zip(tokens[mask], shares[mask], strict=True)
                 candidates = [(self._piece(int(token)), float(share)) for token, share in best]
-                predictions.append(Prediction(self._piece(int(original[at[mask]])), candidates))
-        return Example(self._text(original[shown]), self._text(given[shown]), predictions)
+                predictions.append(
+                    MaskedPrediction(self._piece(int(original[at[mask]])), candidates)
+                )
+        return TextExample(self._text(original[shown]), self._text(given[shown]), predictions)
 
     def _text(self, ids: npt.NDArray[np.int64]) -> str:
         return str(self._tokenizer.decode(ids.tolist())).strip()
@@ -182,7 +184,7 @@ class Observer:
         return str(self._tokenizer.piece(token))
 
 
-def examples_text(examples: list[Example]) -> str:
+def examples_text(examples: list[TextExample]) -> str:
     """Format examples as Markdown: the original, the input, and a line for each mask."""
     blocks = []
     for example in examples:

@@ -11,7 +11,7 @@ from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import DatasetIndex
 from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.data.objects import open_index
-from pipeline.data.run_order import Share
+from pipeline.data.run_order import DataRank
 from pipeline.errors import ConfigError
 from pipeline.model.encoder import EncoderModel
 from pipeline.objectives.choose import make_objective
@@ -27,7 +27,7 @@ from pipeline.train.figures import heat_map
 from pipeline.train.initial import InitialWeights, start_from
 from pipeline.train.observe import Observer, examples_text
 from pipeline.train.probes import Probes
-from pipeline.train.run import Evaluated
+from pipeline.train.run import HeldOutResult
 from pipeline.train.watch import means_text
 
 
@@ -72,7 +72,7 @@ def with_vocabulary(config: PretrainConfig, index: DatasetIndex) -> PretrainConf
 
 
 class Pretraining:
-    """As `pipeline.train.run.Work`."""
+    """As `pipeline.train.run.Workload`."""
 
     def __init__(
         self,
@@ -87,9 +87,9 @@ class Pretraining:
         self._initial = initial
         self._probed = probe_tasks(config.monitor)
         self._held_out: EvalLoader
-        self._share: Share
+        self._share: DataRank
 
-    def open(self, config: PretrainConfig, share: Share) -> TrainLoader:
+    def open(self, config: PretrainConfig, share: DataRank) -> TrainLoader:
         """Open the dataset."""
         self._share = share
         loader, self._held_out = open_data(config, self.index, self.objective, share)
@@ -126,7 +126,7 @@ class HeldOut:
     observer: Observer
     probes: Probes | None
 
-    def __call__(self, step: int, *, shows: bool) -> Evaluated:
+    def __call__(self, step: int, *, shows: bool) -> HeldOutResult:
         """Evaluate. Collective."""
         objective = self.work.objective
         result = evaluate(self.engine.model, self.engine.device, objective, self.loader)
@@ -137,7 +137,7 @@ class HeldOut:
         examples = self.observer.examples()
         probes = self.probes(step) if self.probes else {}
         if not shows:
-            return Evaluated(total.loss, text, {})
+            return HeldOutResult(total.loss, text, {})
         entropy = statistics.entropy.cpu().numpy()
         layers = {
             f"attention_entropy_layer_{number:02d}": float(of_heads.mean())
@@ -148,7 +148,7 @@ class HeldOut:
             "unigram_entropy": self.work.index.unigram_entropy_nats,
         }
         longest = max(self.config.batches.seq_lens)
-        return Evaluated(
+        return HeldOutResult(
             total.loss,
             text,
             result.values() | more | layers,

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import DatasetIndex
-from pipeline.data.run_order import Share
+from pipeline.data.run_order import DataRank
 from pipeline.errors import DataError
 from pipeline.model.encoder import EncoderModel
 from pipeline.model.layers import Trace
@@ -88,7 +88,7 @@ class Probes:
         tasks: dict[str, TaskConfig],
         model: EncoderModel,
         index: DatasetIndex,
-        share: Share,
+        share: DataRank,
         device: torch.device,
     ) -> None:
         """Read the tasks on rank 0 and take this rank's part. Collective.
@@ -257,7 +257,7 @@ def _read(name: str, task: TaskConfig, tokenizer: DatasetTokenizer) -> Rows:
     )
 
 
-def _own(rows: Rows, budget: int, share: Share) -> _Task:
+def _own(rows: Rows, budget: int, share: DataRank) -> _Task:
     """Take this rank's part; `budget` is the most tokens of a pass, padding included."""
     passes, own = [], []
     for numbers in passes_of([len(ids) for ids in rows.ids], budget, share.world_size):

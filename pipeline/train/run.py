@@ -11,16 +11,16 @@ import numpy.typing as npt
 from pipeline.checkpoints.resume import CheckpointStore
 from pipeline.checkpoints.save import Saver
 from pipeline.checkpoints.state import TrainState
-from pipeline.config.data import BatchPlace
+from pipeline.config.data import BatchSpec
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import DataIdentity
 from pipeline.data.loader import MicroBatch
-from pipeline.data.run_order import Share
+from pipeline.data.run_order import DataRank
 from pipeline.model.encoder import EncoderModel
 from pipeline.objectives.base import Objective
 from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.run_folder import RunFolder
-from pipeline.train.engine import Engine, Weighing
+from pipeline.train.engine import Engine, LossBalancer
 from pipeline.train.requests import Requests
 
 
@@ -34,10 +34,10 @@ class TrainingData(Protocol):
             PostnormError: a step cannot be made; those before it were given.
         """
 
-    def samples(self, place: BatchPlace) -> list[list[int]]:
+    def samples(self, place: BatchSpec) -> list[list[int]]:
         """Return [epoch, sample] of each sequence of a batch, over all ranks."""
 
-    def places(self, place: BatchPlace, share: Share) -> list[int]:
+    def places(self, place: BatchSpec, share: DataRank) -> list[int]:
         """Return which samples of a batch a rank computes, counted from its first."""
 
     def epochs(self, cursor: int) -> dict[str, float]:
@@ -49,7 +49,7 @@ class TrainingData(Protocol):
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class HeldOutResult:
     """What an evaluation found; the same on all ranks but for pictures and texts."""
 
     loss: float
@@ -63,17 +63,17 @@ class Evaluated:
     """As `pipeline.train.probes.Probes` returns; a record of its own."""
 
 
-class Evaluation(Protocol):
+class HeldOutEvaluator(Protocol):
     """Scores the model on data that it is not trained on."""
 
-    def __call__(self, step: int, *, shows: bool) -> Evaluated | None:
+    def __call__(self, step: int, *, shows: bool) -> HeldOutResult | None:
         """Evaluate at the model's alpha; None if there is nothing to say at this step. Collective.
 
         `shows`: whether this rank's pictures and texts are looked at.
         """
 
 
-class Work(Protocol):
+class Workload(Protocol):
     """What a run trains and on what; the loop, checkpoints, faults and figures know no more."""
 
     @property
@@ -88,7 +88,7 @@ class Work(Protocol):
     def unigram_entropy(self) -> float | None:
         """Nats; where it is known, a loss that stays there is told as a plateau."""
 
-    def open(self, config: PretrainConfig, share: Share) -> TrainingData:
+    def open(self, config: PretrainConfig, share: DataRank) -> TrainingData:
         """Open and check the data. Collective.
 
         Raises:
@@ -105,24 +105,24 @@ class Work(Protocol):
     def lr_scale(self, parameter: str) -> float:
         """Return the learning rate of a parameter as a share of the run's."""
 
-    def weighing(self, state: TrainState, batch: int) -> Weighing | None:
+    def weighing(self, state: TrainState, batch: int) -> LossBalancer | None:
         """Weigh the losses of a step; None: by the objective's factors alone."""
 
-    def evaluation(self, model: EncoderModel, engine: Engine) -> Evaluation:
+    def evaluation(self, model: EncoderModel, engine: Engine) -> HeldOutEvaluator:
         """Make what scores the model; `open` was called. Collective."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RunContext:
     """Everything that lasts as long as the process; an attempt at training uses it."""
 
     config: PretrainConfig
     process: ProcessInfo
-    work: Work
+    work: Workload
     model: EncoderModel
     engine: Engine
     data: TrainingData
-    evaluation: Evaluation
+    evaluation: HeldOutEvaluator
     store: CheckpointStore
     saver: Saver
     requests: Requests

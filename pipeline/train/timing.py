@@ -23,7 +23,7 @@ class Clock:
         return time.perf_counter() - self._start_s
 
 
-class OwnTime:
+class LocalComputeTimer:
     """Time that a rank works on its own, between the moments when it waits for others.
 
     All ranks end a step together, so a step's time is the slowest rank's everywhere and does not

@@ -12,7 +12,7 @@ import numpy as np
 from pipeline.checkpoints.save import SaveNumbers
 from pipeline.checkpoints.state import TrainState
 from pipeline.config import schedule
-from pipeline.config.data import BatchPlace
+from pipeline.config.data import BatchSpec
 from pipeline.config.runs import PretrainConfig
 from pipeline.model.cost import flops_per_token, limits
 from pipeline.runtime import dist
@@ -20,8 +20,8 @@ from pipeline.runtime.summary import duration
 from pipeline.sinks.base import Sinks
 from pipeline.train.doctor import LastStep, PlateauDoctor
 from pipeline.train.health import Stragglers
-from pipeline.train.metrics import Interval
-from pipeline.train.run import Run
+from pipeline.train.metrics import LogInterval
+from pipeline.train.run import RunContext
 from pipeline.train.timing import device_name
 
 logger = logging.getLogger(__name__)
@@ -40,10 +40,10 @@ class StepNumbers(NamedTuple):
     """What its weighing wants to be seen."""
 
 
-class Watch:
+class RunLogger:
     """Watches one attempt. Rank 0 has sinks to write to."""
 
-    def __init__(self, run: Run, sinks: Sinks | None) -> None:
+    def __init__(self, run: RunContext, sinks: Sinks | None) -> None:
         """Find out who the ranks are. Collective."""
         config, device = run.config, run.engine.device
         self._run, self._config, self._sinks = run, config, sinks
@@ -56,7 +56,7 @@ class Watch:
         self._eta: _Eta | None = None
 
     def interval(
-        self, state: TrainState, place: BatchPlace, interval: Interval, step: StepNumbers
+        self, state: TrainState, place: BatchSpec, interval: LogInterval, step: StepNumbers
     ) -> None:
         """Show what happened since the last log line.
 
@@ -88,7 +88,7 @@ class Watch:
             self._sinks.write_text(state.step, "plateau", numbers.pop("advice"))
             self._sinks.write(state.step, "plateau", numbers)
 
-    def _tell_stragglers(self, state: TrainState, interval: Interval) -> None:
+    def _tell_stragglers(self, state: TrainState, interval: LogInterval) -> None:
         step_s = float(interval.step_s.mean())
         found = self._stragglers.look(interval.wait_s, interval.compute_s, step_s)
         for rank, factor, text in found:
@@ -131,7 +131,7 @@ class Watch:
             self._sinks.write_text(state.step, name, text)
 
     def _values(
-        self, state: TrainState, place: BatchPlace, interval: Interval, step: StepNumbers
+        self, state: TrainState, place: BatchSpec, interval: LogInterval, step: StepNumbers
     ) -> dict[str, float]:
         """Put together all numbers of a log line."""
         values = {
@@ -167,7 +167,7 @@ class Watch:
             return {"epoch": next(iter(epochs.values()))}
         return {f"epoch_{name}": value for name, value in epochs.items()}
 
-    def _speed(self, interval: Interval) -> dict[str, float]:
+    def _speed(self, interval: LogInterval) -> dict[str, float]:
         """Return rates of all ranks, the model's FLOP/s of one, and seconds a step."""
         # Of several tasks, all; of one text with several losses, its masked tokens.
         targets = interval.weights.get("loss", sum(interval.weights.values()))
@@ -189,7 +189,7 @@ class Watch:
         return values | ({"mfu": per_device / self._peak_flops} if self._peak_flops else {})
 
 
-def model_flops(config: PretrainConfig, interval: Interval, targets: float) -> float:
+def model_flops(config: PretrainConfig, interval: LogInterval, targets: float) -> float:
     """Count the FLOPs of the interval's real tokens, forward and backward, without padding.
 
     Attention counts the squares of the lengths of the pieces that were seen, whatever the kernel

@@ -35,7 +35,7 @@ from pipeline.use.folder import (
     publishing,
     write_model,
 )
-from pipeline.use.foreign_config import Checkpoint, Family, Translated, carry_of, translate
+from pipeline.use.foreign_config import Family, ForeignCheckpoint, Translated, carry_of, translate
 from pipeline.use.tf_checkpoint import TfCheckpoint
 
 logger = logging.getLogger(__name__)
@@ -157,7 +157,7 @@ def _convert(
     style = _style(family)
     given, left_out = _own_part(_strip(read, style), read.is_tensorflow)
     segments = next((each for name, each in given.items() if _SEGMENTS in name), None)
-    checkpoint = Checkpoint(
+    checkpoint = ForeignCheckpoint(
         config=read.config,
         origin=str(read.config_path),
         family=family,

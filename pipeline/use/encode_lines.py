@@ -31,7 +31,7 @@ _SAVE_EVERY_S, _TELL_EVERY_S = 5.0, 30.0
 _BOM = b"\xef\xbb\xbf"
 
 
-class Lines:
+class TextLines:
     """Texts of a stream of bytes, one a line. Lines that are not UTF-8 are named, and counted.
 
     Args:
@@ -96,7 +96,7 @@ class Lines:
 
 def encode_lines(
     model: Model,
-    lines: Lines,
+    lines: TextLines,
     out: Path,
     pooling: Pool,
     batch_size: int,
@@ -143,7 +143,7 @@ def encode_lines(
     return lines.num_rows
 
 
-def _resume(partial: Path, record: Path, lines: Lines, of: dict[str, Any], width: int) -> None:
+def _resume(partial: Path, record: Path, lines: TextLines, of: dict[str, Any], width: int) -> None:
     """Pass over the lines whose vectors are there already."""
     if not record.is_file() or not partial.is_file():
         return
@@ -169,7 +169,7 @@ def _resume(partial: Path, record: Path, lines: Lines, of: dict[str, Any], width
 class _Progress:
     """Keeps the record of what a file has, and tells how fast it grows."""
 
-    def __init__(self, record: Path, lines: Lines, of: dict[str, Any], file: Any) -> None:
+    def __init__(self, record: Path, lines: TextLines, of: dict[str, Any], file: Any) -> None:
         self._record, self._lines, self._of, self._file = record, lines, of, file
         self._start_s = self._saved_s = self._told_s = time.monotonic()
         self._first, self._state = lines.num_rows, self._now()

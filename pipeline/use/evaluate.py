@@ -23,7 +23,7 @@ from pipeline.data.counts import sequences_at
 from pipeline.data.format import DatasetIndex
 from pipeline.data.loader import EvalLoader
 from pipeline.data.objects import open_index
-from pipeline.data.run_order import Share
+from pipeline.data.run_order import DataRank
 from pipeline.errors import CheckpointError, DataError, PostnormError
 from pipeline.model.architecture import is_model_folder, tokenizer_path
 from pipeline.objectives.choose import make_objective
@@ -43,7 +43,7 @@ _TELL_EVERY_S = 10.0
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class TextEvaluation:
     """One model on the held-out text."""
 
     path: Path
@@ -84,7 +84,7 @@ class Evaluator:
             "counting sequences",
         )
         with dist.together():
-            share = Share(process.rank, process.world_size)
+            share = DataRank(process.rank, process.world_size)
             inputs = self._objective.eval_inputs(config, self.index)
             self._loader = EvalLoader(self.index, config, inputs, share, counts)
 
@@ -106,7 +106,7 @@ class Evaluator:
         every: bool = False,
         passed_over: frozenset[int] = frozenset(),
         other_data: bool = False,
-    ) -> Iterator[Evaluation]:
+    ) -> Iterator[TextEvaluation]:
         """Evaluate a model folder, or checkpoints of a run, oldest first. Collective.
 
         Without a `step` it is the newest good checkpoint, or `every` one but those `passed_over`.
@@ -121,7 +121,7 @@ class Evaluator:
             trained = load_model(source)
             self._require_fit(source, None, other_data=True)
             result = self._result(trained.model)
-            yield Evaluation(source, trained.facts.get("step"), 1.0, result)
+            yield TextEvaluation(source, trained.facts.get("step"), 1.0, result)
             return
         for path in _good_checkpoints(source, step, every, passed_over):
             self._stop.check()
@@ -132,7 +132,7 @@ class Evaluator:
                     raise _reading_error(path, error) from error
             self._require_fit(path, manifest.fingerprint, other_data=other_data)
             result = self._result(model)
-            yield Evaluation(path, manifest.step, manifest.alpha, result)
+            yield TextEvaluation(path, manifest.step, manifest.alpha, result)
 
     def _require_fit(self, path: Path, fingerprint: str | None, *, other_data: bool) -> None:
         """Check that the model's ids mean the dataset's tokens."""

@@ -29,8 +29,8 @@ from pipeline.runtime.rank import AgreedStop, Rank, Stopped, run_as_rank
 from pipeline.runtime.run_folder import A_STARTED_RUN, RunFolder
 
 if TYPE_CHECKING:
-    from pipeline.train.evaluate import Score
-    from pipeline.use.evaluate import Evaluation, Evaluator
+    from pipeline.train.evaluate import EvalScore
+    from pipeline.use.evaluate import Evaluator, TextEvaluation
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +176,7 @@ class Report:
             logger.info("job %s has evaluated steps %s before, see %s", job, shown, self._path)
         return steps
 
-    def record(self, found: "Evaluation") -> dict[str, Any]:
+    def record(self, found: "TextEvaluation") -> dict[str, Any]:
         """Collect all that is known of an evaluation, in plain values."""
         sources = {name: _numbers(score) for name, score in found.result.by_source.items()}
         return {
@@ -199,7 +199,7 @@ class Report:
         if self._path is not None:
             AppendedFile(self._path).append((json.dumps(record) + "\n").encode(), end=b"\n")
 
-    def head(self, found: "Evaluation") -> list[str]:
+    def head(self, found: "TextEvaluation") -> list[str]:
         """Describe the setting, above the first line of the table."""
         setting = self._setting
         about = (
@@ -210,7 +210,7 @@ class Report:
         names = ("step", "source", "loss", "perplexity", "accuracy", *others, "masked tokens")
         return [about, self._line(*names)]
 
-    def lines(self, found: "Evaluation") -> Iterator[str]:
+    def lines(self, found: "TextEvaluation") -> Iterator[str]:
         """Show one evaluation: all sources together, then each where there are several."""
         scores = {"all": found.result.total}
         if len(found.result.by_source) > 1:
@@ -230,17 +230,17 @@ class Report:
         return "  ".join([step.rjust(10), name.ljust(width), *cells])
 
 
-def _others(score: "Score") -> list[str]:
+def _others(score: "EvalScore") -> list[str]:
     """Name the means of an objective that are not those of masked tokens."""
     return [name for name in score.means if name not in ("loss", "accuracy")]
 
 
-def _numbers(score: "Score") -> dict[str, float | None]:
+def _numbers(score: "EvalScore") -> dict[str, float | None]:
     # JSON has no NaN and no infinity.
     return {name: value if math.isfinite(value) else None for name, value in _values(score).items()}
 
 
-def _values(score: "Score") -> dict[str, float]:
+def _values(score: "EvalScore") -> dict[str, float]:
     loss, *others = score.means.items()
     return dict([loss, ("perplexity", score.perplexity), *others]) | score.counts
 
@@ -286,7 +286,7 @@ def _evaluate_on(arguments: argparse.Namespace, rank: Rank) -> int:
     return code
 
 
-def _show(report: Report, found: "Iterator[Evaluation]", *, as_json: bool) -> None:
+def _show(report: Report, found: "Iterator[TextEvaluation]", *, as_json: bool) -> None:
     for number, evaluation in enumerate(found):
         record = report.record(evaluation)
         if as_json:

@@ -102,7 +102,7 @@ _HARMLESS = frozenset(_NO_EFFECT.split())
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class ForeignCheckpoint:
     """What a foreign checkpoint is, beside its config."""
 
     config: dict[str, Any]
@@ -146,7 +146,11 @@ def carry_of(config: dict[str, Any], origin: str) -> Literal["none", "sum", "mea
 
 
 def translate(
-    source: Checkpoint, overrides: Sequence[str], ignored: Sequence[str], *, carry_is_said: bool
+    source: ForeignCheckpoint,
+    overrides: Sequence[str],
+    ignored: Sequence[str],
+    *,
+    carry_is_said: bool,
 ) -> Translated:
     """Translate a config.
 
@@ -200,7 +204,7 @@ def translate(
     return Translated(model, keys, told)
 
 
-def _account(source: Checkpoint, ignored: Sequence[str]) -> dict[str, list[str]]:
+def _account(source: ForeignCheckpoint, ignored: Sequence[str]) -> dict[str, list[str]]:
     """Sort keys into those used, those without effect and those ignored; refuse all others."""
     theirs, is_v2 = source.config, source.family == "roformer_v2"
     used = _USED | ({"pad_token_id"} if source.family == "roberta" else set())
@@ -237,7 +241,7 @@ def _account(source: Checkpoint, ignored: Sequence[str]) -> dict[str, list[str]]
     return keys
 
 
-def _activation(source: Checkpoint, values: dict[str, Any], assumed: dict[str, str]) -> None:
+def _activation(source: ForeignCheckpoint, values: dict[str, Any], assumed: dict[str, str]) -> None:
     theirs = source.config.get("hidden_act")
     name = "gelu" if theirs is None else theirs
     if not isinstance(name, str) or name not in _ACTIVATIONS:
@@ -259,7 +263,11 @@ def _activation(source: Checkpoint, values: dict[str, Any], assumed: dict[str, s
 
 
 def _carry(
-    source: Checkpoint, values: dict[str, Any], assumed: dict[str, str], *, carry_is_said: bool
+    source: ForeignCheckpoint,
+    values: dict[str, Any],
+    assumed: dict[str, str],
+    *,
+    carry_is_said: bool,
 ) -> None:
     carry = carry_of(source.config, source.origin)
     if carry is not None:

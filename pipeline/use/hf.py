@@ -59,7 +59,7 @@ _OWN = "The architecture is in `modeling_postnorm.py`, which needs torch and tra
 
 
 @dataclass(frozen=True)
-class TaskHead:
+class HFTaskHead:
     """A head of a task, in the terms of transformers."""
 
     auto: str
@@ -211,7 +211,7 @@ def write_hf(trained: TrainedModel, folder: Path) -> ExportReport:
         CheckpointError: it differs.
     """
     config = trained.model.config
-    head, weights = TaskHead("MaskedLM", {}, {}), dict(trained.model.state_dict())
+    head, weights = HFTaskHead("MaskedLM", {}, {}), dict(trained.model.state_dict())
     write_files(folder, trained, weights, native_family(config), head)
     if trained.tokenizer is not None:
         limit = config.longest_document or NO_MAX_LENGTH
@@ -233,7 +233,7 @@ def write_files(
     trained: TrainedModel,
     weights: dict[str, Tensor],
     family: names.Style | None,
-    head: TaskHead,
+    head: HFTaskHead,
 ) -> None:
     """Write weights and config.json for transformers.
 

@@ -28,7 +28,7 @@ _FIELDS = {"text": "sentence1", "text_b": "sentence2", "label": "label"}
 
 
 @dataclass(frozen=True)
-class Pairs:
+class TextPairs:
     """Pairs of texts with their gold similarity."""
 
     name: str
@@ -42,7 +42,7 @@ class Pairs:
         return len(np.unique(self.gold)) == 2
 
 
-def read_pairs(source: str, split: str | None = None, overrides: Sequence[str] = ()) -> Pairs:
+def read_pairs(source: str, split: str | None = None, overrides: Sequence[str] = ()) -> TextPairs:
     """Read pairs of a task of kind pair or regress, or of a plain file.
 
     Args:
@@ -79,14 +79,14 @@ def read_pairs(source: str, split: str | None = None, overrides: Sequence[str] =
     )
 
 
-def _pairs(name: str, rows: Sequence[Example]) -> Pairs:
+def _pairs(name: str, rows: Sequence[Example]) -> TextPairs:
     gold = np.array([_number(row) for row in rows])
     if gold.min() == gold.max():
         raise DataError(
             f"{name}: the gold of all {len(gold):,} pairs is {gold[0]:g}; a correlation needs "
             "different ones"
         )
-    return Pairs(name, tuple(row.text for row in rows), tuple(row.text_b for row in rows), gold)
+    return TextPairs(name, tuple(row.text for row in rows), tuple(row.text_b for row in rows), gold)
 
 
 def _number(row: Example) -> float:
@@ -103,7 +103,7 @@ def _number(row: Example) -> float:
 
 
 @dataclass(frozen=True)
-class Score:
+class StsScore:
     """One line of the table."""
 
     pooling: Pool
@@ -118,8 +118,8 @@ class Score:
 
 
 def _score(
-    pairs: Pairs, first: Vectors, second: Vectors, pooling: Pool, whitening: str | None
-) -> Score:
+    pairs: TextPairs, first: Vectors, second: Vectors, pooling: Pool, whitening: str | None
+) -> StsScore:
     cosine, num_zero = cosines(first, second)
     spearman = tables("regress", list(pairs.gold), list(cosine))["spearman"].score
     auc = None
@@ -128,7 +128,7 @@ def _score(
         ones, zeros = int(similar.sum()), int((~similar).sum())
         above = ranks(cosine)[similar].sum() - ones * (ones + 1) / 2
         auc = float(above / (ones * zeros))
-    return Score(pooling, whitening, first.shape[1], spearman, auc, num_zero)
+    return StsScore(pooling, whitening, first.shape[1], spearman, auc, num_zero)
 
 
 def cosines(first: Vectors, second: Vectors) -> tuple[Floats, int]:
@@ -142,7 +142,7 @@ def cosines(first: Vectors, second: Vectors) -> tuple[Floats, int]:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class StsEvaluation:
     """Scores of one model on one file of pairs."""
 
     pairs: str
@@ -150,7 +150,7 @@ class Evaluation:
     num_cut: int
     """Different texts that were longer than `max_length` tokens."""
     max_length: int
-    scores: tuple[Score, ...]
+    scores: tuple[StsScore, ...]
     notes: tuple[str, ...]
 
     def lines(self) -> Iterator[str]:
@@ -174,14 +174,14 @@ class Evaluation:
 
 def evaluate(
     model: Model,
-    pairs: Pairs,
+    pairs: TextPairs,
     poolings: Sequence[Pool | None] = (None,),
     *,
     whitening: Whitening | None = None,
     own_size: int | None = None,
     batch_size: int = 32,
     max_length: int | None = None,
-) -> Evaluation:
+) -> StsEvaluation:
     """Score a model's vectors as they are, and whitened.
 
     Args:
@@ -204,7 +204,7 @@ def evaluate(
     different = list(dict.fromkeys((*pairs.first, *pairs.second)))
     number = {text: n for n, text in enumerate(different)}
     first, second = ([number[text] for text in side] for side in (pairs.first, pairs.second))
-    scores: list[Score] = []
+    scores: list[StsScore] = []
     notes: list[str] = []
     for given in poolings:
         pooling, length = model.setting(given, max_length)
@@ -231,4 +231,4 @@ def evaluate(
     ]
     if own_size is not None:
         notes.append(f"whitening on these pairs: {TRANSDUCTIVE}")
-    return Evaluation(pairs.name, len(pairs.gold), num_cut, length, tuple(scores), tuple(notes))
+    return StsEvaluation(pairs.name, len(pairs.gold), num_cut, length, tuple(scores), tuple(notes))

@@ -14,7 +14,7 @@ from pipeline.config.objective import ObjectiveConfig, ObjectiveKind
 from pipeline.data.counts import sequences_at
 from pipeline.data.loader import MicroBatch, TrainLoader
 from pipeline.data.objects import open_index
-from pipeline.data.run_order import Share, TrainSteps
+from pipeline.data.run_order import DataRank, TrainSteps
 from pipeline.errors import ConfigError, DataError
 from pipeline.objectives.choose import make_objective
 
@@ -98,7 +98,7 @@ class TrainDataset(IterableDataset[Item]):
         self._index = open_index(config)
         self._inputs = make_objective(kind).train_inputs(self._config, self._index)
         self._counts = sequences_at(self._index, plan.seq_lens, None, kind)
-        self._share = Share(rank, world_size)
+        self._share = DataRank(rank, world_size)
         self._parts = global_batch // (micro_batch * world_size)
         """Items of a step."""
         self._loader()  # finds now what is wrong

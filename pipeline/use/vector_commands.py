@@ -56,12 +56,12 @@ def _encode_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _encode(arguments: argparse.Namespace) -> None:
-    from pipeline.use.encode_lines import Lines, encode_lines
+    from pipeline.use.encode_lines import TextLines, encode_lines
     from pipeline.use.model import load
 
     model, whitening = load(arguments.source), _whitening(arguments.whiten)
     # An empty line is a text too, so that line N has vector N.
-    lines = Lines(sys.stdin.buffer, skip_bad=arguments.bad_lines == "skip")
+    lines = TextLines(sys.stdin.buffer, skip_bad=arguments.bad_lines == "skip")
     pooling, length = model.setting(arguments.pooling, arguments.max_length, whitening)
     if arguments.out is not None:
         size = arguments.batch_size

@@ -5,17 +5,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.checkpoints.background import HostCopy, Task
+from pipeline.checkpoints.background import BackgroundTask, HostCopy
 from pipeline.checkpoints.manifest import read_manifest, state_file
 from pipeline.checkpoints.save import _require_files
-from pipeline.checkpoints.state import KINDS, Part
+from pipeline.checkpoints.state import KINDS, TensorShard
 from pipeline.errors import CheckpointError
 from tests.support.checkpoints import make_checkpoint
 
 
 def test_copy_does_not_change_with_the_state_and_memory_is_used_again() -> None:
     state = {kind: torch.randn(6) for kind in KINDS}
-    part = Part("weight", (2, 3), 0, state)
+    part = TensorShard("weight", (2, 3), 0, state)
     host = HostCopy()
     [first] = host.take([part])
     before = {kind: tensor.clone() for kind, tensor in state.items()}
@@ -29,7 +29,7 @@ def test_copy_does_not_change_with_the_state_and_memory_is_used_again() -> None:
 
 
 def test_task_keeps_what_its_function_raised() -> None:
-    task: Task[int] = Task(lambda: 1 // 0)
+    task: BackgroundTask[int] = BackgroundTask(lambda: 1 // 0)
     assert task.is_done(wait=True)
     assert isinstance(task.error, ZeroDivisionError)
     assert task.result is None

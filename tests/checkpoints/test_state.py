@@ -9,8 +9,8 @@ from torch import Tensor
 
 from pipeline.checkpoints.state import (
     KINDS,
-    Part,
     SavedState,
+    TensorShard,
     read_weights,
     unsound_value,
     write_part,
@@ -24,12 +24,12 @@ WHOLE = {
 }
 
 
-def _part(name: str, start: int, stop: int) -> Part:
+def _part(name: str, start: int, stop: int) -> TensorShard:
     tensors = {kind: WHOLE[kind][name][start:stop] for kind in KINDS}
-    return Part(name, SHAPES[name], start, tensors)
+    return TensorShard(name, SHAPES[name], start, tensors)
 
 
-def _save(folder: Path, *of_ranks: list[Part]) -> None:
+def _save(folder: Path, *of_ranks: list[TensorShard]) -> None:
     for rank, parts in enumerate(of_ranks):
         write_part(folder, rank, len(of_ranks), parts, COUNTERS)
 
@@ -68,7 +68,7 @@ def test_any_stretch_can_be_read(tmp_path: Path) -> None:
     ],
 )
 def test_parts_that_leave_out_or_repeat_elements_are_refused(
-    tmp_path: Path, parts: list[Part], message: str
+    tmp_path: Path, parts: list[TensorShard], message: str
 ) -> None:
     _save(tmp_path, REST, *[[part] for part in parts])
     with pytest.raises(CheckpointError, match=message):
@@ -121,7 +121,7 @@ def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
     # 100 MB of which 4 bytes are asked for: the memory in use must not grow by more than a tenth.
     numel = 8_000_000
     tensors = {kind: torch.ones(numel) for kind in KINDS}
-    _save(tmp_path, [Part("big", (numel,), 0, tensors)])
+    _save(tmp_path, [TensorShard("big", (numel,), 0, tensors)])
     del tensors
     before = _resident_bytes()
     saved = SavedState(tmp_path)

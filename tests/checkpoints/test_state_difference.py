@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipeline.checkpoints import state
-from pipeline.checkpoints.state import KINDS, Part, state_differences, write_part
+from pipeline.checkpoints.state import KINDS, TensorShard, state_differences, write_part
 
 COUNTERS = {"updates": 1, "global_steps": 1, "skipped_steps": 0}
 
@@ -18,7 +18,7 @@ def _write(folder: Path, values: dict[str, np.ndarray], split: int) -> None:
     numel = len(values["master"])
     for rank, (start, stop) in enumerate([(0, split), (split, numel)]):
         tensors = {kind: torch.from_numpy(values[kind][start:stop].copy()) for kind in KINDS}
-        write_part(folder, rank, 2, [Part("weight", (numel,), start, tensors)], COUNTERS)
+        write_part(folder, rank, 2, [TensorShard("weight", (numel,), start, tensors)], COUNTERS)
 
 
 def test_sizes_of_differences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

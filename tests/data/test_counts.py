@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.config.data import DataConfig
 from pipeline.data import counts
-from pipeline.data.counts import Counts, packing_counts
+from pipeline.data.counts import BlockCounts, packing_counts
 from pipeline.data.dataset import PackedSplit
 from pipeline.data.format import DatasetIndex, read_index
 from pipeline.data.reader import BlockReader
@@ -39,7 +39,7 @@ def expected(dataset: DatasetIndex) -> list[list[int]]:
     ]
 
 
-def _as_lists(found: Counts) -> list[list[int]]:
+def _as_lists(found: BlockCounts) -> list[list[int]]:
     return [numbers.tolist() for numbers in found]
 
 
@@ -162,7 +162,7 @@ from pipeline.config.data import DataConfig
 from pipeline.config.train import TrainConfig
 from tests.support.steps import eval_loader, train_loader
 from pipeline.data.format import read_index
-from pipeline.data.run_order import Share
+from pipeline.data.run_order import DataRank
 
 def peak_mib():  # ru_maxrss would be at least that of the process that started this one
     status = Path("/proc/self/status").read_text().split()
@@ -173,8 +173,8 @@ index = read_index(sys.argv[1])
 data = DataConfig(dir=sys.argv[1], seq_len=512)
 config = PretrainConfig(run_dir="x", data=data, train=TrainConfig(global_batch=4096, micro_batch=4))
 found = counts.sequences_at(index, [512], None)
-loader = train_loader(index, config, Share(0, 1), found)
-eval_loader(index, config, Share(0, 1), found)
+loader = train_loader(index, config, DataRank(0, 1), found)
+eval_loader(index, config, DataRank(0, 1), found)
 [order] = loader.steps.order.segments[0].orders
 assert order.num_sequences > 150_000_000
 order.locate(order.num_sequences + 12345, 4096)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.data.disk_cache import Bytes, Counts, DiskCache
+from pipeline.data.disk_cache import Bytes, CacheCounts, DiskCache
 from pipeline.errors import DataError, StorageError
 
 SIZE = 1000
@@ -61,7 +61,7 @@ def test_a_block_is_fetched_once_also_by_another_process_s_cache(tmp_path: Path)
         for number in (1, 2, 1, 3):
             blocks.get(cache, number)
     assert blocks.fetched == [1, 2, 3]
-    assert cache.counts() == Counts(3 * SIZE, 3, 3 * SIZE, 0)
+    assert cache.counts() == CacheCounts(3 * SIZE, 3, 3 * SIZE, 0)
     part = cache.part(blocks.sha256(2), 10, 20)
     assert part is not None
     assert np.array_equal(part, blocks.data(2)[10:30])

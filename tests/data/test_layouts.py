@@ -23,7 +23,7 @@ from pipeline.config.train import TrainConfig
 from pipeline.data.counts import sequences_at
 from pipeline.data.dataset import Batch
 from pipeline.data.format import DatasetIndex
-from pipeline.data.run_order import Share, TrainSteps
+from pipeline.data.run_order import DataRank, TrainSteps
 from pipeline.data.workers import Workers
 from pipeline.errors import DataError, WorkerError
 from pipeline.objectives.inputs import train_inputs
@@ -94,7 +94,7 @@ def test_steps_that_are_made_together_are_those_made_alone(
 ) -> None:
     config = _config(two_sources, micro_batch=4).train_data
     steps = TrainSteps(two_sources, config, train_inputs(config, two_sources), sharing=sharing)
-    shares = [Share(rank, world_size) for rank in range(world_size)]
+    shares = [DataRank(rank, world_size) for rank in range(world_size)]
     cursors, found, together = _cursors(steps), list[tuple[list[Row], int]](), list[int]()
     while len(found) < len(cursors):
         cursor = cursors[len(found)]
@@ -119,7 +119,7 @@ def test_workers_change_nothing(
     steps = open_steps(two_sources, config)
     counts = sequences_at(two_sources, config.batches.seq_lens, None)
     ranks = [
-        start_workers(workers, two_sources, config, Share(rank, world_size), counts)
+        start_workers(workers, two_sources, config, DataRank(rank, world_size), counts)
         for rank in range(world_size)
     ]
     try:
@@ -183,7 +183,7 @@ def workers(two_sources: DatasetIndex) -> Iterator[Workers]:
     """Two workers that have made a step each."""
     config = _config(two_sources, micro_batch=4, workers=2)
     counts = sequences_at(two_sources, config.batches.seq_lens, None)
-    found = start_workers(2, two_sources, config, Share(0, 1), counts)
+    found = start_workers(2, two_sources, config, DataRank(0, 1), counts)
     for cursor in (0, BATCH):
         found.ask(cursor)
     for _ in range(2):
@@ -260,7 +260,7 @@ def test_workers_end_when_their_parent_is_killed(two_sources: DatasetIndex) -> N
 def _start_workers(pipe: Connection, dataset: DatasetIndex) -> None:
     config = _config(dataset, micro_batch=4, workers=2)
     counts = sequences_at(dataset, config.batches.seq_lens, None)
-    workers = start_workers(2, dataset, config, Share(0, 1), counts)
+    workers = start_workers(2, dataset, config, DataRank(0, 1), counts)
     for cursor in range(0, 20 * BATCH, BATCH):
         workers.ask(cursor)  # they are busy, and block when they hand over what they have made
     pipe.send([process.pid for process in workers.processes])
@@ -272,7 +272,7 @@ def test_an_error_in_a_worker_is_the_ranks(two_sources: DatasetIndex, tmp_path: 
     config = _config(two_sources, micro_batch=4, workers=1)
     counts = sequences_at(two_sources, config.batches.seq_lens, None)
     workers = start_workers(
-        1, replace(two_sources, shard_root=tmp_path), config, Share(0, 1), counts
+        1, replace(two_sources, shard_root=tmp_path), config, DataRank(0, 1), counts
     )
     workers.ask(0)
     with pytest.raises(DataError, match="does not exist"):

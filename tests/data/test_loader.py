@@ -24,7 +24,7 @@ from pipeline.data.format import (
 from pipeline.data.loader import EvalLoader, MicroBatch, TrainLoader, document_bounds
 from pipeline.data.order import Locations
 from pipeline.data.reader import Block, BlockReader
-from pipeline.data.run_order import Share, TrainSteps
+from pipeline.data.run_order import DataRank, TrainSteps
 from pipeline.errors import ConfigError, DataError
 from pipeline.objectives.inputs import train_inputs
 from tests.support.steps import eval_loader, train_loader
@@ -41,11 +41,11 @@ def _config(dataset: DatasetIndex, micro_batch: int = 4, seed: int = 5) -> Pretr
 
 
 def _train(dataset: DatasetIndex, config: PretrainConfig, *share: int) -> TrainLoader:
-    return train_loader(dataset, config, Share(*share))
+    return train_loader(dataset, config, DataRank(*share))
 
 
 def _eval(dataset: DatasetIndex, config: PretrainConfig, *share: int) -> EvalLoader:
-    return eval_loader(dataset, config, Share(*share))
+    return eval_loader(dataset, config, DataRank(*share))
 
 
 def _originals(batch: MicroBatch) -> torch.Tensor:
@@ -80,7 +80,7 @@ def _step(
             place
             for rank in range(world_size)
             for place in _train(dataset, config, rank, world_size).places(
-                config.train_data.batches.at(cursor), Share(rank, world_size)
+                config.train_data.batches.at(cursor), DataRank(rank, world_size)
             )
         ]
     )
@@ -136,7 +136,7 @@ def test_a_rank_needs_few_of_a_windows_blocks(dataset: DatasetIndex, world_size:
     for cursor in range(0, window - 47, 48):
         seen = []
         for rank in range(world_size):
-            locations, places = steps.located(cursor, Share(rank, world_size))
+            locations, places = steps.located(cursor, DataRank(rank, world_size))
             whole = steps.order.segment(cursor).locate(cursor, 48)
             for array, of_all in zip(locations, whole, strict=True):
                 assert array.tolist() == of_all[places].tolist()
@@ -164,8 +164,8 @@ def test_ranks_of_a_node_read_a_block_once(
     ranks = [TrainSteps(dataset, config, inputs, sharing=True) for _ in range(6)]
     for cursor in range(0, 48 * 4, 48):
         for rank, steps in enumerate(ranks):
-            found = steps.micro_batches(cursor, Share(rank, 6))
-            expected = alone.micro_batches(cursor, Share(rank, 6))
+            found = steps.micro_batches(cursor, DataRank(rank, 6))
+            expected = alone.micro_batches(cursor, DataRank(rank, 6))
             for one, other in zip(found, expected, strict=True):
                 assert one.hash == other.hash
                 np.testing.assert_array_equal(one.input_ids, other.input_ids)
@@ -279,10 +279,12 @@ def test_steps_before_one_that_cannot_be_made_are_given(
     dataset: DatasetIndex, tmp_path: Path
 ) -> None:
     whole = _train(dataset, _config(dataset), 0, 1)
-    blocks = [set(whole.steps.located(48 * k, Share(0, 1))[0].blocks.tolist()) for k in range(40)]
+    blocks = [
+        set(whole.steps.located(48 * k, DataRank(0, 1))[0].blocks.tolist()) for k in range(40)
+    ]
     new = next(k for k, used in enumerate(blocks) if used - blocks[0])
     first = new - 3
-    assert whole.steps.together(48 * first, Share(0, 1)) > 3
+    assert whole.steps.together(48 * first, DataRank(0, 1)) > 3
     row = int(whole.steps.split.rows[min(blocks[new] - blocks[0])])
     shutil.copytree(dataset.folder, tmp_path / "copy")
     copy = read_index(tmp_path / "copy")

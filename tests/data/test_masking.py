@@ -10,7 +10,7 @@ import pytest
 from pipeline.config.data import DataConfig
 from pipeline.data.format import MASK_ID, NUM_SPECIAL
 from pipeline.data.masking import Masked, Sequences, mask_tokens
-from pipeline.data.order import Material, Order
+from pipeline.data.order import Order, SequencePool
 from pipeline.data.random import Purpose
 from tests.support.mask_reference import VOCABULARY, batch_of, mask_by_arrays, within
 
@@ -152,7 +152,7 @@ def test_masks_are_independent(
 
 def test_ranks_and_neighbouring_slots_are_independent() -> None:
     counts = np.full(40, 100)
-    material = Material(np.arange(40), counts, np.cumsum(counts) - counts)
+    material = SequencePool(np.arange(40), counts, np.cumsum(counts) - counts)
     order = Order(material, seed=11, window_blocks=4)
     ranks = []
     for rank in range(2):

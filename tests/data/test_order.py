@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.data.order import Locations, Material, Order, Start
+from pipeline.data.order import Locations, Order, OrderStart, SequencePool
 
 COUNTS = np.array([5, 1, 9, 3, 7, 2, 8])
 TOTAL = int(COUNTS.sum())
 
 
-def _material(counts: np.ndarray = COUNTS) -> Material:
-    return Material(np.arange(len(counts)), counts, np.cumsum(counts) - counts)
+def _material(counts: np.ndarray = COUNTS) -> SequencePool:
+    return SequencePool(np.arange(len(counts)), counts, np.cumsum(counts) - counts)
 
 
 def _order(
@@ -106,8 +106,8 @@ def test_another_length_goes_on_where_the_first_stopped(position: int) -> None:
     leftover = None
     if len(rest.blocks):
         blocks, counts = np.unique(rest.blocks, return_counts=True)
-        leftover = Material(blocks, counts, 10_000 + np.cumsum(counts) - counts)
-    after = _order(segment=1, start=Start(start.epoch, start.window, leftover))
+        leftover = SequencePool(blocks, counts, 10_000 + np.cumsum(counts) - counts)
+    after = _order(segment=1, start=OrderStart(start.epoch, start.window, leftover))
     epoch_end = -(-position // TOTAL) * TOTAL if position % TOTAL else position
     found = after.locate(0, epoch_end - position + TOTAL)
     left = found.rows(0, len(rest.blocks))
@@ -129,8 +129,8 @@ def test_positions_are_where_locate_finds_a_sequence() -> None:
     before = _order()
     start, rest = before.rest_of_window(9)
     blocks, counts = np.unique(rest.blocks, return_counts=True)
-    material = Material(blocks, counts, 10_000 + np.cumsum(counts) - counts)
-    order = _order(segment=1, start=Start(start.epoch, start.window, material))
+    material = SequencePool(blocks, counts, 10_000 + np.cumsum(counts) - counts)
+    order = _order(segment=1, start=OrderStart(start.epoch, start.window, material))
     table = order.locate(0, 3 * TOTAL)
     for block in range(len(COUNTS)):
         for sequence in range(COUNTS[block]):

@@ -12,7 +12,7 @@ from pipeline.data.counts import packing_counts, sequences_at
 from pipeline.data.dataset import Batch
 from pipeline.data.format import CLS_ID, SEP_ID, DatasetIndex, Vocabulary
 from pipeline.data.order import Locations
-from pipeline.data.packing import Packing, Slots, pack
+from pipeline.data.packing import PackedSequences, Packing, pack
 from pipeline.data.pairs import (
     Pair,
     PairRule,
@@ -24,7 +24,7 @@ from pipeline.data.pairs import (
 )
 from pipeline.data.random import Purpose
 from pipeline.data.reader import Block
-from pipeline.data.run_order import Share
+from pipeline.data.run_order import DataRank
 from pipeline.objectives.inputs import train_inputs
 from tests.support.reference_pairs import Made, ReferencePairs
 from tests.support.steps import eval_loader, open_steps, start_workers
@@ -71,10 +71,10 @@ def _locations(num_sequences: int, seed: int) -> Locations:
 
 def _laid_out(
     block: Block, seq_len: int, kind: PairKind, seed: int = 0
-) -> tuple[Slots, Packing, Locations]:
+) -> tuple[PackedSequences, Packing, Locations]:
     packing = pack(block.doc_ends, seq_len, 3)
     locations = _locations(packing.num_sequences, seed)
-    slots = Slots.empty(packing.num_sequences, seq_len, pairs=True)
+    slots = PackedSequences.empty(packing.num_sequences, seq_len, pairs=True)
     assert slots.pairs is not None
     for array in (*slots[:-1], slots.pairs.segments, slots.pairs.labels, slots.pairs.counts):
         array.view(np.uint8)[:] = 0xA5  # what is not written must show
@@ -85,7 +85,7 @@ def _laid_out(
     return slots, packing, locations
 
 
-def _require_row(slots: Slots, row: int, block: Block, made: list[Made]) -> None:
+def _require_row(slots: PackedSequences, row: int, block: Block, made: list[Made]) -> None:
     """Compares a row with pairs, slot by slot."""
     seq_len = slots.tokens.shape[1]
     starts = block.word_starts(0, len(block.tokens))
@@ -290,12 +290,12 @@ def test_a_step_does_not_depend_on_ranks_and_micro_batch(
     cursors = [0, 24 * 3, 24 * 20]  # 32 slots; what is left of a window; 64 slots
     assert steps.order.segments[1].leftovers
     for cursor in cursors:
-        parts = steps.micro_batches(cursor, Share(0, 1))
-        whole, again = _joined(parts), _joined(other.micro_batches(cursor, Share(0, 1)))
+        parts = steps.micro_batches(cursor, DataRank(0, 1))
+        whole, again = _joined(parts), _joined(other.micro_batches(cursor, DataRank(0, 1)))
         for field, array in whole.items():
             assert array.dtype == again[field].dtype
             np.testing.assert_array_equal(array, again[field], field)
-        shares = [Share(rank, 3) for rank in range(3)]
+        shares = [DataRank(rank, 3) for rank in range(3)]
         split = [batch for share in shares for batch in other.micro_batches(cursor, share)]
         places = np.concatenate([other.located(cursor, share)[1] for share in shares])
         for field in ("input_ids", "segments", "positions"):
@@ -325,7 +325,7 @@ def test_a_step_does_not_depend_on_ranks_and_micro_batch(
 @pytest.mark.usefixtures("processes")
 def test_workers_make_the_same_steps(dataset: DatasetIndex) -> None:
     config = _config(dataset, "mlm_nsp")
-    steps, share = open_steps(dataset, config), Share(1, 2)
+    steps, share = open_steps(dataset, config), DataRank(1, 2)
     counts = sequences_at(dataset, config.batches.seq_lens, None, config.objective)
     workers = start_workers(1, dataset, config, share, counts)
     try:
@@ -344,7 +344,7 @@ def test_the_hash_covers_segments_and_labels(dataset: DatasetIndex) -> None:
     locations = steps.order.segment(0).locate(0, 4)
     slots, make = steps.split.slots(locations, 32), train_inputs(config, dataset)
 
-    def total(slots: Slots) -> int:
+    def total(slots: PackedSequences) -> int:
         [batch] = make(slots, locations, 0, micro_batch=4, places=np.arange(len(locations.blocks)))
         return batch.hash
 
@@ -357,7 +357,7 @@ def test_the_hash_covers_segments_and_labels(dataset: DatasetIndex) -> None:
 
 
 def test_held_out_pairs_are_the_same_for_every_run(dataset: DatasetIndex) -> None:
-    share = Share(0, 1)
+    share = DataRank(0, 1)
     one, other = (
         [
             batch

@@ -4,23 +4,25 @@ import numpy as np
 import pytest
 
 from pipeline.data.format import DatasetIndex, Vocabulary
-from pipeline.data.packing import Slots, lay_out, pack
+from pipeline.data.packing import PackedSequences, lay_out, pack
 from pipeline.data.reader import Block, BlockReader
 from tests.support.reference_slots import reference_slots
 
 
 def _assert_filled_as_reference(block: Block, seq_len: int, vocabulary: Vocabulary) -> None:
     packing = pack(block.doc_ends, seq_len)
-    found = Slots.empty(packing.num_sequences, seq_len)
+    found = PackedSequences.empty(packing.num_sequences, seq_len)
     for array in found[:-1]:
         array.view(np.uint8)[:] = 0xA5  # what is not written must show
     every = np.random.default_rng(0).permutation(packing.num_sequences)
     for rows in np.array_split(every, 3):
         lay_out(found, (rows, rows), block, packing, vocabulary)
-    expected = Slots.empty(packing.num_sequences, seq_len)
+    expected = PackedSequences.empty(packing.num_sequences, seq_len)
     for sequence in range(packing.num_sequences):
         reference_slots(expected, sequence, block, packing, sequence, vocabulary)
-    for name, ours, theirs in zip(Slots._fields[:-1], found[:-1], expected[:-1], strict=True):
+    for name, ours, theirs in zip(
+        PackedSequences._fields[:-1], found[:-1], expected[:-1], strict=True
+    ):
         assert ours.dtype == theirs.dtype
         # As bytes: a bool that is neither 0 nor 1 is not equal to True.
         np.testing.assert_array_equal(ours.view(np.uint8), theirs.view(np.uint8), name)

@@ -24,7 +24,7 @@ from pipeline.config.runs import PretrainConfig
 from pipeline.data import reader as reading
 from pipeline.data.format import Blocks, DatasetIndex, index_bytes, read_index
 from pipeline.data.reader import BlockReader, refuse_unlisted
-from pipeline.data.run_order import Share
+from pipeline.data.run_order import DataRank
 from pipeline.data.staging import stage
 from pipeline.errors import ConfigError, DataError
 from pipeline.runtime import env
@@ -125,7 +125,7 @@ def test_staged_shards_give_the_same_batches_and_alone(copy: DatasetIndex, tmp_p
     def batches(index: DatasetIndex) -> list[torch.Tensor]:
         found = []
         train, held_out = (
-            loader(index, config, Share(0, 1)) for loader in (train_loader, eval_loader)
+            loader(index, config, DataRank(0, 1)) for loader in (train_loader, eval_loader)
         )
         steps = [batch for cursor in range(0, 80, 8) for batch in train.step_batches(cursor)]
         for batch in [*steps, *(batch for _, batch in held_out.batches())]:

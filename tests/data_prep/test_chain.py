@@ -20,7 +20,7 @@ from data_prep.config import PrepConfig
 from data_prep.pieces import read_lines
 from data_prep.run import run, run_part
 from data_prep.show import document_text, plan, plan_text, rejected_text, status
-from data_prep.stage import Stage, Task, make_key, run_tasks, state_of
+from data_prep.stage import Stage, StageTask, make_key, run_tasks, state_of
 from pipeline.config.load import load
 from pipeline.data.format import read_index
 from pipeline.errors import ConfigError, DataError, RunFolderError
@@ -253,7 +253,7 @@ def test_postnorm_status_understands_a_folder(
 def test_state_of_a_task_whose_process_is_gone(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _SLEEPING_TASK, str(tmp_path)]
     process = subprocess.Popen(command)
-    task = Task("t", tmp_path, make_key("x"), None)
+    task = StageTask("t", tmp_path, make_key("x"), None)
     deadline = time.monotonic() + 20
     while state_of(task).name != "running" and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -270,13 +270,13 @@ def test_state_of_a_task_whose_process_is_gone(tmp_path: Path) -> None:
 _SLEEPING_TASK = """
 import sys, time
 from pathlib import Path
-from data_prep.stage import Stage, Task, make_key, run_tasks
-task = Task("t", Path(sys.argv[1]), make_key("x"), None)
+from data_prep.stage import Stage, StageTask, make_key, run_tasks
+task = StageTask("t", Path(sys.argv[1]), make_key("x"), None)
 run_tasks(Stage("s", [task], lambda task: time.sleep(60)), 1)
 """
 
 
-def write_nothing(task: Task[None]) -> tuple[dict[str, Any], list[Path]]:
+def write_nothing(task: StageTask[None]) -> tuple[dict[str, Any], list[Path]]:
     return {}, []
 
 

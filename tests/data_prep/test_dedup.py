@@ -15,7 +15,7 @@ from data_prep.config import PrepConfig
 from data_prep.dedup.lines import NOTHING_NEW
 from data_prep.pieces import id_hash, read_lines
 from data_prep.run import run
-from data_prep.stage import SEEN_LINE, Counts, Done
+from data_prep.stage import SEEN_LINE, Done, StageCounts
 from pipeline.config.load import load
 from tests.support.prepare import run_before
 
@@ -210,7 +210,7 @@ def test_lines_that_were_seen_before_are_dropped(with_lines: Prepared) -> None:
     aside = [record for path in sorted((work / "lines").glob("*.rejected.jsonl.zst"))
              for record in read_lines(path)]  # fmt: skip
     assert [(r["id"], r["reason"], r["raw"]) for r in aside] == rejected
-    counts = Counts.total(done.result["lines"] for done in records["lines"])
+    counts = StageCounts.total(done.result["lines"] for done in records["lines"])
     assert counts.rejected[SEEN_LINE][0] == lost > 300
     assert counts.rejected[NOTHING_NEW][0] == sum(r[1] == NOTHING_NEW for r in rejected) > 50
     assert counts.documents_in - counts.documents_out == len(rejected)

@@ -501,7 +501,7 @@ def test_units_of_long_texts_have_the_same_hashes_everywhere() -> None:
         words = units(text) if len(text) < block * 4 else text.split()
         if text[0] == "桥":
             words = list(text)
-        hashes = filter_units.Measured(text).hashes()
+        hashes = filter_units.TextStats(text).hashes()
         assert len(hashes) == len(words)
         pairs = set(zip(words, hashes.tolist(), strict=True))
         assert len(pairs) == len(set(words)) == len(np.unique(hashes))

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from data_prep.stage import Stage, Task, make_key, run_tasks, state_of
+from data_prep.stage import Stage, StageTask, make_key, run_tasks, state_of
 from pipeline.runtime.files import is_alive
 
 
@@ -37,7 +37,7 @@ def test_workers_of_a_killed_process_end(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("processes")
 def test_word_of_a_task_killed_after_its_record_is_removed(tmp_path: Path) -> None:
-    task = Task("0", tmp_path, make_key("a"), None)
+    task = StageTask("0", tmp_path, make_key("a"), None)
     process = multiprocessing.get_context("spawn").Process(target=_die_after_record, args=(task,))
     process.start()
     process.join()
@@ -48,12 +48,12 @@ def test_word_of_a_task_killed_after_its_record_is_removed(tmp_path: Path) -> No
     assert not task.path(".running.json").exists()
 
 
-def _no_work(task: Task[None]) -> tuple[dict[str, Any], list[Path]]:
+def _no_work(task: StageTask[None]) -> tuple[dict[str, Any], list[Path]]:
     del task
     return {}, []
 
 
-def _die_after_record(task: Task[None]) -> None:
+def _die_after_record(task: StageTask[None]) -> None:
     record = task.marker
 
     class DiesWhenDone:

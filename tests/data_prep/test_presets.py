@@ -13,7 +13,7 @@ from data_prep.config import CleanConfig, FiltersConfig, LanguageConfig, PrepCon
 from data_prep.filters.prose import prose
 from data_prep.filters.rules import Chain, Dropped, Filters, Kept, key_parts
 from data_prep.own import OwnDocument, OwnRule, located, source_of
-from data_prep.readers.documents import Remarks, read_piece
+from data_prep.readers.documents import ReadStats, read_piece
 from data_prep.readers.items import Document, Rejected
 from pipeline.config.load import load
 from pipeline.errors import ConfigError, DataError
@@ -267,7 +267,7 @@ def told(path):
     def documents(source: str) -> list[Document | Rejected]:
         config = read(folder, f"sources=[{source}]", "filters={}")
         [piece] = corpus.find(config).pieces
-        return list(read_piece(piece, CleanConfig(), Remarks()))
+        return list(read_piece(piece, CleanConfig(), ReadStats()))
 
     assert documents(source) == [
         Document("book/book.xyz@0", "one"),

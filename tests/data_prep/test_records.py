@@ -15,10 +15,10 @@ from backports import zstd
 
 from data_prep.config import CleanConfig, PrepConfig, SourceConfig
 from data_prep.export import export
-from data_prep.inputs import Piece, find
+from data_prep.inputs import InputPiece, find
 from data_prep.metadata import FieldCounts, count, merged, shown
 from data_prep.readers import records
-from data_prep.readers.documents import Remarks, encoding_of, read_file, read_piece
+from data_prep.readers.documents import ReadStats, encoding_of, read_file, read_piece
 from data_prep.readers.items import Document, Rejected
 from data_prep.run import run
 from data_prep.show import document_text, rejected_text
@@ -207,10 +207,10 @@ def test_long_documents(tmp_path: Path) -> None:
         "".join(json.dumps({"text": text, "id": i}) + "\n" for i, text in enumerate(texts))
     )
     source = SourceConfig(name="s", inputs=(str(path),))
-    piece = Piece(source, find(source).files)
+    piece = InputPiece(source, find(source).files)
 
-    def read(how: Any) -> tuple[list[Document | Rejected], Remarks]:
-        remarks = Remarks()
+    def read(how: Any) -> tuple[list[Document | Rejected], ReadStats]:
+        remarks = ReadStats()
         clean = CleanConfig(max_document_mb=1, on_long_document=how)
         return list(read_piece(piece, clean, remarks)), remarks
 
@@ -243,7 +243,7 @@ def test_a_document_without_an_end_stops_the_run(
     source = SourceConfig(name="s", inputs=(str(path),))
     clean = CleanConfig(max_document_mb=1, on_long_document="split")
     with pytest.raises(DataError, match=r"a\.txt, byte 0: no end of a document within 2 MB"):
-        list(read_piece(Piece(source, find(source).files), clean, Remarks()))
+        list(read_piece(InputPiece(source, find(source).files), clean, ReadStats()))
 
 
 def test_counts_of_metadata_add_up_in_any_order() -> None:

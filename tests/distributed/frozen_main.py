@@ -14,13 +14,13 @@ from pathlib import Path
 import torch
 from torch.distributed import distributed_c10d
 
-from pipeline.train.timing import OwnTime
+from pipeline.train.timing import LocalComputeTimer
 
-_original = OwnTime.end
+_original = LocalComputeTimer.end
 _steps = 0
 
 
-def _end(self: OwnTime) -> None:
+def _end(self: LocalComputeTimer) -> None:
     global _steps
     _original(self)
     _steps += 1  # once a step at ZeRO stage 1
@@ -37,5 +37,5 @@ def _end(self: OwnTime) -> None:
 
 
 if __name__ == "__main__":
-    OwnTime.end = _end  # type: ignore[method-assign]
+    LocalComputeTimer.end = _end  # type: ignore[method-assign]
     runpy.run_module("pipeline", run_name="__main__")

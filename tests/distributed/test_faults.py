@@ -249,7 +249,7 @@ def test_ranks_see_different_sequences(dataset: DatasetIndex) -> None:
     # A run in which all ranks train on the same data looks healthy; this is its direct check.
     from pipeline.config.load import load
     from pipeline.config.runs import PretrainConfig
-    from pipeline.data.run_order import Share
+    from pipeline.data.run_order import DataRank
     from tests.support.ranks import CONFIG
     from tests.support.steps import train_loader
 
@@ -259,7 +259,7 @@ def test_ranks_see_different_sequences(dataset: DatasetIndex) -> None:
     rows = [
         row
         for rank in range(2)
-        for batch in train_loader(dataset, config, Share(rank, 2)).step_batches(0)
+        for batch in train_loader(dataset, config, DataRank(rank, 2)).step_batches(0)
         for row in batch.input_ids.tolist()
     ]
     assert len(np.unique(np.array(rows), axis=0)) == 8

@@ -14,7 +14,7 @@ from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import DatasetIndex
 from pipeline.data.ledger import Rewind, read_ledger
 from pipeline.data.record import read_batches
-from pipeline.data.run_order import Share
+from pipeline.data.run_order import DataRank
 from tests.support.ranks import CONFIG, Ranks, losses, newest_state, records
 from tests.support.steps import train_loader
 
@@ -32,7 +32,7 @@ def hashes_of(dataset: DatasetIndex, folder: Path, batches: range) -> str:
     path = folder / "hashes.yaml"
     path.write_text(CONFIG)
     config = load(PretrainConfig, path, [f"data.dir={dataset.folder}"]).config
-    loader = train_loader(dataset, config, Share(0, 2))
+    loader = train_loader(dataset, config, DataRank(0, 2))
     found = [loader.step_batches(config.batches.number(batch).cursor) for batch in batches]
     return ",".join(str(each.hash) for step in found for each in step)
 

@@ -14,7 +14,7 @@ from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import DatasetIndex
 from pipeline.data.reader import BlockReader
-from pipeline.data.run_order import Share
+from pipeline.data.run_order import DataRank
 from pipeline.inspect.status import run_status
 from pipeline.sinks.base import tag_of
 from tests.support.ranks import Ranks, newest_state, records
@@ -73,7 +73,7 @@ def test_flops_are_those_of_the_documents_that_were_seen(
     model = config.model
     assert model.vocab_size == 1000
     width, layers = model.hidden_size, model.num_layers
-    loaders = [train_loader(dataset, config, Share(rank, 2)) for rank in range(2)]
+    loaders = [train_loader(dataset, config, DataRank(rank, 2)) for rank in range(2)]
     for record in records(straight_run)[::13]:
         flops = 0
         for loader in loaders:
@@ -200,7 +200,7 @@ def test_each_source_is_evaluated_on_its_own_text(sourced: Path, two_sources: Da
     for row in range(len(two_sources.blocks)):
         block = reader.block(row)
         text[block.document_ids[0].partition("/")[0]] += " ".join(map(str, block.tokens)) + " | "
-    loader = eval_loader(two_sources, config, Share(0, 1))
+    loader = eval_loader(two_sources, config, DataRank(0, 1))
     counted: Counter[str] = Counter()
     sequences: Counter[str] = Counter()
     for source, batch in loader.batches():

@@ -21,7 +21,7 @@ from pipeline.config.train import TrainConfig
 from pipeline.data.format import DatasetIndex, read_index
 from pipeline.data.loader import MicroBatch
 from pipeline.data.reader import BlockReader
-from pipeline.data.run_order import Share
+from pipeline.data.run_order import DataRank
 from pipeline.model.architecture import CONFIG_FILE, INTEGRITY, SIGNATURE
 from pipeline.tokenizer.wordpiece import load_tokenizer
 from pipeline.use.convert import convert
@@ -119,7 +119,7 @@ def test_shards_hold_the_ids_of_transformers(prepared: DatasetIndex, bert: Path)
 def _first_batch(prepared: DatasetIndex, size: int, data: DataConfig, seed: int = 1) -> MicroBatch:
     train = TrainConfig(global_batch=size, micro_batch=size)
     config = PretrainConfig(run_dir="unused", seed=seed, data=data, train=train)
-    [batch] = train_loader(prepared, config, Share(0, 1)).step_batches(0)
+    [batch] = train_loader(prepared, config, DataRank(0, 1)).step_batches(0)
     return batch
 
 

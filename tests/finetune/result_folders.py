@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.finetune.result import (
-    Prediction,
+    PredictionRow,
     Scored,
     combine,
     predictions_file,
@@ -24,7 +24,7 @@ data: {train: [a], dev: [b], test: [c], fields: {text: t}, labels: [news, sport,
 PRIOR = {"news": 30, "sport": 20, "tech": 10}
 
 
-def class_rows(seed: int, num_rows: int, skill: float = 3.0) -> list[Prediction]:
+def class_rows(seed: int, num_rows: int, skill: float = 3.0) -> list[PredictionRow]:
     """Rows whose golds do not depend on the seed, and whose scores favour the gold."""
     golds, noise = random.Random(f"gold {num_rows}"), random.Random(seed)
     rows = []
@@ -32,7 +32,7 @@ def class_rows(seed: int, num_rows: int, skill: float = 3.0) -> list[Prediction]
         gold = golds.choice(LABELS)
         scores = [noise.gauss(skill * (label == gold), 1.0) for label in LABELS]
         best = LABELS[max(range(3), key=lambda i: scores[i])]
-        rows.append(Prediction(str(number), gold, best, scores))
+        rows.append(PredictionRow(str(number), gold, best, scores))
     return rows
 
 
@@ -46,7 +46,7 @@ ABOUT = {
 
 
 def write_run(
-    folder: Path, seed: int, splits: dict[str, list[Prediction]], task: str = TASK,
+    folder: Path, seed: int, splits: dict[str, list[PredictionRow]], task: str = TASK,
     about: dict[str, Any] = ABOUT,
 ) -> Scored:  # fmt: skip
     """Write a finished folder of one seed."""

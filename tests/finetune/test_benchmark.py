@@ -14,8 +14,15 @@ import pytest
 from pipeline.config.load import to_yaml
 from pipeline.errors import ConfigError, DataError, PreemptedError, StoppedError
 from pipeline.finetune import benchmark_text
-from pipeline.finetune.benchmark import Plan, count_overlap, difference, read_cell, read_plan, run
-from pipeline.finetune.result import RESULT, Prediction, combine
+from pipeline.finetune.benchmark import (
+    BenchmarkPlan,
+    count_overlap,
+    difference,
+    read_cell,
+    read_plan,
+    run,
+)
+from pipeline.finetune.result import RESULT, PredictionRow, combine
 from pipeline.finetune.run import finetune
 from pipeline.runtime.files import write_json_atomic
 from pipeline.tasks.readers import Example, read_task
@@ -123,13 +130,13 @@ class Finetune:
 
     def _answer(
         self, config: TaskConfig, source: str, seed: int, number: int, row: Example
-    ) -> Prediction:
+    ) -> PredictionRow:
         wrong: dict[str, Any] = {"classify": "a" if row.gold == "b" else "b", "spans": []}
         is_right = self._is_right(source, seed, number)
         if config.task.kind == "choice":
             index = int(not is_right)
-            return Prediction(row.id, row.gold, index, [1.0 - index, float(index), None])
-        return Prediction(row.id, row.gold, row.gold if is_right else wrong[config.task.kind])
+            return PredictionRow(row.id, row.gold, index, [1.0 - index, float(index), None])
+        return PredictionRow(row.id, row.gold, row.gold if is_right else wrong[config.task.kind])
 
 
 def _plan(
@@ -137,7 +144,7 @@ def _plan(
     *overrides: str,
     models: Sequence[str] = ("runs/a",),
     seeds: tuple[int, ...] = (1,),
-) -> Plan:
+) -> BenchmarkPlan:
     suite = folder / "mine.yaml"
     if not suite.exists():
         _suite(folder)
@@ -147,7 +154,7 @@ def _plan(
     )  # fmt: skip
 
 
-def _table(plan: Plan, finetune: Callable[..., Any]) -> tuple[dict[str, Any], int]:
+def _table(plan: BenchmarkPlan, finetune: Callable[..., Any]) -> tuple[dict[str, Any], int]:
     return run(plan, finetune, lambda body: None)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.finetune.can import CanConfig, adjust, can_result, shift, softmax, uncertainty
-from pipeline.finetune.result import Prediction, Run, score_run
+from pipeline.finetune.result import PredictionRow, SeedRun, score_run
 from pipeline.tasks.scores import Floats
 from pipeline.tasks.task import load_task
 
@@ -111,18 +111,20 @@ def test_settings_out_of_range_are_refused(values: dict[str, float]) -> None:
         CanConfig(**values)  # type: ignore[arg-type]
 
 
-def _run(tmp_path: Path, rows: list[Prediction], prior: object = None, kind: str = "pair") -> Run:
+def _run(
+    tmp_path: Path, rows: list[PredictionRow], prior: object = None, kind: str = "pair"
+) -> SeedRun:
     path = tmp_path / "task.yaml"
     path.write_text(_PAIR.replace("pair", kind))
     config, labels = load_task(str(path)), ("0", "1")
     scored = score_run(config, labels, {"dev": rows})
-    return Run(tmp_path, 1, config, labels, {"prior": prior}, {"dev": rows}, scored)
+    return SeedRun(tmp_path, 1, config, labels, {"prior": prior}, {"dev": rows}, scored)
 
 
-def _rows(*pairs: tuple[str | None, float], times: int = 1) -> list[Prediction]:
+def _rows(*pairs: tuple[str | None, float], times: int = 1) -> list[PredictionRow]:
     """Rows of a gold and the probability of class 1."""
     return [
-        Prediction(str(i), gold, str(int(share > 0.5)), [math.log(1 - share), math.log(share)])
+        PredictionRow(str(i), gold, str(int(share > 0.5)), [math.log(1 - share), math.log(share)])
         for i, (gold, share) in enumerate(pairs * times)
     ]
 
@@ -193,6 +195,6 @@ def test_rows_without_scores_or_classes_are_refused(tmp_path: Path) -> None:
     rows = [row._replace(scores=None) for row in _rows(("0", 0.1), ("1", 0.4))]
     with pytest.raises(DataError, match="predictions of dev have no scores"):
         can_result([_run(tmp_path, rows, {"0": 1})], CanConfig())
-    rows = [Prediction("1", 1.0, 2.0), Prediction("2", 2.0, 1.0)]
+    rows = [PredictionRow("1", 1.0, 2.0), PredictionRow("2", 2.0, 1.0)]
     with pytest.raises(DataError, match=r"task\.kind=regress has none \(expected classify, pair"):
         can_result([_run(tmp_path, rows, kind="regress")], CanConfig())

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipeline.config.load import build
-from pipeline.data.run_order import Share
+from pipeline.data.run_order import DataRank
 from pipeline.errors import DataError
 from pipeline.finetune.batches import TaskRows, collate, tokenised
 from pipeline.finetune.model import HeadSpec, TaskModel
@@ -89,4 +89,4 @@ def test_model_that_gives_nan_is_refused(tiny_model: Path, tmp_path: Path) -> No
     torch.nn.init.constant_(model.task.pointer.query_key.bias, float("nan"))
     predictor = Predictor(model.task, model, torch.device("cpu"), source.tokenizer.pad_id)
     with pytest.raises(DataError, match="scores are NaN: it has diverged"):
-        predictor.decide(tokens, Share(0, 1))
+        predictor.decide(tokens, DataRank(0, 1))

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.commands import GROUPS
 from pipeline.errors import ConfigError, DataError
-from pipeline.finetune.result import Prediction, predictions_file
+from pipeline.finetune.result import PredictionRow, predictions_file
 from pipeline.runtime import cli
 from tests.finetune.result_folders import class_rows, write_run, write_seeds
 
@@ -164,7 +164,7 @@ def test_can_of_seeds_is_the_mean(tmp_path: Path) -> None:
 
 
 def test_can_is_refused_for_spans(tmp_path: Path) -> None:
-    rows = [Prediction("1", [["ORG", 0, 1]], [["ORG", 0, 1]]), Prediction("2", [], [])]
+    rows = [PredictionRow("1", [["ORG", 0, 1]], [["ORG", 0, 1]]), PredictionRow("2", [], [])]
     write_run(tmp_path / "run", 1, {"dev": rows}, _SPANS)
     before = (tmp_path / "run/result.json").read_bytes()
     with pytest.raises(DataError, match=r"task\.kind=spans has none"):

@@ -12,7 +12,7 @@ import sklearn.metrics
 
 from pipeline.errors import DataError
 from pipeline.finetune.result import (
-    Prediction,
+    PredictionRow,
     Scored,
     averaged,
     combine,
@@ -39,24 +39,24 @@ def _config(tmp_path: Path, kind: str, **task: str) -> TaskConfig:
 def _score(
     config: TaskConfig, pairs: list[tuple[Any, Any]], labels: tuple[str, ...] = (), **options: Any
 ) -> Scored:
-    rows = [Prediction(str(i), *pair, **options) for i, pair in enumerate(pairs)]
+    rows = [PredictionRow(str(i), *pair, **options) for i, pair in enumerate(pairs)]
     return score_run(config, labels, {"dev": rows})
 
 
 @pytest.mark.parametrize(
     ("kind", "labels", "rows"),
     [
-        ("classify", ("否", "是"), [Prediction("1", "是", "否", [0.25, -1.5])]),
-        ("multilabel", ("a", "b"), [Prediction("1", ["a", "b"], [], [-1.0, -2.0])]),
-        ("regress", (), [Prediction("x", 2.5, 3)]),
-        ("spans", ("ORG",), [Prediction("1", [], [["ORG", 0, 2]])]),
-        ("qa", (), [Prediction("Q\u2028", ["二\u2028", "2"], 'a "b"\n')]),
-        ("choice", (), [Prediction("1", 2, 0, [0.5, None, 1.0])]),
-        ("cloze", (), [Prediction("#idiom1#", None, 1, [0.5, 2.0])]),
+        ("classify", ("否", "是"), [PredictionRow("1", "是", "否", [0.25, -1.5])]),
+        ("multilabel", ("a", "b"), [PredictionRow("1", ["a", "b"], [], [-1.0, -2.0])]),
+        ("regress", (), [PredictionRow("x", 2.5, 3)]),
+        ("spans", ("ORG",), [PredictionRow("1", [], [["ORG", 0, 2]])]),
+        ("qa", (), [PredictionRow("Q\u2028", ["二\u2028", "2"], 'a "b"\n')]),
+        ("choice", (), [PredictionRow("1", 2, 0, [0.5, None, 1.0])]),
+        ("cloze", (), [PredictionRow("#idiom1#", None, 1, [0.5, 2.0])]),
     ],
 )
 def test_rows_are_read_as_they_were_written(
-    tmp_path: Path, kind: str, labels: tuple[str, ...], rows: list[Prediction]
+    tmp_path: Path, kind: str, labels: tuple[str, ...], rows: list[PredictionRow]
 ) -> None:
     path = tmp_path / "predictions-dev.jsonl"
     write_predictions(path, rows)
@@ -65,7 +65,7 @@ def test_rows_are_read_as_they_were_written(
 
 def test_spans_are_written_as_lists(tmp_path: Path) -> None:
     path = tmp_path / "predictions-dev.jsonl"
-    write_predictions(path, [Prediction("1", (Span("ORG", 0, 2),), [Span("ORG", 3, 4)])])
+    write_predictions(path, [PredictionRow("1", (Span("ORG", 0, 2),), [Span("ORG", 3, 4)])])
     assert json.loads(path.read_text()) == {
         "id": "1",
         "gold": [["ORG", 0, 2]],
@@ -75,20 +75,20 @@ def test_spans_are_written_as_lists(tmp_path: Path) -> None:
 
 def test_scores_that_are_not_finite_are_not_written(tmp_path: Path) -> None:
     path = tmp_path / "predictions-dev.jsonl"
-    write_predictions(path, [Prediction("1", "a", "a")])
+    write_predictions(path, [PredictionRow("1", "a", "a")])
     before = path.read_bytes()
     with pytest.raises(DataError, match=r"row '7' is not finite .*lower train\.lr"):
-        write_predictions(path, [Prediction("7", "a", "a", [math.nan, 0.0])])
+        write_predictions(path, [PredictionRow("7", "a", "a", [math.nan, 0.0])])
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
 
 
 _GOOD = {
-    "classify": Prediction("1", "a", "b"),
-    "spans": Prediction("1", [], []),
-    "qa": Prediction("1", [], ""),
-    "regress": Prediction("1", 0.5, 0.5),
-    "choice": Prediction("1", 0, 0, [1.0, None]),
+    "classify": PredictionRow("1", "a", "b"),
+    "spans": PredictionRow("1", [], []),
+    "qa": PredictionRow("1", [], ""),
+    "regress": PredictionRow("1", 0.5, 0.5),
+    "choice": PredictionRow("1", 0, 0, [1.0, None]),
 }
 _NO_OBJECT = "expected a JSON object with id, gold and prediction"
 _FINITE = "are not finite numbers"
@@ -178,8 +178,8 @@ def test_rows_without_gold_are_left_out_and_counted(tmp_path: Path) -> None:
 
 def test_chance_counts_the_choices_that_are_there(tmp_path: Path) -> None:
     rows = [
-        Prediction("1", 0, 0, [0.5, 0.1, None, None]),
-        Prediction("2", 1, 1, [0.5, 0.7, 0.1, 0.1]),
+        PredictionRow("1", 0, 0, [0.5, 0.1, None, None]),
+        PredictionRow("2", 1, 1, [0.5, 0.7, 0.1, 0.1]),
     ]
     body = score_run(_config(tmp_path, "choice"), (), {"dev": rows}).body
     assert body["chance"] == pytest.approx((1 / 2 + 1 / 4) / 2)
@@ -216,7 +216,7 @@ def test_scores_that_need_no_model_are_warned_of(
 
 
 def test_constant_predictions_of_an_unlabelled_test_are_warned_of(tmp_path: Path) -> None:
-    test = [Prediction(str(i), None, "news") for i in range(5)]
+    test = [PredictionRow(str(i), None, "news") for i in range(5)]
     splits = {"dev": class_rows(1, 50), "test": test}
     body = score_run(_config(tmp_path, "classify"), LABELS, splits).body
     assert body["warnings"] == ['test: all 5 predictions are "news"']

@@ -20,7 +20,7 @@ import torch
 from pipeline.checkpoints.manifest import published
 from pipeline.config.data import BatchPlan
 from pipeline.data.format import DatasetIndex
-from pipeline.data.run_order import Share
+from pipeline.data.run_order import DataRank
 from pipeline.errors import (
     CheckpointError,
     ConfigError,
@@ -390,18 +390,18 @@ def test_an_epoch_has_every_unit_once_whatever_the_ranks(
     prepared = prepare(config, "t", str(tiny_model), None)
     plan = BatchPlan((), seq_len=32, global_batch=12, micro_batch=2)
 
-    def stream(share: Share) -> TaskStream:
+    def stream(share: DataRank) -> TaskStream:
         return TaskStream(
             prepared.spec, prepared.rows["train"], plan, share, seed=5, pad_id=0, row_weights=None
         )
 
-    whole = stream(Share(0, 1))
+    whole = stream(DataRank(0, 1))
     units = [unit for number in range(16) for _, unit in whole.samples(plan.number(number))]
     epoch = whole.num_units
     assert sorted(units[:epoch]) == list(range(epoch))
     assert units[:epoch] != units[epoch : 2 * epoch]
-    ranks = [stream(Share(rank, 3)).steps_from(24) for rank in range(3)]
-    alone = stream(Share(0, 1)).steps_from(24)
+    ranks = [stream(DataRank(rank, 3)).steps_from(24) for rank in range(3)]
+    alone = stream(DataRank(0, 1)).steps_from(24)
     for _ in range(4):
         together = [batch for rank in ranks for batch in next(rank)]
         assert [batch.hash for batch in together] == [batch.hash for batch in next(alone)]

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.config.load import load
 from pipeline.errors import ConfigError, DataError
-from pipeline.finetune.result import Prediction
+from pipeline.finetune.result import PredictionRow
 from pipeline.finetune.submission import official_name, submission_text, write_submission
 from pipeline.tasks.task import SuiteConfig, TaskConfig, load_task
 
@@ -37,12 +37,12 @@ _LABELS = [
 ]
 
 
-def _lines(task: str, rows: list[Prediction], texts: tuple[str, ...] = ()) -> list[str]:
+def _lines(task: str, rows: list[PredictionRow], texts: tuple[str, ...] = ()) -> list[str]:
     return submission_text(load_task(task), task, rows, texts).splitlines()
 
 
-def _predicted(*pairs: tuple[str, Any]) -> list[Prediction]:
-    return [Prediction(id_, None, prediction) for id_, prediction in pairs]
+def _predicted(*pairs: tuple[str, Any]) -> list[PredictionRow]:
+    return [PredictionRow(id_, None, prediction) for id_, prediction in pairs]
 
 
 @pytest.mark.parametrize(("task", "name", "row", "line"), _LABELS)

@@ -9,7 +9,7 @@ from launch.cluster import SET_OPTIONS, ClusterConfig, ContainerConfig, PrepJobs
 from launch.prep import PrepJob, StagePlan, render_prep
 from launch.script import render
 from launch.script_parts import sbatch_resources
-from launch.submit import Source, checkout_job
+from launch.submit import Origin, checkout_job
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 from pipeline.errors import ConfigError
@@ -108,7 +108,7 @@ def _set_by(script: str) -> set[str]:
 def test_profiles_render_and_no_option_of_theirs_can_be_given_again(path: Path) -> None:
     cluster = load(ClusterConfig, path).config
     config = load(PretrainConfig, ROOT / "configs/demo.yaml").config
-    run = _set_by(render(checkout_job(config, Source("c", (), None, "/work")), cluster))
+    run = _set_by(render(checkout_job(config, Origin("c", (), None, "/work")), cluster))
     # Fields that choose nodes may be given in their own words: sbatch takes some of them twice.
     assert run - set(sbatch_resources(cluster)) <= SET_OPTIONS
     job = PrepJob(

@@ -7,11 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from launch.decide import Attempt, Limits, Patience, decide, end_attempt, exit_codes, patiently
+from launch.decide import (
+    JobAttempt,
+    Limits,
+    StorageRetry,
+    decide,
+    end_attempt,
+    exit_codes,
+    patiently,
+)
 from launch.records import newest_checkpoint
 
 LIMITS = Limits(restarts=5, without_progress=2)
-FAILED = Attempt(
+FAILED = JobAttempt(
     job="7", restart=0, nodes=("n1", "n2"), before="step-00000010", after="step-00000010",
     codes=(1, 1, 75), ranks=4, is_done=False, step_code=143,
 )  # fmt: skip
@@ -19,7 +27,7 @@ SAVED = replace(FAILED, codes=(75,) * 4, after="step-00000020")
 RUN = Path("/runs/a")
 
 
-def _word(attempt: Attempt, misses: int = 0) -> str:
+def _word(attempt: JobAttempt, misses: int = 0) -> str:
     return decide(attempt, misses, LIMITS, RUN).word
 
 
@@ -144,16 +152,16 @@ def test_storage_that_comes_back_in_time_is_waited_for(tmp_path: Path) -> None:
         return "read"
 
     with pytest.raises(OSError, match="Stale"):
-        patiently(action, Patience())
-    assert patiently(action, Patience(0.1)) == "read"
+        patiently(action, StorageRetry())
+    assert patiently(action, StorageRetry(0.1)) == "read"
     with pytest.raises(OSError, match="No space"):
-        patiently(lambda: Path("/dev/full").write_text("x"), Patience(60.0))
+        patiently(lambda: Path("/dev/full").write_text("x"), StorageRetry(60.0))
 
 
 def test_no_wait_for_storage_passes_the_end_of_the_jobs_time(tmp_path: Path) -> None:
     (tmp_path / "launch").touch()  # where the folder has to be
     begun = time.monotonic()
-    found = end_attempt(FAILED, LIMITS, tmp_path, Patience(600, time.time() + 20.5))
+    found = end_attempt(FAILED, LIMITS, tmp_path, StorageRetry(600, time.time() + 20.5))
     assert time.monotonic() - begun < 15
     assert (found.word, found.exit_code) == ("requeue", 75)
     assert str(tmp_path / "launch") in found.reason
@@ -161,8 +169,8 @@ def test_no_wait_for_storage_passes_the_end_of_the_jobs_time(tmp_path: Path) -> 
     # Restarts are limited here, too.
     last = replace(FAILED, restart=4)
     limits = replace(LIMITS, restarts=4)
-    assert end_attempt(last, limits, tmp_path, Patience(600, time.time())).word == "failed"
-    assert not Patience(10, time.time() + 60).is_cut
+    assert end_attempt(last, limits, tmp_path, StorageRetry(600, time.time())).word == "failed"
+    assert not StorageRetry(10, time.time() + 60).is_cut
 
 
 def test_ranks_that_cannot_be_started_count_as_an_attempt() -> None:

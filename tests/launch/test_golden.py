@@ -13,7 +13,7 @@ import pytest
 from launch.cluster import ClusterConfig, ContainerConfig
 from launch.prep import PrepJob, StagePlan, render_prep
 from launch.script import RUN, Job, render
-from launch.submit import Source, checkout_job
+from launch.submit import Origin, checkout_job
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 
@@ -51,7 +51,7 @@ def _scripts(profile: str) -> dict[str, str]:
         PretrainConfig, ROOT / "configs/demo.yaml", ["run_dir=runs/mine", "data.dir=data/mine"]
     ).config
     profile_file = f"configs/cluster/{profile}.yaml"
-    job = checkout_job(config, Source("train.yaml", ("train.lr=3e-4",), profile_file, "/shared/me"))
+    job = checkout_job(config, Origin("train.yaml", ("train.lr=3e-4",), profile_file, "/shared/me"))
     prep = PrepJob(
         name="prep", start=("-m",), config_path="prep.yaml", output_dir="data/mine",
         work_dir="/shared/me",

@@ -25,7 +25,7 @@ from pipeline.data.format import DatasetIndex
 from pipeline.errors import ConfigError
 from pipeline.model import cost
 from pipeline.model.architecture import read_architecture
-from pipeline.multitask.config import Mix, load_mix
+from pipeline.multitask.config import TaskMix, load_mix
 from pipeline.use.folder import write_config
 
 ROOT = Path(__file__).parents[2]
@@ -181,7 +181,7 @@ def test_command(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1].startswith("problem ")
 
 
-def _mix(tmp_path: Path, *overrides: str) -> Mix:
+def _mix(tmp_path: Path, *overrides: str) -> TaskMix:
     """A mix of text and two shipped tasks for a model folder of BERT's base size."""
     folder = tmp_path / "model"
     folder.mkdir(exist_ok=True)

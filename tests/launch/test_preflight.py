@@ -27,7 +27,7 @@ from launch.preflight.check import (
 from launch.preflight.gpus import check_gpus
 from launch.preflight.judge import gather, judge_nodes
 from launch.preflight.record import Record, read_record
-from launch.submit import Source, prepare_mix
+from launch.submit import Origin, prepare_mix
 from pipeline.config.data import DataConfig
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
@@ -68,7 +68,7 @@ def test_node_of_a_multi_task_run(dataset: DatasetIndex, tmp_path: Path, with_te
     path.write_text(json.dumps(body))
     mix = load_mix(str(path))
     cluster = ClusterConfig(gpus_per_node=0, ranks_per_node=2, preflight=EASY)
-    draft = prepare_mix(mix, cluster, Source(str(path), (), None, str(tmp_path)))
+    draft = prepare_mix(mix, cluster, Origin(str(path), (), None, str(tmp_path)))
     assert f"launch preflight check {draft.job.words[2]}" in draft.script
 
     records = tmp_path / "run/launch/preflight/7.0"

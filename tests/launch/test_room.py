@@ -8,7 +8,7 @@ import pytest
 
 from launch.cluster import ClusterConfig, PrepJobsConfig
 from launch.prep import ARRAYS_FILE, PrepDraft, PrepJob, StagePlan, render_prep, submit
-from launch.queue import Room, room_of
+from launch.queue import Quota, room_of
 from launch.records import FAILED_MARK, next_number, read_prep, submission_folder, write_prep
 from launch.site import parse_submit_limit
 from launch.slurm import TooManyJobsError
@@ -54,7 +54,7 @@ def test_profile_comes_before_accounting(slurm: FakeSlurm) -> None:
 
 
 def test_arrays_leave_room_for_the_next_ones() -> None:
-    assert [Room(limit).array_size(1001) for limit in (0, 3, 100, 10_000)] == [1001, 1, 25, 1001]
+    assert [Quota(limit).array_size(1001) for limit in (0, 3, 100, 10_000)] == [1001, 1, 25, 1001]
 
 
 def _draft(output: Path, limit: int = 8) -> PrepDraft:
@@ -86,10 +86,10 @@ def test_what_does_not_fit_is_told_before_anything_is_submitted(
 ) -> None:
     _queue(slurm, tmp_path, "7", "8_1", "8_2", "8_3")
     with pytest.raises(TooManyJobsError, match=r"4 of 8 jobs .*--wait-room"):
-        submit(_draft(tmp_path), Room(8))
+        submit(_draft(tmp_path), Quota(8))
     assert not slurm.calls
     _queue(slurm, tmp_path)
-    assert submit(_draft(tmp_path), Room(8)) == {"ingest": ["101", "102"], "dedup": ["103"]}
+    assert submit(_draft(tmp_path), Quota(8)) == {"ingest": ["101", "102"], "dedup": ["103"]}
     assert _sizes(slurm) == ["0-1%1", "0-1%1", "0-0%2"]
 
 
@@ -101,14 +101,14 @@ def test_arrays_wait_for_those_before_to_end(tmp_path: Path, slurm: FakeSlurm) -
         [ $((looks % 3)) = 0 ] || for job in 1 2; do
           echo "$job|$job|RUNNING|None|gpu|n|0|1|1|N/A|1:00|0|{tmp_path}"; done"""
     slurm.add("squeue", shown)
-    submit(_draft(tmp_path), Room(3, every_s=0.01))
+    submit(_draft(tmp_path), Quota(3, every_s=0.01))
     assert _sizes(slurm) == ["0-1%1", "0-1%1", "0-0%2"]
     assert len(slurm.lines("looks")) >= 6
 
 
 def test_ended_submission_goes_on_without_a_job_twice(tmp_path: Path, slurm: FakeSlurm) -> None:
     """It is interrupted after sbatch, before the second array's job is on record."""
-    room = Room(8, every_s=0.01)
+    room = Quota(8, every_s=0.01)
     shown = f"""
         [[ "$*" == *tres-per-node* ]] || exec cat {slurm.folder}/queue
         [ "$(wc -l <{slurm.folder}/calls.jsonl)" != 2 ] || kill -INT "$PPID"
@@ -127,7 +127,7 @@ def test_ended_submission_goes_on_without_a_job_twice(tmp_path: Path, slurm: Fak
     assert found.waiting == 2
     _queue(slurm, tmp_path, "101_0", "102_0")
     with pytest.raises(BusyError, match=r"1 arrays .*--wait-room"):
-        submit(_draft(tmp_path), Room(8))
+        submit(_draft(tmp_path), Quota(8))
     jobs = submit(_draft(tmp_path), room)
     assert jobs == {"ingest": ["101", "102"], "dedup": ["103"]}
     assert len(slurm.calls) == 3
@@ -142,9 +142,9 @@ def test_nothing_more_is_submitted_after_a_failure_or_a_cancellation(
 ) -> None:
     draft = _draft(tmp_path)
     (slurm.folder / "fails_at").write_text("102")
-    room = Room(8, every_s=0.01)
+    room = Quota(8, every_s=0.01)
 
-    class Ends(Room):
+    class Ends(Quota):
         def pause(self) -> None:
             if why == "failed":
                 (draft.folder / f"{FAILED_MARK}ingest").write_text("part 1 of 4")

@@ -9,7 +9,7 @@ import pytest
 
 from launch.cluster import ClusterConfig
 from launch.script import render
-from launch.submit import Source, checkout_job
+from launch.submit import Origin, checkout_job
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 from pipeline.errors import ConfigError
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 def _render(*overrides: str, work_dir: str = "/work dir", **cluster: object) -> str:
     config = load(PretrainConfig, ROOT / "configs/demo.yaml", overrides).config
     profile = ClusterConfig(**{"nodes": 2, "gpus_per_node": 8, **cluster})  # type: ignore[arg-type]
-    job = checkout_job(config, Source("configs/demo.yaml", overrides, None, work_dir))
+    job = checkout_job(config, Origin("configs/demo.yaml", overrides, None, work_dir))
     return render(job, profile)
 
 

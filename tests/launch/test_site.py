@@ -80,7 +80,7 @@ def test_site_is_read(at_site: FakeSlurm) -> None:
     assert [node.gpus for node in found.partitions["train"].nodes] == [
         {"a100": 8}, {"a100": 8}, {"h200": 4}, {"h200": 4, "l4": 2},
     ]  # fmt: skip
-    assert found.partitions["plain"].nodes[0] == site.Node("c1", 4, 8000, {}, frozenset())
+    assert found.partitions["plain"].nodes[0] == site.NodeResources("c1", 4, 8000, {}, frozenset())
     limits = {name: part.time_limit_s for name, part in found.partitions.items()}
     assert limits["train"] == float("inf")
     assert (limits["short"], limits["week"], limits["plain"]) == (1800, 7 * 86400, 86400)

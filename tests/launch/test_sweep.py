@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from launch.sweep import KINDS, Run, SweepConfig, changes, name_of, todo, write_run
+from launch.sweep import KINDS, SweepConfig, SweepRun, changes, name_of, todo, write_run
 from pipeline.config.load import build, load
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import DatasetIndex
@@ -174,8 +174,8 @@ def test_folders_that_do_not_fit_are_refused(sweeps: Sweeps) -> None:
     assert json.loads(sweeps.sweep("--json"))["left"] == {"a/b": "finished"}
 
 
-def _run(folder: Path, config: object, **point: object) -> Run:
-    return Run("a", point, folder, config)
+def _run(folder: Path, config: object, **point: object) -> SweepRun:
+    return SweepRun("a", point, folder, config)
 
 
 def test_a_run_that_was_only_prepared_may_still_change(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from launch.cluster import ClusterConfig, PreflightConfig
 from launch.script import render
-from launch.submit import Source, checkout_job
+from launch.submit import Origin, checkout_job
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 from tests.support.fake_slurm import FakeSlurm
@@ -33,7 +33,7 @@ class Attempts:
         config = load(
             PretrainConfig, ROOT / "configs/demo.yaml", ["run_dir=run", "data.dir=text"]
         ).config
-        job = checkout_job(config, Source("train.yaml", (), None, str(folder)))
+        job = checkout_job(config, Origin("train.yaml", (), None, str(folder)))
         fields: dict[str, object] = {"gpus_per_node": 0, "ranks_per_node": 4, **profile}
         fields = {"python": sys.executable, "storage_patience_s": 30, **fields}
         cluster = ClusterConfig(preflight=PreflightConfig(enabled=False), **fields)  # type: ignore[arg-type]

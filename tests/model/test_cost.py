@@ -18,7 +18,7 @@ from pipeline.config.model import ModelConfig
 from pipeline.errors import ConfigError
 from pipeline.kernels import attention
 from pipeline.model import cost
-from pipeline.model.describe import Plan, describe, read_plan
+from pipeline.model.describe import TrainingSetup, describe, read_plan
 from pipeline.model.encoder import EncoderModel, MaskedLanguageModel
 from pipeline.model.layout import rows
 
@@ -333,4 +333,4 @@ def test_wrong_key_is_refused(file: str, override: str, message: str) -> None:
 
 def test_number_below_one_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--ranks 0: expected a whole number from 1"):
-        Plan(TINY, num_ranks=0)
+        TrainingSetup(TINY, num_ranks=0)

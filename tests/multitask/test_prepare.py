@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.data.run_order import Share
+from pipeline.data.run_order import DataRank
 from pipeline.finetune.model import TaskModel
 from pipeline.finetune.predict import Predictor
 from pipeline.finetune.run import prepare
@@ -30,7 +30,7 @@ def test_loss_without_scores(
         torch.nn.init.zeros_(parameter)
     predictor = Predictor(model.task, model, torch.device("cpu"), 0)
     rows = prepared.rows["train"]
-    _, total = predictor.decide(rows, Share(0, 1))
+    _, total = predictor.decide(rows, DataRank(0, 1))
     measured = total / len(rows.units(kind))
     found = known_losses(prepared, 3.0)
     assert found.initial == pytest.approx(3 * measured, rel=1e-5)

@@ -14,7 +14,7 @@ from pipeline.config.data import BatchPlan, DataConfig, TrainDataConfig
 from pipeline.config.model import ModelConfig
 from pipeline.data.format import DatasetIndex
 from pipeline.data.loader import MicroBatch
-from pipeline.data.run_order import Share
+from pipeline.data.run_order import DataRank
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.multitask.run import step_lines
 from pipeline.objectives.inputs import train_steps
@@ -80,7 +80,7 @@ def test_the_loss_of_text_is_that_of_the_batches_of_pre_training(
         total = weight = 0.0
         seen: list[list[str]] = []
         for _ in range(draws[-1]):
-            [batch] = steps.micro_batches(cursor, Share(0, 1))
+            [batch] = steps.micro_batches(cursor, DataRank(0, 1))
             sums = MaskedLanguageModeling()(model, MicroBatch.of(batch))
             total, weight = total + sums["loss"].total.item(), weight + sums["loss"].weight.item()
             seen += [

@@ -14,7 +14,7 @@ from pipeline.data.loader import MicroBatch
 from pipeline.multitask import balance
 from pipeline.multitask.config import BalanceConfig, Method
 from pipeline.multitask.draws import Draws
-from pipeline.multitask.weigh import Balancer, Known, StepWeighing
+from pipeline.multitask.weigh import Balancer, LossBaseline, StepWeighing
 from pipeline.objectives.base import Sum, Sums
 from pipeline.runtime import env
 from pipeline.train import replicated
@@ -111,7 +111,7 @@ def taken(
         def of_step(self, step: int) -> np.ndarray:
             return np.arange(len(names))
 
-    known = {name: Known((factors or {}).get(name, 1.0) * 2.0, None) for name in names}
+    known = {name: LossBaseline((factors or {}).get(name, 1.0) * 2.0, None) for name in names}
     balancer = Balancer(
         BalanceConfig(method=method, **options), known, All([1.0], 1, 1), seed=3,
         num_layers=1, world_size=1,
@@ -293,7 +293,7 @@ def test_rules_of_losses_have_the_slope_of_their_means(gamma: float | None) -> N
     if gamma is not None:
         config = BalanceConfig(method="generalised_mean", gamma=gamma)
     balancer = Balancer(
-        config, dict.fromkeys(counts, Known(None, None)), Draws([1.0], 1, 1), seed=3,
+        config, dict.fromkeys(counts, LossBaseline(None, None)), Draws([1.0], 1, 1), seed=3,
         num_layers=1, world_size=1,
     )  # fmt: skip
     step = StepWeighing(balancer, {}, 0, counts)

@@ -26,7 +26,7 @@ from pipeline.data.dataset import Batch
 from pipeline.data.format import DatasetIndex
 from pipeline.data.loader import MicroBatch
 from pipeline.data.order import Locations
-from pipeline.data.packing import Slots
+from pipeline.data.packing import PackedSequences
 from pipeline.data.random import Purpose
 from pipeline.errors import ConfigError
 from pipeline.model.encoder import MaskedLanguageModel
@@ -105,7 +105,7 @@ def made(
 ) -> list[Batch]:
     """Micro-batches of random words in short documents."""
     batch = batch_of(num_rows, 130, document_length=document_length)
-    slots = Slots(
+    slots = PackedSequences(
         batch.tokens,
         batch.documents,
         np.tile(np.arange(130) % document_length, (num_rows, 1)),

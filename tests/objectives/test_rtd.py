@@ -17,7 +17,7 @@ from pipeline.config.runs import PretrainConfig
 from pipeline.data.dataset import Batch
 from pipeline.data.loader import MicroBatch, document_bounds
 from pipeline.data.order import Locations
-from pipeline.data.packing import Slots
+from pipeline.data.packing import PackedSequences
 from pipeline.data.random import Purpose
 from pipeline.errors import ConfigError
 from pipeline.kernels import loss as kernel
@@ -339,7 +339,7 @@ def _made(
     tokens[:, 0], tokens[:, -1] = VOCABULARY.cls, VOCABULARY.sep
     maskable = np.ones(shape, np.bool_)
     maskable[:, [0, -1]] = False
-    slots = Slots(
+    slots = PackedSequences(
         tokens=tokens, documents=np.ones(shape, np.int32),
         positions=np.tile(np.arange(128), (64, 1)), word_starts=np.ones(shape, np.bool_),
         maskable=maskable,

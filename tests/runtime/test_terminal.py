@@ -15,7 +15,7 @@ from typing import IO
 
 import pytest
 
-from pipeline.runtime.summary import Summary, progress_bar, table
+from pipeline.runtime.summary import FolderSummary, progress_bar, table
 
 ROOT = Path(__file__).parents[2]
 COLUMNS = 60
@@ -134,7 +134,7 @@ def test_plain_lines() -> None:
     rows = [("name", "count"), ("a", "10")]
     assert list(table(rows, (1,))) == ["name  count", "a        10"]
     assert progress_bar(1, 2, "step") == f"[{'#' * 20}{'-' * 20}] 50.0%  step 1 of 2"
-    summary = Summary("x", "failed", ["a line", ("label", "text"), ("", "more")], ["look"])
+    summary = FolderSummary("x", "failed", ["a line", ("label", "text"), ("", "more")], ["look"])
     assert summary.text().splitlines() == [
         "x: failed", "a line", "label       text", "            more", "warning: look",
     ]  # fmt: skip

@@ -17,18 +17,18 @@ from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 from pipeline.errors import ConfigError
 from pipeline.sinks import base
-from pipeline.sinks.base import GROUP, Sinks, Start, find_sinks, tag_of
+from pipeline.sinks.base import GROUP, SinkContext, Sinks, find_sinks, tag_of
 from tests.support.ranks import CONFIG, records
 
 SECTIONS = ("data", "health", "layers", "quality", "speed")
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Start:
+def start(tmp_path: Path) -> SinkContext:
     (tmp_path / "config.yaml").write_text(CONFIG)
     overrides = [f"run_dir={tmp_path}/runs/mine", "data.dir=nowhere"]
     config = load(PretrainConfig, tmp_path / "config.yaml", overrides).config
-    return Start(tmp_path / "runs" / "mine", 1, None, config)
+    return SinkContext(tmp_path / "runs" / "mine", 1, None, config)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_run_has_five_sections_and_every_chart_of_the_layout_has_a_line(
     ]
 
 
-def test_the_name_and_the_settings_of_a_run_are_shown(start: Start) -> None:
+def test_the_name_and_the_settings_of_a_run_are_shown(start: SinkContext) -> None:
     Sinks(start, find_sinks(["tensorboard"])).close()
     events = EventAccumulator(str(start.run_dir / "tensorboard"), {"tensors": 0})
     events.Reload()
@@ -139,7 +139,7 @@ def other_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("other_package")
 def test_a_sink_that_fails_is_warned_of_once_and_stops_nothing(
-    start: Start, caplog: pytest.LogCaptureFixture
+    start: SinkContext, caplog: pytest.LogCaptureFixture
 ) -> None:
     start.run_dir.mkdir(parents=True)
     with caplog.at_level(logging.WARNING):
@@ -163,13 +163,13 @@ def test_a_sink_that_fails_is_warned_of_once_and_stops_nothing(
 
 
 def test_a_sink_that_hangs_stops_nothing(
-    start: Start, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    start: SinkContext, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(base, "_PATIENCE_S", 0.2)
     monkeypatch.setattr(base, "_MOST_WAITING", 3)
     goes_on = threading.Event()
 
-    def hanging(_: Start) -> base.Sink:
+    def hanging(_: SinkContext) -> base.Sink:
         goes_on.wait()
         raise OSError
 

@@ -16,7 +16,16 @@ from pipeline.tasks.readers import read_task
 from pipeline.tasks.task import FieldsConfig, KindConfig, TaskConfig, TaskDataConfig
 from studies import cost, reading
 from studies.classes import subset
-from studies.config import HOME, PRESETS, Cell, ClassesConfig, Plan, StudyConfig, plan, read_study
+from studies.config import (
+    HOME,
+    PRESETS,
+    ClassesConfig,
+    StudyCell,
+    StudyConfig,
+    StudyPlan,
+    plan,
+    read_study,
+)
 
 NAMES = sorted(path.stem for path in HOME.glob("*.yaml"))
 OF_RUNS = [name for name in NAMES if name != "speed"]
@@ -43,13 +52,13 @@ def study_of(**values: Any) -> StudyConfig:
     return build(StudyConfig, {**body, **values}, "a test")
 
 
-def plan_of(study: StudyConfig, *overrides: str, **more: Any) -> Plan:
+def plan_of(study: StudyConfig, *overrides: str, **more: Any) -> StudyPlan:
     """Its small preset."""
     return plan("mine", study, "small", out=Path("out"), overrides=overrides, **more)
 
 
 @cache
-def _made(name: str, preset: str) -> Plan:
+def _made(name: str, preset: str) -> StudyPlan:
     return plan(*read_study(name), preset, out=Path("out"))
 
 
@@ -95,7 +104,10 @@ def test_equal_configs_are_one_run_whichever_part_asks() -> None:
     )
     made = plan_of(study)
     assert len(made.runs) == 2 * 2 * 2
-    assert made.of_cells[Cell("alone", "sum", ())] == made.of_cells[Cell("depth", "sum", ("1",))]
+    assert (
+        made.of_cells[StudyCell("alone", "sum", ())]
+        == made.of_cells[StudyCell("depth", "sum", ("1",))]
+    )
     # One part alone finds its runs in the same folders.
     alone = plan_of(study, parts=["alone"])
     assert set(alone.runs) < set(made.runs)
@@ -115,7 +127,7 @@ def test_shares_are_of_the_value_below_and_overrides_lie_under_arms() -> None:
     made = plan_of(study, "train.num_steps=200", "model.num_layers=2", "train.lr=1e-3")
 
     def config(arm: str) -> Any:
-        return made.runs[made.of_cells[Cell("one", arm, ())][1]].config
+        return made.runs[made.of_cells[StudyCell("one", arm, ())][1]].config
 
     assert (config("half").train.num_steps, config("half").train.lr) == (100, 2e-3)
     assert config("alpha").train.alpha_warmup_steps == 50
@@ -127,8 +139,8 @@ def test_equal_flops_count_the_start_too() -> None:
     flops = {name: cost.run_plan(run.config).flops for name, run in made.runs.items()}
     for part in ("width", "depth"):
         scratch, grown = made.parts[part].arms
-        run = made.runs[made.of_cells[Cell(part, grown, ())][1]]
-        other = made.of_cells[Cell(part, scratch, ())][1]
+        run = made.runs[made.of_cells[StudyCell(part, grown, ())][1]]
+        other = made.of_cells[StudyCell(part, scratch, ())][1]
         total = flops[run.name] + flops[str(run.start)]
         one_step = flops[other] / made.runs[other].config.train.num_steps
         assert abs(flops[other] - total) <= one_step

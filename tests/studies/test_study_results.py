@@ -22,7 +22,7 @@ from pipeline.model.layout import padded, rows
 from pipeline.use.folder import load_trained
 from studies import page, probes, reading, speed
 from studies.analysis import interval_of, slope_of
-from studies.config import Plan, read_study
+from studies.config import StudyPlan, read_study
 from studies.run import make_start
 from tests.studies.test_study_plan import ARMS, plan_of, study_of
 from tests.support.tiny_tasks import write_tiny_model
@@ -101,7 +101,7 @@ def _give_up(out: Path, name: str, code: int, said: str = "") -> Path:
     return folder
 
 
-def _readings(made: Plan, out: Path) -> dict[str, reading.Reading]:
+def _readings(made: StudyPlan, out: Path) -> dict[str, reading.Reading]:
     return {name: reading.read(made, run, out) for name, run in made.runs.items()}
 
 

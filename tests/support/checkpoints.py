@@ -16,7 +16,7 @@ from pipeline.checkpoints.manifest import (
     signed,
     state_file,
 )
-from pipeline.checkpoints.state import KINDS, HasState, Part, write_part
+from pipeline.checkpoints.state import KINDS, Checkpointable, TensorShard, write_part
 from pipeline.runtime import dist
 from pipeline.runtime.files import sha256_file
 
@@ -42,7 +42,7 @@ def make_checkpoint(
             numel = len(whole[KINDS[0], name])
             start, stop = rank * numel // world_size, (rank + 1) * numel // world_size
             tensors = {kind: whole[kind, name][start:stop] for kind in KINDS}
-            parts.append(Part(name, shape, start, tensors))
+            parts.append(TensorShard(name, shape, start, tensors))
         write_part(folder, rank, world_size, parts, counters)
     write_manifest(folder, step, world_size, held_out_loss, identity or {"seed": 1})
     return folder
@@ -69,7 +69,7 @@ def write_manifest(
     (folder / MANIFEST_FILE).write_text(json.dumps(signed(asdict(manifest))))
 
 
-def save_state(engine: HasState, folder: Path) -> None:
+def save_state(engine: Checkpointable, folder: Path) -> None:
     """Write the state that all ranks' engines hold, without a manifest. Collective."""
     parts, counters = engine.state_parts()
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()

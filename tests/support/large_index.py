@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.data.counts import Counts
+from pipeline.data.counts import BlockCounts
 from pipeline.data.format import (
     Blocks,
     DatasetIndex,
@@ -63,8 +63,8 @@ def write_large_index(folder: Path, *, num_shards: int, blocks_per_shard: int) -
     return read_index(folder)
 
 
-def plausible_counts(index: DatasetIndex, seq_len: int) -> Counts:
+def plausible_counts(index: DatasetIndex, seq_len: int) -> BlockCounts:
     """Numbers of sequences and pieces that packing might give."""
     slots = index.blocks.num_tokens + 2 * index.blocks.num_documents
     sequences = (slots * 1.01 / seq_len).astype(np.int64) + 1
-    return Counts(sequences, np.maximum(sequences, index.blocks.num_documents))
+    return BlockCounts(sequences, np.maximum(sequences, index.blocks.num_documents))

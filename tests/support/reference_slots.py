@@ -3,12 +3,17 @@
 import numpy as np
 
 from pipeline.data.format import Vocabulary
-from pipeline.data.packing import Packing, Slots
+from pipeline.data.packing import PackedSequences, Packing
 from pipeline.data.reader import Block
 
 
 def reference_slots(
-    slots: Slots, row: int, block: Block, packing: Packing, sequence: int, vocabulary: Vocabulary
+    slots: PackedSequences,
+    row: int,
+    block: Block,
+    packing: Packing,
+    sequence: int,
+    vocabulary: Vocabulary,
 ) -> None:
     """Does what `lay_out` does."""
     tokens, documents, positions, word_starts, maskable = (array[row] for array in slots[:-1])

@@ -9,7 +9,7 @@ from pipeline.config.runs import PretrainConfig
 from pipeline.data.dataset import Batch
 from pipeline.data.format import DatasetIndex
 from pipeline.data.loader import EvalLoader, TrainLoader
-from pipeline.data.run_order import Share, TrainSteps
+from pipeline.data.run_order import DataRank, TrainSteps
 from pipeline.data.workers import Workers
 from pipeline.objectives.inputs import eval_inputs, train_inputs, train_steps
 
@@ -59,7 +59,7 @@ def rows_of_step(
     """
     place, parts = steps.plan.at(cursor), list(parts)
     ids = steps.order.segment(cursor).locate(cursor, place.size)
-    shares = [Share(rank, len(parts)) for rank in range(len(parts))]
+    shares = [DataRank(rank, len(parts)) for rank in range(len(parts))]
     places = np.concatenate([steps.located(cursor, share)[1] for share in shares]).tolist()
     rows: list[Row] = []
     total = 0
@@ -87,5 +87,5 @@ def rows_of_step(
 
 def step_on(steps: TrainSteps, cursor: int, world_size: int) -> tuple[list[Row], int]:
     """A step computed by so many ranks."""
-    parts = [steps.micro_batches(cursor, Share(rank, world_size)) for rank in range(world_size)]
+    parts = [steps.micro_batches(cursor, DataRank(rank, world_size)) for rank in range(world_size)]
     return rows_of_step(steps, cursor, parts)

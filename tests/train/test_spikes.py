@@ -13,7 +13,7 @@ from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.train import SpikeConfig
 from pipeline.data.record import BatchRecord
-from pipeline.train.faults import LeftOut, trained_in_spite
+from pipeline.train.faults import SkippedBatches, trained_in_spite
 
 CONFIG = SpikeConfig()
 
@@ -100,7 +100,14 @@ def test_batches_that_were_trained_on_cannot_be_left_out_any_more(tmp_path: Path
     path.write_text("run_dir: r\ndata: {dir: d}\n")
     ranges = "train.skip_batches=[{first: 2, last: 3}, {first: 6, last: 9}]"
     config = load(PretrainConfig, path, [ranges]).config
-    assert [batch for batch in range(12) if batch in LeftOut(config, [])] == [2, 3, 6, 7, 8, 9]
+    assert [batch for batch in range(12) if batch in SkippedBatches(config, [])] == [
+        2,
+        3,
+        6,
+        7,
+        8,
+        9,
+    ]
     # Batch 3 was left out; the lines of 7 and later are of an attempt that is repeated.
     records = [BatchRecord(n, 8 * n, 8, 64, None if n == 3 else n + 1, 0) for n in range(10)]
     assert trained_in_spite(config, records, before=7) == [2, 6]

@@ -17,7 +17,7 @@ from pipeline.errors import DataError
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.runtime import cli
 from pipeline.tokenizer.fast import build_tokenizer_json
-from pipeline.use.encode_lines import Lines, encode_lines
+from pipeline.use.encode_lines import TextLines, encode_lines
 from pipeline.use.folder import write_model
 from pipeline.use.model import Model, batches_of, load
 
@@ -54,8 +54,8 @@ def _stream() -> list[bytes]:
     return lines
 
 
-def _write(model: Model, out: Path, stream: Iterator[bytes], *, pooling: str = "mean") -> Lines:
-    lines = Lines(stream, skip_bad=False)
+def _write(model: Model, out: Path, stream: Iterator[bytes], *, pooling: str = "mean") -> TextLines:
+    lines = TextLines(stream, skip_bad=False)
     encode_lines(model, lines, out, pooling, 1, 64, None)  # type: ignore[arg-type]
     return lines
 
@@ -70,7 +70,7 @@ def test_a_line_that_is_not_utf8_is_named_and_ends_nothing(
     skip_bad: bool, model: Model, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     stream, out = _stream(), tmp_path / "v.npy"
-    lines = Lines(stream, skip_bad=skip_bad)
+    lines = TextLines(stream, skip_bad=skip_bad)
     assert encode_lines(model, lines, out, "mean", 1, 64, None) == (99 if skip_bad else 100)
     done = "left out" if skip_bad else "its vector is NaN"
     assert f"line 10 is not UTF-8 (byte 0xe9 at 3): {done}" in caplog.text

@@ -32,8 +32,8 @@ from pipeline.errors import (
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.runtime import cli, stop
 from pipeline.runtime.stop import StopRequest
-from pipeline.train.evaluate import EvalResult, Score
-from pipeline.use.evaluate import Evaluation
+from pipeline.train.evaluate import EvalResult, EvalScore
+from pipeline.use.evaluate import TextEvaluation
 from pipeline.use.evaluate_command import EVALUATE, Report
 from pipeline.use.folder import export, write_model
 from tests.support.ranks import Ranks, records, start
@@ -201,11 +201,11 @@ def test_a_run_is_evaluated_with_its_own_objective(
 
 def test_the_table_has_a_column_for_each_mean() -> None:
     means = {"loss": 1.0, "accuracy": 0.5, "sampled_accuracy": 0.25, "auc": 0.75}
-    score = Score(means, {"num_masked": 7})
+    score = EvalScore(means, {"num_masked": 7})
     report = Report.__new__(Report)
     report._source, report._sources = Path("run"), ("news",)
     report._setting = {"sequences": 9, "seq_len": 64, "data": "data", "precision": "fp32"}
-    found = Evaluation(Path("run"), 4, 1.0, EvalResult(score, {"news": score}))
+    found = TextEvaluation(Path("run"), 4, 1.0, EvalResult(score, {"news": score}))
     _, names = report.head(found)
     [line] = report.lines(found)
     assert len(names) == len(line)

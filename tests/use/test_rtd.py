@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipeline.checkpoints.manifest import FOLDER, name_of
 from pipeline.checkpoints.probe import probe
-from pipeline.checkpoints.state import KINDS, Part, write_part
+from pipeline.checkpoints.state import KINDS, TensorShard, write_part
 from pipeline.config.model import ModelConfig
 from pipeline.errors import CheckpointError
 from pipeline.model.encoder import MaskedLanguageModel
@@ -41,7 +41,7 @@ def _run(
     """A run's folder with one checkpoint of these weights; returns the checkpoint."""
     path = folder / FOLDER / name_of(4)
     parts = [
-        Part(name, tuple(weight.shape), 0, _state(weight))
+        TensorShard(name, tuple(weight.shape), 0, _state(weight))
         for name, weight in model.named_parameters()
         if not name.startswith(without)
     ]

@@ -16,7 +16,7 @@ from pipeline.data.format import DatasetIndex
 from pipeline.errors import CheckpointError, ConfigError, DataError, PostnormError
 from pipeline.runtime import cli
 from pipeline.use.model import load
-from pipeline.use.sts import Pairs, cosines, evaluate, read_pairs
+from pipeline.use.sts import TextPairs, cosines, evaluate, read_pairs
 from pipeline.use.whiten import Whitening
 from tests.use.test_model import BERT, write
 
@@ -73,7 +73,7 @@ def test_cosines_are_those_of_numpy_and_zeros_are_counted() -> None:
 def test_scores_are_those_of_scipy(pooling: Any, binary: bool, folder: Path) -> None:
     model = load(folder)
     first, second, gold = _columns(binary)
-    found = evaluate(model, Pairs("pairs", tuple(first), tuple(second), gold), [pooling])
+    found = evaluate(model, TextPairs("pairs", tuple(first), tuple(second), gold), [pooling])
     expected, _ = cosines(model.encode(first, pooling), model.encode(second, pooling))
     [score] = found.scores
     # Vectors depend on the batch in their last bits, and so may the cosines of equal texts.
@@ -93,7 +93,7 @@ def test_vectors_of_zeros_are_said(folder: Path) -> None:
     whitening = model.fit_whitening([row[0] for row in ROWS], 2)
     nothing = Whitening(**{**vars(whitening), "weight": whitening.weight * 0})
     first, second, gold = _columns()
-    found = evaluate(model, Pairs("p", tuple(first), tuple(second), gold), whitening=nothing)
+    found = evaluate(model, TextPairs("p", tuple(first), tuple(second), gold), whitening=nothing)
     assert [(score.spearman != 0, score.num_zero) for score in found.scores] == [
         (True, 0),
         (False, 8),
@@ -108,7 +108,7 @@ def test_a_model_that_has_diverged_has_no_score(folder: Path) -> None:
         model.module.encoder.token_embedding.weight.fill_(math.nan)
     first, second, gold = _columns()
     with pytest.raises(CheckpointError, match=r"the vector of texts\[0\] is not finite"):
-        evaluate(model, Pairs("p", tuple(first), tuple(second), gold))
+        evaluate(model, TextPairs("p", tuple(first), tuple(second), gold))
     with pytest.raises(CheckpointError, match="take an earlier checkpoint"):
         model.fit_whitening(first)
 

@@ -15,7 +15,7 @@ from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import DatasetIndex
 from pipeline.data.loader import TrainLoader
-from pipeline.data.run_order import Share
+from pipeline.data.run_order import DataRank
 from pipeline.errors import ConfigError, DataError
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.use.train_dataset import Item, TrainDataset
@@ -37,7 +37,7 @@ def _trainer_s(
     )
     train = load(PretrainConfig, config).config.train_data
     inputs = MaskedLanguageModeling().train_inputs(train, dataset)
-    for batches in TrainLoader(dataset, train, inputs, Share(rank, 2)).steps_from(cursor):
+    for batches in TrainLoader(dataset, train, inputs, DataRank(rank, 2)).steps_from(cursor):
         for batch in batches:
             yield {
                 "input_ids": batch.input_ids, "positions": batch.positions,
