@@ -21,6 +21,7 @@ LIMITS = {
     "long files": 0,
     "fmt: skip": 40,
     "modules that know MLM": 11,
+    "class names of several modules": 0,
 }
 _CRUMB_LINES, _FUNCTION_LINES, _FILE_LINES = 60, 80, 700
 _MLM = re.compile(r"\b(masked_index|LossSums|MaskedLanguageModel)\b")
@@ -79,6 +80,18 @@ def _modules_that_know_mlm() -> list[str]:
     return [name for name, module in MODULES.items() if _knows_mlm(module)]
 
 
+def _shared_class_names() -> list[str]:
+    homes: dict[str, set[str]] = {}
+    for name, module in MODULES.items():
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, set()).add(name)
+    return [
+        f"class {name} is defined in {', '.join(sorted(modules))}"
+        for name, modules in sorted(homes.items()) if len(modules) > 1
+    ]  # fmt: skip
+
+
 COUNTED: dict[str, Callable[[], list[str]]] = {
     "modules": _modules,
     "lines": _lines,
@@ -87,6 +100,7 @@ COUNTED: dict[str, Callable[[], list[str]]] = {
     "long files": _long_files,
     "fmt: skip": _fmt_skip,
     "modules that know MLM": _modules_that_know_mlm,
+    "class names of several modules": _shared_class_names,
 }
 
 
