@@ -119,7 +119,8 @@ def submitting(
 ) -> Iterator[PendingSubmission]:
     """Keep every other submission out, with the intent on disk before sbatch is called.
 
-    Where the block ends with an error, it has called `PendingSubmission.withdraw`, or did not come to sbatch.
+    If the block ends with an error, it has called `PendingSubmission.withdraw`, or has not called
+    sbatch.
 
     Args:
         folder: with the launcher's folder in it.
