@@ -15,7 +15,7 @@ from tests.architecture.modules import MODULES, Module, importers
 # The most that there may be of each; what counts is below, by the same name.
 LIMITS = {
     "modules": 242,
-    "lines": 60_300,
+    "lines": 60_400,
     "crumbs": 1,
     "long functions": 0,
     "long files": 0,

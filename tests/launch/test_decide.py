@@ -49,7 +49,7 @@ def test_done_needs_the_mark_and_rank_0() -> None:
     ],
     ids=["wrong input", "a person stopped it", "restarts are left", "no restart is left"],
 )
-def test_verdicts(attempt: Attempt, word: str, code: int, facts: tuple[str, ...]) -> None:
+def test_verdicts(attempt: JobAttempt, word: str, code: int, facts: tuple[str, ...]) -> None:
     found = decide(attempt, 0, LIMITS, RUN)
     assert (found.word, found.exit_code) == (word, code)
     assert all(fact in found.reason for fact in facts)
