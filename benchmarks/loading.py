@@ -170,7 +170,7 @@ from pipeline.config.data import DataConfig
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.counts import sequences_at
 from pipeline.data.format import read_index
-from pipeline.data.run_order import Share
+from pipeline.data.run_order import DataRank
 from pipeline.data.workers import Workers
 from pipeline.objectives.inputs import train_inputs
 

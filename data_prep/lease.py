@@ -53,7 +53,7 @@ class Holder:
     host: str
     process: int
     namespace: str
-    """Of the machine's process numbers: containers on one host have their own."""
+    """Namespace of process numbers: containers on one host have their own."""
     born: str
     """When the process began: numbers of processes are used again."""
     job: str | None
@@ -202,7 +202,7 @@ def _alive_before(folder: Path, number: int) -> bool:
 
 
 def _is_dead(each: Holder, path: Path, now_s: float) -> bool | None:
-    """Say whether a process is dead; None if that is not known."""
+    """Return whether a process is dead; None if that is not known."""
     if each.host == socket.gethostname() and each.namespace == _namespace():
         return not is_alive(each.process) or _born(each.process) != each.born
     return now_s - _touched_s(path) > EXPIRES_S or None

@@ -20,7 +20,7 @@ class FieldCounts:
     """What is known of one field."""
 
     documents: int = 0
-    """Those that have it."""
+    """Number of documents that have the field."""
     values: dict[str, int] | None = field(default_factory=dict)
     """Value -> documents; None if there are more than `_MOST_VALUES`."""
     first: str = ""
@@ -65,7 +65,7 @@ def merged(of_tasks: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, Fie
 
 
 def shown(counts: FieldCounts, most: int = 3) -> str:
-    """Tell the most frequent values, or where all differ the first and the last."""
+    """List the most frequent values, or where all differ the first and the last."""
     if counts.values is None or len(counts.values) == counts.documents > most:
         return f"{counts.first} to {counts.last}"
     common = Counter(counts.values).most_common(most)

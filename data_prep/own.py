@@ -137,7 +137,7 @@ def load_function(text: str, key: str) -> Callable[..., Any]:
 
 
 def raised(error: Exception, file: Path) -> str:
-    """Tell what was raised, and at which line of the user's file."""
+    """Describe what was raised, and at which line of the user's file."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if Path(frame.filename) == file]
     where = f" at line {lines[-1]}" if lines else ""

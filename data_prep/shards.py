@@ -115,7 +115,7 @@ def _holding_out_one(config: ShardsConfig, pieces: Pieces) -> ShardsConfig:
     Documents are drawn by their ids, each by itself: of few, all may be drawn for training.
     """
     rows = {name: set(pieces.kept_rows(name).tolist()) for name in pieces.names}
-    # Of more documents none is held out once in 10^9 corpora.
+    # With more documents than this, the chance that none is held out is below 1e-9.
     if sum(map(len, rows.values())) > 20 / config.eval_fraction:
         return config
     draws = sorted(

@@ -149,7 +149,7 @@ class StageCounts:
         )
 
     def add_up(self, came: int | None) -> bool:
-        """Say whether every document that `came` from the stage before, if known, is told of."""
+        """Return whether every document that `came` from the stage before, if known, is told of."""
         left = self.documents_in - self.documents_rejected
         return came in (None, self.documents_in) and left == self.documents_out
 

@@ -145,7 +145,7 @@ def measured(chain: Chain, text: str) -> Iterator[Check]:
 
 
 def document_text(config: PrepConfig, document_id: str) -> str:
-    """Tell what every rule measures of one document, and what becomes of it.
+    """Describe what every rule measures of one document, and what becomes of it.
 
     Raises:
         DataError: no source has a document of this id, or an own rule raised.

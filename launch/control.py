@@ -221,7 +221,7 @@ def _wait(
 
 
 def _checkpoint_line(run_dir: Path, then: str) -> Iterator[str]:
-    """Say what the run will continue from."""
+    """Describe what the run will continue from."""
     run, _ = own_status(run_dir)
     saved = run.checkpoint if run else None
     if saved:

@@ -118,7 +118,7 @@ def exit_codes(run_dir: Path, job: str) -> tuple[int, ...]:
 
 
 def is_done(kind: str, run_dir: Path, codes: Sequence[int], ranks: int) -> bool:
-    """Say whether the work is complete: by the trainer's mark, or because all ranks say so."""
+    """Return whether the work is complete: by the trainer's mark, or because all ranks say so."""
     if kind == PRETRAIN:
         return RunFolder(run_dir).done.exists()
     return list(codes) == [EXIT_FINISHED] * ranks
@@ -162,7 +162,7 @@ def decide(attempt: JobAttempt, misses_before: int, limits: Limits, run_dir: Pat
 
 
 def is_miss(attempt: JobAttempt) -> bool:
-    """Say whether an attempt counts as one without progress: it made no new checkpoint.
+    """Return whether an attempt counts as one without progress: it made no new checkpoint.
 
     An attempt that was preempted before it had anything to save does not count; an attempt that
     the time limit ended there does, since the next one would end there, too.

@@ -31,7 +31,7 @@ INTENT_FILE = "submitting.json"
 _LOCK_FILE = "submitting.lock"
 _NOTHING = {"", "(null)", "n/a"}
 _CLOCKS_S = 5.0
-"""By which the clocks of this machine and of the controller may differ."""
+"""Most seconds by which the clocks of this machine and of the controller may differ."""
 
 
 # On disk before sbatch: a lock alone would not know what a killed process left in the queue.

@@ -182,7 +182,7 @@ def run_side_by_side(
 
 
 def worst(codes: Iterable[int]) -> int:
-    """Return the exit code of several runs: finished, or what hinders most.
+    """Combine exit codes: 0 if all finished, else the most severe one.
 
     A run that cannot go on comes first, then one that failed otherwise, one that a person stopped,
     and one that saved and waits to be started again.

@@ -106,7 +106,7 @@ def follow(path: Path, num_lines: int, why_over: Callable[[], str]) -> str:
 
 
 def why_job_is_over(run_dir: Path, job: str) -> str:
-    """Say why a job will write nothing more; empty if it waits, runs, or is unknown."""
+    """Return why a job will write nothing more; empty if it waits, runs, or is unknown."""
     submitted = [one.submitted_unix_s for one in submissions(run_dir) if one.job == job]
     try:
         facts = job_facts(job, run_dir, submitted[0] if submitted else None)
@@ -123,7 +123,7 @@ def why_job_is_over(run_dir: Path, job: str) -> str:
 
 
 def why_local_run_is_over(run_dir: Path) -> str:
-    """Say why a run without a job will write nothing more: no process holds its lock."""
+    """Return why a run without a job will write nothing more: no process holds its lock."""
     if RunFolder(run_dir).done.exists():
         return "the run is finished"
     return "" if RunFolder(run_dir).is_locked() else "no process of this machine trains the run"

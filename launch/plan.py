@@ -256,11 +256,11 @@ class TaskPlan:
 
     name: str
     share: float
-    """Of the draws."""
+    """Share of the draws."""
     examples: float
-    """Of all draws; of text: sequences."""
+    """Number of examples of all draws; sequences for text."""
     length: int
-    """Of the longest row, in tokens."""
+    """Length of the longest row, in tokens."""
     flops: float
     """If every example is one row of that length."""
 
@@ -283,7 +283,7 @@ class MixPlan:
     gradients_bytes: int
     """What the rule of balance keeps beside the state: gradients of tasks, fp32."""
     activation_bytes: int
-    """Of the largest forward pass."""
+    """Bytes of the activations of the largest forward pass."""
     checkpoint_bytes: int
 
 

@@ -551,7 +551,7 @@ def _roll(
 
 
 def _needs_text(draft: PrepDraft) -> str:
-    """Say how many jobs a preparation needs, for a site that allows fewer."""
+    """Describe how many jobs a preparation needs, for a site that allows fewer."""
     parts = {stage.name: stage.num_parts for stage in draft.stages}
     listed = ", ".join(f"{name} {number:,}" for name, number in parts.items())
     return (
@@ -589,7 +589,7 @@ def dry_run_text(draft: PrepDraft) -> str:
 
 
 def summary_text(draft: PrepDraft, jobs: dict[str, list[str]]) -> str:
-    """Say what was submitted, and how to look at it."""
+    """Describe what was submitted, and how to look at it."""
     rows = [("stage", "array tasks", "hours each", "job")]
     for stage in draft.stages:
         ids = " ".join(jobs.get(stage.name, []))

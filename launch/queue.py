@@ -336,7 +336,7 @@ class Quota:
         return min(largest, max(1, self.limit // _SHARE)) if self.limit else largest
 
     def lacks(self, size: int) -> str:
-        """Say why so many jobs more do not fit now; empty if they do."""
+        """Return why so many jobs more do not fit now; empty if they do."""
         if not self.limit:
             return ""
         taken = sum(facts.is_alive for facts in my_jobs())

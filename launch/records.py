@@ -192,12 +192,12 @@ def sweep_record(folder: Path) -> dict[str, Any]:
 
 
 def is_sweep(folder: Path) -> bool:
-    """Say whether a folder is that of a sweep."""
+    """Return whether a folder is that of a sweep."""
     return (folder / SWEEP_RECORD).is_file()
 
 
 def is_run(folder: Path) -> bool:
-    """Say whether a folder is a run folder: submitted, or started."""
+    """Return whether a folder is a run folder: submitted, or started."""
     run = RunFolder(folder)
     return run.launch.exists() or run.attempts.exists()
 

@@ -120,7 +120,7 @@ def max_array_size() -> int | None:
 
 
 def profile_here(path: str | None) -> ClusterConfig:
-    """Load a profile for a submission, without what this cluster cannot do.
+    """Load a cluster profile and drop settings that this cluster does not support.
 
     Without a task plugin srun cannot bind ranks to cores, and says so in every step of a job.
     """

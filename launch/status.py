@@ -366,7 +366,7 @@ def _explained(reason: str, job: str) -> str:
 
 
 def _evidence(report: RunReport, facts: JobFacts) -> str:
-    """Say what the run's own files tell of a job that SLURM does not know."""
+    """Describe what the run's own files tell of a job that SLURM does not know."""
     last = decision(report, facts.job)
     if report.is_done:
         return "the run is finished: it has its done.json"
@@ -440,7 +440,7 @@ def _counts(elements: Sequence[JobFacts]) -> tuple[str, str, str, str]:
 
 
 def _prep_mark(report: PrepReport, stage: str, jobs: Sequence[str]) -> str:
-    """Say what files tell of a stage whose jobs have ended, or are not known."""
+    """Describe what files tell of a stage whose jobs have ended, or are not known."""
     if report.is_complete:
         return "done"
     if stage in report.failed:

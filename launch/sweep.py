@@ -320,7 +320,7 @@ def _refuse(mistakes: Sequence[str]) -> None:
 
 
 def changes(run: SweepRun, kind: SweepVerb) -> list[str]:
-    """Say why a run that was started earlier is another one now; empty if it is the same."""
+    """Return why a run that was started earlier is another one now; empty if it is the same."""
     held = {path.name for path in run.folder.iterdir()} if run.folder.is_dir() else set()
     if held <= {CONFIG_FILE, "logs"}:
         return []  # it was prepared at most
@@ -355,7 +355,7 @@ class Todo:
 
     every: list[SweepRun]
     runs: list[SweepRun]
-    """Those to start."""
+    """Runs to start."""
     left: dict[str, str]
     """Reasons by name."""
     alive: list[JobFacts]
@@ -389,7 +389,7 @@ def queued_job(run_dir: Path) -> str:
 
 
 def is_job_of(job: JobFacts, run_dir: Path) -> bool:
-    """Say whether a job is that of a run, or the array that has it as an element."""
+    """Return whether a job is that of a run, or the array that has it as an element."""
     # An element has the comment of its array until `submit` has given it the run's.
     return any(job.is_of(folder) for folder in (run_dir, *run_dir.parents))
 
@@ -403,13 +403,13 @@ class SweepDraft:
     """Absolute path of the sweep's folder."""
     every: list[SweepRun]
     runs: list[SweepRun]
-    """Those to submit, in the order of the array's elements."""
+    """Runs to submit, in the order of the array's elements."""
     drafts: list[SubmissionPlan]
-    """Of the same runs."""
+    """Drafts of the same runs."""
     job: Job
     cluster: ClusterConfig
     options: list[str]
-    """Of sbatch."""
+    """Options of sbatch."""
 
     @property
     def home(self) -> Path:

@@ -69,7 +69,7 @@ class CellSummary:
     finished: int
     diverged: int
     stuck: int
-    """Of those that finished."""
+    """Number of finished runs that are stuck."""
     open: int
     """Runs that failed otherwise, or are not done."""
     means: dict[str, float]
@@ -239,7 +239,7 @@ def verdicts(plan: StudyPlan, found: Sequence[Effect]) -> list[str]:
 
 
 def slope_text(fitted: Mapping[str, object]) -> str:
-    """Say what a fit of `slopes` found."""
+    """Describe what a fit of `slopes` found."""
     pair = f"{fitted['metric']}, {fitted['arm']} - {fitted['against']}"
     slope, low, high = (float(str(fitted[name])) for name in ("slope", "low", "high"))
     if math.isnan(low):

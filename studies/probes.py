@@ -29,7 +29,7 @@ class ProbeResult:
     """What a probe found."""
 
     values: dict[str, float]
-    """By metric."""
+    """Values by metric."""
     profiles: dict[str, list[float]] = field(default_factory=dict)
     """By quantity: a number a layer, from the lowest, the mean over heads."""
     maps: dict[str, list[list[float]]] = field(default_factory=dict)
@@ -209,4 +209,4 @@ PROBES = {
     "sparsity": ProbeMeasurement(("entropy", "top5", "js_layers", "js_heads", "cosine"), sparsity),
     "lengths": ProbeMeasurement(("loss@*", "accuracy@*"), lengths),
 }
-"""By name."""
+"""Measurements by name."""

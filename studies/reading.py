@@ -36,9 +36,9 @@ class Reading:
 
     outcome: Outcome
     seconds: float = 0.0
-    """Of training, all attempts together, evaluations and saves included."""
+    """Seconds of training, all attempts together, evaluations and saves included."""
     values: dict[str, float] = field(default_factory=dict)
-    """By metric; empty unless it is finished."""
+    """Values by metric; empty unless the run is finished."""
     profiles: dict[str, list[float]] = field(default_factory=dict)
     stuck: bool = False
     """Whether it finished about at the unigram entropy."""
@@ -61,7 +61,7 @@ def task_name(run: str, task: str) -> str:
 
 
 def outcome(folder: Path) -> Outcome:
-    """Tell how a pre-training run stands.
+    """Describe how a pre-training run stands.
 
     One that gave up because its numbers were not finite has diverged, and would again; any other
     failure may be a full disk, and is tried again.

@@ -156,7 +156,7 @@ class _Search:
                 self._is_found[overlap.rows] = True
 
     def verdict(self, text: str) -> bool | None:
-        """Say whether a text is shared; None if it is too short to search for."""
+        """Return whether a text is shared; None if it is too short to search for."""
         letters, _ = fold([text])
         [hashes] = shingle_hashes(letters, self._lengths)
         ends = np.arange(len(letters)) + shingle_lengths(letters, *self._lengths)

@@ -263,7 +263,7 @@ class _TableRows:
     def matches(
         self, stretches: list[dict[str, Any]]
     ) -> dict[str, tuple[list[int], int, int, str]]:
-        """Tell what a document shares with each set with which it shares enough text, in order.
+        """Describe what a document shares with each set with which it shares enough text, in order.
 
         Returns:
             Set -> all items with shared text, the one with most n-grams, the number of n-grams,

@@ -316,7 +316,7 @@ class CandidateJob:
 
 @dataclass(frozen=True)
 class NearJob:
-    """Files of all groups, in order, without suffix."""
+    """Input of one near-duplicate task."""
 
     place: SignatureFolder
     groups: tuple[Path, ...]

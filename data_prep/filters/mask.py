@@ -138,7 +138,7 @@ def _is_year(digits: str) -> bool:
 
 
 def _is_time(digits: str) -> bool:
-    """Tell whether 14 digits are a day, month, year, hour, minute and second; more are fractions.
+    """Return whether 14 digits are a day, month, year, hour, minute and second; more are fractions.
 
     Times that begin with the year begin with 20, or with 1 as no card does.
     """
@@ -178,7 +178,7 @@ def _is_version(match: re.Match[str]) -> bool:
 
 
 def is_chinese_id(number: str) -> bool:
-    """Tell whether 18 characters are an identity number, by date of birth and check character."""
+    """Return whether 18 characters are an identity number, by date of birth and check character."""
     try:
         born = datetime.date(int(number[6:10]), int(number[10:12]), int(number[12:14]))
         total = sum(w * int(c) for w, c in zip(_ID_WEIGHTS, number[:17], strict=True))
@@ -188,7 +188,7 @@ def is_chinese_id(number: str) -> bool:
 
 
 def is_bank_card(number: str) -> bool:
-    """Tell whether digits begin like a payment card's and have the right check digit."""
+    """Return whether digits begin like a payment card's and have the right check digit."""
     if not (13 <= len(number) <= 19 and number.isdecimal() and number[0] in "23456"):
         return False
     doubled = (2 * int(c) for c in number[-2::-2])
@@ -197,7 +197,7 @@ def is_bank_card(number: str) -> bool:
 
 
 def is_public_ipv4(number: str) -> bool:
-    """Tell whether this is an address that is reachable from the whole Internet."""
+    """Return whether this is an address that is reachable from the whole Internet."""
     try:
         return ipaddress.IPv4Address(number).is_global
     except ValueError:

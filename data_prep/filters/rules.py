@@ -181,9 +181,9 @@ class _RuleView(NamedTuple):
     num_words: int
     """Words of the whole text."""
     line_share: float = 1.0
-    """Of the whole text's lines; shares of prose are multiplied by it."""
+    """Share of the whole text's lines; shares of prose are multiplied by it."""
     char_share: float = 1.0
-    """Of the whole text's characters other than spaces."""
+    """Share of the whole text's characters other than spaces."""
     code: Sequence[str] = ()
     """Lines with letters that are not prose."""
 

@@ -64,7 +64,7 @@ class _Gzip:
 
 
 _DECODERS: dict[str, tuple[Callable[[], Any], bytes]] = {
-    # With the byte that may be repeated between members as padding.
+    # Decoder of each format, and the byte that may pad the gap between members.
     ".gz": (_Gzip, b"\0"),
     ".zst": (zstd.ZstdDecompressor, b""),
     ".xz": (lzma.LZMADecompressor, b"\0"),

@@ -292,7 +292,7 @@ class TrainDataConfig:
     """All that decides which sequences a training step gets; a part of a run's config."""
 
     seed: int
-    """Of the order."""
+    """Seed of the order."""
     data: DataConfig
     batches: BatchPlan
     """Sizes and lengths of the steps' batches."""

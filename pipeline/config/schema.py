@@ -196,7 +196,7 @@ def walk(config: Any, path: str = "") -> "Iterator[tuple[str, dataclasses.Field[
 
 
 def unusual(config: Any) -> list[str]:
-    """Tell which values of a built config are allowed, but more often a slip than meant."""
+    """Return warnings on values of a built config that are allowed, but often a slip."""
     texts = []
     for path, field, value in walk(config):
         usual = field.metadata.get("usual")

@@ -113,7 +113,7 @@ class PackedSplit:
         shards = np.unique(index.blocks.shard[self.rows]).tolist()
         self.reader = BlockReader(index, shards, config.check_blocks)
         self.counts = {length: of_all[self.rows] for length, of_all in counts.items()}
-        """By length, (b,) sequences of each block of the split."""
+        """(b,) sequences of each block of the split, by length."""
         self.specials = specials_per_piece(None if pairs is None else pairs.kind)
         """Special tokens that packing keeps room for in each piece."""
         self._pairs = pairs

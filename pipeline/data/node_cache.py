@@ -77,7 +77,7 @@ class NodeCache:
         self._last: dict[Key, int] = {}
         """Where a key was found, which saves a search."""
         self._views: dict[int, tuple[Key, Arrays]] = {}
-        """By slot, the arrays of the key that this process read there last."""
+        """Arrays of the key that this process read last in each slot."""
         weakref.finalize(self, _leave, self._file, self._door)
         _caches.add(self)
 

@@ -120,7 +120,7 @@ class _Published:
 
     address: str
     files: dict[str, RemoteFile]
-    """By name below the address."""
+    """Files by name below the address."""
 
     @classmethod
     def listed(cls, address: str) -> "_Published":

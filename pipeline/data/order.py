@@ -100,7 +100,7 @@ class WindowCell(NamedTuple):
     """Where the block stands among those of its window, 0 to 1."""
     window: Window
     begin: int
-    """Of its rows in `by_block`."""
+    """First of its rows in `by_block`."""
     stop: int
 
 

@@ -68,7 +68,7 @@ class Workers:
         self._next = 0
         self._pipes: list[Connection] = []
         self._memories: list[dict[int, mmap.mmap]] = [{} for _ in range(number)]
-        """Of each worker, by the number of the file."""
+        """Memory maps of each worker, by the number of the file."""
         self._unused: list[deque[int]] = [deque() for _ in range(number)]
         """Numbers of files without arrays, which the worker is not told yet."""
         self.processes = []
@@ -199,7 +199,7 @@ class _Sent(NamedTuple):
     """What a worker says of batches that it made."""
 
     number: int
-    """Of the memory file."""
+    """Number of the memory file."""
     is_new: bool
     """Whether the file follows."""
     notes: list[Any]

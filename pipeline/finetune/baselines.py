@@ -50,7 +50,7 @@ _MOST_FEATURES = 50_000
 _CERTAIN = 30.0  # logit of a class that train has never, or always
 
 Predicted = list[tuple[Any, list[float | None] | None]]
-"""Of each row: the prediction, and its scores where the kind has some."""
+"""Prediction of each row, and its scores where the kind has some."""
 
 
 def run_baseline(config: TaskConfig, *, name: str, out: Path) -> dict[str, Any] | None:

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 _WINDOW_BATCHES = 32
 """Batches whose examples are sorted by length together."""
 _VERSION = 2
-"""Of files of tokens; another one is tokenised again."""
+"""Version of the files of tokens; files of another version are tokenised again."""
 
 
 @dataclass(frozen=True)

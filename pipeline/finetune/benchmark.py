@@ -55,7 +55,7 @@ class BenchmarkPlan:
 
     name: str
     tasks: dict[str, TaskConfig]
-    """By name; seeds and files are those of this benchmark."""
+    """Tasks by name; seeds and files are those of this benchmark."""
     files: dict[str, str]
     """The task file of each, or the name of a shipped one."""
     models: tuple[str, ...]
@@ -64,7 +64,7 @@ class BenchmarkPlan:
     with_ngrams: bool = True
     published: tuple[PublishedConfig, ...] = ()
     overrides: tuple[str, ...] = ()
-    """Of the command line, beside what the suite says itself."""
+    """Overrides of the command line, beside those of the suite."""
 
     @property
     def columns(self) -> list[str]:
@@ -354,7 +354,7 @@ class _Growing:
 
 
 def _not_comparable(row: PublishedConfig, line: dict[str, Any], plan: BenchmarkPlan) -> str:
-    """Say why a published score cannot stand beside the measured ones; "" if it can."""
+    """Return why a published score cannot stand beside the measured ones; "" if it can."""
     cells = [line["columns"].get(model, {}) for model in plan.models]
     protocols = [cell["protocol"] for cell in cells if "protocol" in cell]
     if not protocols:

@@ -83,7 +83,7 @@ def _finetune(arguments: argparse.Namespace) -> int:
 
 
 def result_line(body: dict[str, object]) -> str:
-    """Say in a line how a task went."""
+    """Summarise the result of a task in one line."""
     spread = f" ± {body['sd']:.4f}" if len(body["seeds"]) > 1 else ""  # type: ignore[arg-type]
     on = body["protocol"]["scored_on"]  # type: ignore[index]
     return (

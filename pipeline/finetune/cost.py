@@ -11,7 +11,7 @@ from pipeline.model.cost import KNOWN, flops_per_token
 from pipeline.runtime.summary import Line, table
 
 SHARE_OF_PEAK = 0.4
-"""Of the bf16 peak that is assumed, as in the recipes of configs/train."""
+"""Assumed share of the bf16 peak, as in the recipes of configs/train."""
 _DEVICES = ("A100", "H100")
 _S_PER_HOUR = 3600
 
@@ -26,10 +26,10 @@ class TaskCost:
     steps: int
     train_tokens: int
     scored_tokens: int
-    """Of dev after each epoch, and of dev and test at the end."""
+    """Tokens of dev after each epoch, and of dev and test at the end."""
     flops: float
     search_flops: float
-    """Of the runs of `search`, which one seed has."""
+    """FLOPs of the runs of `search`, which one seed has."""
 
     def hours(self, device: str, num_seeds: int = 1, *, search: bool = False) -> float:
         """On one device at `SHARE_OF_PEAK`; small models need more, as they wait for the host."""

@@ -37,7 +37,7 @@ _AUTO = {
     "tag": "TokenClassification",
     "qa": "QuestionAnswering",
 }
-"""By kind of task: the class of transformers."""
+"""Class of transformers for each kind of task."""
 _PROBLEMS = {"multilabel": "multi_label_classification", "regress": "regression"}
 _TAGS = {
     "SequenceClassification": "text-classification",

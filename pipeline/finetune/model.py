@@ -63,7 +63,7 @@ class HeadSpec:
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """Of kind tag: `O`, then those of each type."""
+        """Tags of kind tag: `O`, then those of each type."""
         prefixes = "BIES" if self.scheme == "bioes" else "BI"
         return ("O", *(f"{prefix}-{label}" for label in self.labels for prefix in prefixes))
 

@@ -108,7 +108,7 @@ _FORMS: dict[str, Any] = {
     **dict.fromkeys(_CHOICE_KINDS, 0),
     **dict.fromkeys(CLASS_KINDS, "label"),
 }
-"""By kind: what a gold or prediction looks like."""
+"""Form of a gold label or prediction, by kind."""
 
 
 def _is_like(value: Any, form: Any) -> bool:
@@ -122,7 +122,7 @@ def _is_like(value: Any, form: Any) -> bool:
 
 
 def _problem(kind: str, labels: Sequence[str], row: PredictionRow) -> str:
-    """Say what is wrong with a row; "" if nothing is."""
+    """Describe what is wrong with a row; "" if nothing is."""
     for field, value in (("prediction", row.prediction), ("gold", row.gold)):
         form = ["answer"] if (kind, field) == ("qa", "gold") else _FORMS[kind]
         if not _is_like(value, form) and (field == "prediction" or value is not None):
@@ -234,7 +234,7 @@ def score_run(
 
 
 def _constant(split: str, rows: Sequence[PredictionRow]) -> str:
-    """Say that all predictions are one; "" if they are not."""
+    """Warn if all predictions are equal; "" if they are not."""
     values = {json.dumps(row.prediction, ensure_ascii=False) for row in rows}
     if len(rows) < 2 or len(values) > 1:
         return ""
@@ -285,7 +285,7 @@ def averaged(values: Sequence[Any]) -> Any:
 
 
 def joined(seeds: Sequence[int], warnings: Sequence[Sequence[str]]) -> list[str]:
-    """Join the warnings of the seeds: what all have stands once, the rest behind its seed."""
+    """Merge warnings: one line for a warning of all seeds, "seed N, ..." for the others."""
     common = [text for text in warnings[0] if all(text in each for each in warnings)]
     return common + [
         f"seed {seed}, {text}"

@@ -20,7 +20,7 @@ _CLUE = {
     **{name: f"{name}1{{}}" for name in ("tnews", "cluewsc", "chid", "c3")},
     "ocnli": "ocnli_50k",
 }
-"""By name of the shipped task; {} is 0 for test1.0.json, else 1."""
+"""File names by shipped task; {} is 0 for test1.0.json, else 1."""
 _FEWCLUE = {
     **{f"fewclue-{name}": name for name in ("bustm", "eprstmt", "csldcp")},
     **{

@@ -30,7 +30,7 @@ _STRETCH = 1 << 20
 
 @dataclass(frozen=True)
 class SourceCoverage:
-    """What a pass and the planned run see of a source, or of sources shuffled together."""
+    """Coverage of a source, or of sources shuffled together, by one epoch and by the run."""
 
     name: str
     weight: float
@@ -64,7 +64,7 @@ class StretchCoverage:
 
 @dataclass(frozen=True)
 class Coverage:
-    """What a pass and the planned run see."""
+    """Tokens and documents covered by one epoch and by the whole run."""
 
     sources: tuple[SourceCoverage, ...]
     stretches: tuple[StretchCoverage, ...]

@@ -450,7 +450,7 @@ def _as_text(run: OpenedRun, sequence: StepSequence, place: BatchSpec) -> str:
 
 
 def _pair_text(piece: PairPiece) -> str:
-    """Say what stands in the segments, where tokens of another document do, and the label."""
+    """Describe what stands in the segments, where tokens of another document do, and the label."""
     if piece.label is None:
         return "no pair: the piece is one word"
     segments = []

@@ -104,11 +104,11 @@ class RunStatus:
     starts: list[StartRecord]
     warnings: list[str]
     probes: dict[str, ProbeAccuracy]
-    """By name of the task."""
+    """Probe accuracies by name of the task."""
     dev: dict[str, float]
-    """Of a multi-task run: each task's newest score on dev."""
+    """Newest score on dev of each task of a multi-task run."""
     result: TaskResult | None
-    """Of a fine-tuning; None: it is not finished, or the run is another one."""
+    """Result of a fine-tuning; None: it is not finished, or the run is of another kind."""
 
 
 def run_status(folder: Path, now_s: float | None = None) -> RunStatus:
@@ -235,7 +235,7 @@ def _eta_s(
 
 
 def _starts(run: RunFolder, attempts: list[dict[str, Any]], *, is_alive: bool) -> list[StartRecord]:
-    """Tell how each start ended, by the exit codes that its ranks left under its job."""
+    """Describe how each start ended, by the exit codes that its ranks left under its job."""
     went_back = [*(line.get("rewound", False) for line in attempts[1:]), False]
     found = []
     for place, (line, rewound) in enumerate(zip(attempts, went_back, strict=True)):
@@ -345,7 +345,7 @@ def _warnings(lines: list[dict[str, Any]], manifest: Manifest | None, run: RunFo
 
 
 def _plateau_warnings(lines: list[dict[str, Any]], train: list[dict[str, Any]]) -> list[str]:
-    """Tell the newest plateau, unless the run has learned since."""
+    """Report the newest plateau, unless the run has learned since."""
     told = [line for line in lines if line["kind"] == "plateau"]
     losses = [line["loss"] for line in train if line["loss"] is not None]
     if not told or not losses:
@@ -391,7 +391,7 @@ def summary(folder: Path, status: RunStatus) -> FolderSummary:
 
 
 def progress_lines(status: RunStatus) -> Iterator[Line]:
-    """Tell how far the run is, and how good the model."""
+    """Describe how far the run is, and how good the model."""
     yield progress_bar(status.step, status.num_steps, "step")
     held_out = ""
     if status.held_out_loss is not None:

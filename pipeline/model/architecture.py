@@ -38,7 +38,7 @@ FORMAT_VERSION = 1
 
 
 def is_model_folder(folder: Path) -> bool:
-    """Say whether a folder was written in this format."""
+    """Return whether a folder was written in this format."""
     try:
         return bool(json.loads((folder / CONFIG_FILE).read_bytes()).get("format") == FORMAT)
     except (OSError, ValueError, AttributeError):

@@ -29,7 +29,7 @@ _FP32, _INT32, _INT64 = 4, 4, 8
 _SEED = _INT64
 _PAIRS = ("mlm_nsp", "mlm_sop")
 _PLACES, _PLACE_WIDTH = 20, 200
-"""Of the table of places in a span, for the boundary head."""
+"""Size of the table of places in a span, for the boundary head."""
 
 
 def parameters(config: ModelConfig, objective: ObjectiveConfig = MLM) -> dict[str, int]:
@@ -200,7 +200,7 @@ class Sizes(NamedTuple):
     """Bytes of what is kept."""
 
     value: int = 2
-    """Of a weight or an activation: 2 for bf16, 4 for fp32."""
+    """Bytes of a weight or an activation: 2 for bf16, 4 for fp32."""
     mask: int = 1
     """Of dropout's mask for each value: a bool on a GPU; PyTorch on a CPU keeps a factor in the
     dtype of the activations."""

@@ -71,7 +71,7 @@ logger = logging.getLogger(__name__)
 LEFT_OUT_FILE = "left-out.json"
 _TOKENS = "tokens"
 _TIMEOUT_S = 600.0
-"""Of the process group of one rank in which `inspect` opens text."""
+"""Timeout of the process group of one rank in which `inspect` opens text."""
 
 
 def multitask(mix: TaskMix, rank: Rank) -> int:

@@ -24,7 +24,7 @@ from pipeline.runtime import dist
 from pipeline.train.engine import Measures
 
 Memory = dict[str, dict[str, float]]
-"""By what is remembered, a number of each task; saved with every checkpoint."""
+"""Remembered numbers of each task, by quantity; saved with every checkpoint."""
 
 
 # Reckoned, not measured (`pytest tests/multitask/test_prepare.py`). Some kinds have no formula of
@@ -35,9 +35,9 @@ class LossBaseline:
     """What is known of a task's loss before training, its factor included; None: nothing."""
 
     initial: float | None
-    """Of a model that says nothing, such as log K for K classes."""
+    """Loss of a model that knows nothing, such as log K for K classes."""
     prior: float | None
-    """Of a model that knows the frequencies of the answers alone."""
+    """Loss of a model that knows the frequencies of the answers alone."""
 
 
 class Balancer:

@@ -31,7 +31,7 @@ _PAIRS_BIT = 24
 """Above the documents' numbers, of which a sequence of 65,536 slots has fewer than 2^16."""
 
 _DRAW_BITS = 24
-"""Of a uniform draw: fp32 holds all its values."""
+"""Bits of a uniform draw: fp32 holds all its values."""
 _HALF = 32
 _LOW = (1 << _HALF) - 1
 

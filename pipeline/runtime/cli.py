@@ -50,7 +50,7 @@ class Verb:
     if_interrupted: str = ""
     """What Ctrl-C leaves behind, for the line that it ends in."""
     verbs: Sequence["Verb"] = ()
-    """Those of a family, which stand behind its name."""
+    """Verbs of a family, which stand behind its name."""
 
 
 class Parser(argparse.ArgumentParser):

@@ -137,14 +137,14 @@ def mark(name: str) -> None:
 
 
 def is_marked(name: str) -> bool:
-    """Tell whether any rank has left that mark; asks rank 0's store. Not collective."""
+    """Return whether any rank has left that mark; asks rank 0's store. Not collective."""
     return dist.distributed_c10d._get_default_store().add(f"postnorm/mark-{name}", 0) > 0
 
 
 # torch's file writer and gloo both raise RuntimeError, the writer in several wordings: errors that
 # name a source file of gloo's, and NCCL's class, are a lost rank, all others the disk's.
 def is_lost_rank(error: Exception) -> bool:
-    """Tell whether a collective failed because another rank is gone.
+    """Return whether a collective failed because another rank is gone.
 
     NCCL's errors have a class of their own; gloo raises RuntimeError, as torch's file writer does,
     but names its source file. A path of the user's may have "gloo" in it, too.

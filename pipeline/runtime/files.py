@@ -43,7 +43,7 @@ def remove_abandoned(folder: Path, hosts: Iterable[str] = ()) -> None:
 
 
 def is_alive(process: int) -> bool:
-    """Say whether this machine runs a process of that number."""
+    """Return whether this machine runs a process of that number."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:

@@ -42,7 +42,7 @@ class Notifier:
             threading.Thread(target=self._work, daemon=True).start()
 
     def send(self, event: str, text: str) -> None:
-        """Tell of an event; returns at once."""
+        """Report an event; returns at once."""
         if not self._command:
             return
         name = self._run_dir.name

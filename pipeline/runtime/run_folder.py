@@ -101,7 +101,7 @@ class RunFolder:
         )
 
     def refusal(self, expected: str = A_STARTED_RUN) -> RunFolderError:
-        """Make the error that says what this is in place of a started run."""
+        """Build the error that explains why this folder is not a started run."""
         path, remedy = self.path, f"Pass {expected}."
         if not path.exists():
             return RunFolderError(f"{path} does not exist. {remedy}")

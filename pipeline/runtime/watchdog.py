@@ -41,7 +41,7 @@ class _Beat:
     step: int | None
     at_s: float
     steps_begun: int
-    """Of this process."""
+    """Number of steps that this process has begun."""
 
 
 _last = _Beat("starting", None, time.monotonic(), 0)

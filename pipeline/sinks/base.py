@@ -292,7 +292,7 @@ class LossyFile:
             return
         if self._error is not None:
             logger.warning(
-                "%s is written again; %d records were lost in between", self._path, self._lost
+                "Writing to %s works again; %d records were lost meanwhile", self._path, self._lost
             )
             self._error, self._lost, self._told_of = None, 0, 0
             self._told_s = float("-inf")

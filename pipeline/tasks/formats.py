@@ -25,7 +25,7 @@ class Row(NamedTuple):
     where: str
     """File and line, or the place in the file."""
     values: dict[str, Any]
-    """By key or column of the file; by name of the field in formats with fixed names."""
+    """Values by key or column of the file, or by field name in formats with fixed names."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class TableFile:
 
 
 def detect(path: Path, config: TaskConfig) -> str:
-    """Tell the format of a file by its name, and of JSON by its content."""
+    """Detect the format of a file by its name, and of JSON by its content."""
     suffix = path.suffix.lower()
     if suffix in (".csv", ".tsv"):
         return suffix[1:]
@@ -250,7 +250,7 @@ def _squad_rows(source: TableFile) -> Iterator[Row]:
 
 
 def _is_placeholder(answer: Any) -> bool:
-    """Say whether an answer only fills its place, as those of CLUE's cmrc2018/test.json do."""
+    """Return whether an answer only fills its place, as those of CLUE's cmrc2018/test.json do."""
     return str(answer.get("text")).startswith("FAKE_ANSWER_") and answer.get("answer_start") == -1
 
 

@@ -71,7 +71,7 @@ class TaskData:
     labels: tuple[str, ...]
     """Classes or types in order; empty for kinds without."""
     counts: dict[str, dict[str, int]]
-    """By split: rows, and what was dropped, changed or is suspect, in words."""
+    """Number of rows, and of those dropped, changed or suspect, by split and reason."""
 
     def in_train(self, split: str) -> list[bool]:
         """Whether each example's texts stand in train, too."""

@@ -60,7 +60,7 @@ FIXED_FORMATS = {
     "c3": ("choice",),
     "chid": ("cloze",),
 }
-"""By format whose fields have fixed names: the kinds of task that it holds."""
+"""Kinds of task that a format with fixed field names holds, by format."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,7 +314,7 @@ class TaskConfig:
 
 
 def missing_fields(kind: str, names: list[str]) -> str:
-    """Say which fields of `data.fields` a kind of task lacks."""
+    """Name the fields of `data.fields` that a kind of task lacks."""
     wanted = ", ".join(f"data.fields.{name}" for name in names)
     return f"task.kind={kind} needs {wanted}: name the key or column of a row that holds it"
 

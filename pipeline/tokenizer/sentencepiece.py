@@ -70,9 +70,9 @@ class Definition:
     model_type: str
     """`unigram` or `bpe`."""
     pieces: tuple[str, ...]
-    """By token id, a space written as U+2581."""
+    """Piece of each token id, a space written as U+2581."""
     scores: tuple[float, ...]
-    """By token id: log-probability (unigram), or minus the rank of its merge (bpe)."""
+    """Log-probability of each token id (unigram), or minus the rank of its merge (bpe)."""
     in_text: tuple[bool, ...]
     """By token id: whether text can contain the piece; False for specials and bytes."""
     charsmap: bytes

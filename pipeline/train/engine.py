@@ -168,7 +168,7 @@ class Engine:
         self.device = device
         self.world_size = process.world_size
         self.own_time = LocalComputeTimer(device)
-        """Of this rank's passes, up to the first collective."""
+        """Time of this rank's passes, up to the first collective."""
         self._rank = process.rank
         # Stage 3 empties the parameters.
         self._shapes = {

@@ -42,7 +42,7 @@ class EvalResult:
 
     total: EvalScore
     by_source: dict[str, EvalScore]
-    """Of the sources that have held-out text."""
+    """Scores of the sources that have held-out text."""
 
     def values(self) -> dict[str, float]:
         """Return named numbers; numbers of sources only if there are several."""

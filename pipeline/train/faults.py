@@ -53,7 +53,7 @@ from pipeline.train.watch import RunLogger
 logger = logging.getLogger(__name__)
 
 _MOST_TENSORS = 3
-"""Of a rank that are named."""
+"""Most tensors of one rank that a message names."""
 _IN_PASSING = (
     "and so are the gradients of all ranks when they are computed again: a device or the network "
     "erred in passing"
@@ -344,7 +344,7 @@ class FaultHandler:
 
 
 def _first_of(names: list[str]) -> list[str]:
-    """Say which gradient is not finite, and how many more; empty without any."""
+    """Name the first gradient that is not finite, and count the others; empty without any."""
     more = f", and of {len(names) - 1} more" if len(names) > 1 else ""
     return [f"the gradient of {names[0]}{more} is not finite"] if names else []
 

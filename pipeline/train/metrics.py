@@ -33,7 +33,7 @@ class LogInterval:
     means: dict[str, float]
     """The objective's sums, each over its weight; NaN where the weight is 0."""
     weights: dict[str, float]
-    """By loss: what it was divided by, such as the number of masked tokens; skipped steps too."""
+    """Divisor of each loss, such as the number of masked tokens; skipped steps too."""
     counts: dict[str, int]
     """What the objective counts."""
     elapsed_s: float
@@ -56,7 +56,7 @@ class LogInterval:
     peak_gb: dict[str, float]
     """Memory of the rank that held most; the GPU's only where there is one."""
     layers: dict[str, GroupNorms]
-    """Of the last step that was applied, if it was measured, by group."""
+    """Norms by layer group for the last applied step; empty if it was not measured."""
 
 
 class Meter:

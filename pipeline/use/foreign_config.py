@@ -103,7 +103,7 @@ _HARMLESS = frozenset(_NO_EFFECT.split())
 
 @dataclass(frozen=True)
 class ForeignCheckpoint:
-    """What a foreign checkpoint is, beside its config."""
+    """Family and weight layout of a foreign checkpoint."""
 
     config: dict[str, Any]
     origin: str

@@ -67,7 +67,7 @@ class HFTaskHead:
     weights: dict[str, Tensor]
     """Under the names that our class and transformers' own ones have for them."""
     settings: dict[str, Any]
-    """Of config.json."""
+    """Settings for config.json."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Card:
     """For model hubs."""
     text: str
     rows: dict[str, Any]
-    """Of the table, below the number of parameters."""
+    """Rows of the table, below the number of parameters."""
     usage: str
     """Python."""
 
@@ -89,7 +89,7 @@ def loading(name: str, family: str | None) -> str:
 
 
 def masked_card(trained: TrainedModel, name: str) -> Card:
-    """Say what a pre-trained model is."""
+    """Describe what a pre-trained model is."""
     facts, family = trained.facts, native_family(trained.model.config)
     scores = facts.get("scores") or {}
     rows = {
@@ -276,7 +276,7 @@ def native_family(config: ModelConfig) -> names.Style | None:
 
 
 def native_head(family: names.Style, auto: str, pool: str) -> bool:
-    """Say whether a family's own class computes what our head does."""
+    """Return whether a family's own class computes what our head does."""
     pools = auto in ("SequenceClassification", "MultipleChoice")
     return family in _NATIVE_HEADS[auto] and (pool == "pooler" or not pools)
 
@@ -371,7 +371,7 @@ def _own_config(trained: TrainedModel, auto: str) -> dict[str, Any]:
 
 
 def is_own_hf(folder: Path) -> bool:
-    """Say whether a folder was exported with our own class, not one of transformers'."""
+    """Return whether a folder was exported with our own class, not one of transformers'."""
     try:
         body = json.loads((folder / "config.json").read_bytes())
         return bool(body.get("model_type") == _OWN_TYPE)

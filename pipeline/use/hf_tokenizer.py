@@ -239,7 +239,7 @@ def _compare(
 
 
 def _is_tie(definition: Definition | None, one: list[int], other: list[int]) -> bool:
-    """Say whether Unigram rates two splits of the same text the same, as for "--" + "-"."""
+    """Return whether Unigram rates two splits of the same text the same, as for "--" + "-"."""
     if definition is None or definition.model_type != "unigram":
         return False
     texts = ["".join(definition.pieces[i] for i in ids) for ids in (one, other)]

@@ -159,7 +159,7 @@ class Model:
         return float(self.module.encoder.alpha)
 
     def __repr__(self) -> str:
-        """Say what it is in one line."""
+        """Describe what it is in one line."""
         config = self.config
         return (
             f"<Postnorm model: {config.num_layers} layers of {config.hidden_size}, "

@@ -83,14 +83,14 @@ def _to_tensorflow(name: str) -> str:
 
 
 def is_ignored(name: str) -> bool:
-    """Say whether a foreign tensor is not a weight: position numbers, optimizer state."""
+    """Return whether a foreign tensor is not a weight: position numbers, optimizer state."""
     return name.endswith(
         (".position_ids", ".embed_positions.weight", "/adam_m", "/adam_v", "/lamb_m", "/lamb_v")
     ) or name.startswith("global_step")
 
 
 def is_other_head(name: str) -> bool:
-    """Say whether a foreign tensor belongs to another head than that of masked tokens.
+    """Return whether a foreign tensor belongs to another head than that of masked tokens.
 
     Those are BERT's for next sentences, and transformers' for tasks.
     """

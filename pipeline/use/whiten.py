@@ -90,7 +90,7 @@ class Whitening:
     texts: str
     """What they were, such as a file's name."""
     fingerprint: str
-    """Of the encoder, see `fingerprint`."""
+    """Fingerprint of the encoder, see `fingerprint`."""
 
     @property
     def size(self) -> int:

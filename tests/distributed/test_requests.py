@@ -108,7 +108,7 @@ def test_files_that_ask_and_metrics_that_cannot_be_written(
     events.unlink()
     (run_dir / "aside.jsonl").rename(metrics)
     (run_dir / "aside").rename(events)
-    _wait(lambda: ranks.output.count("is written again; ") == 2, ranks)
+    _wait(lambda: ranks.output.count("works again; ") == 2, ranks)
     assert "No space left on device" in ranks.output
     (run_dir / "SAVE").touch()
     _wait(lambda: not (run_dir / "SAVE").exists(), ranks)

@@ -67,13 +67,14 @@ def test_nothing_is_wider_than_the_terminal() -> None:
     program = """
 import time
 from pipeline.runtime import log
-from pipeline.runtime.summary import Summary, progress, progress_bar, table
+from pipeline.runtime.summary import FolderSummary, progress, progress_bar, table
 log.to_console()
 rows = [("name", "number", "reason"), ("a" * 30, "1,234,567", "because of many words " * 3)]
 lines = [progress_bar(1_000_000, 2_000_000, "optimizer step"), ("job", "word " * 30),
          *(("start", line) for line in table(rows, (1,), label_width=12)), *table(rows, (1,)),
          "中文" * 40]
-print(Summary("/a/folder/of/some/length/with/a/run", "finished", lines, ["careful " * 12]).text())
+folder = "/a/folder/of/some/length/with/a/run"
+print(FolderSummary(folder, "finished", lines, ["careful " * 12]).text())
 with progress("a stage of a long name", 3, "task", stays=True) as advance:
     for _ in range(3):
         advance(1)
