@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.finetune.can import CanConfig, adjust, can_result, shift, softmax, uncertainty
+from pipeline.finetune.can import CanConfig, adjust, can_result, softmax, uncertainty
 from pipeline.finetune.result import PredictionRow, SeedRun, score_run
 from pipeline.tasks.scores import Floats
 from pipeline.tasks.task import load_task
@@ -50,7 +50,7 @@ def test_a_case_by_hand() -> None:
     assert adjusted[2] == pytest.approx([0.75263, 0.24737], abs=1e-5)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
     "config", [CanConfig(), CanConfig(top=5, tau=0.5, alpha=2.5), CanConfig(top=2, alpha=0.5)]
 )
@@ -98,11 +98,6 @@ def test_a_class_without_prior_is_not_chosen() -> None:
     adjusted, uncertain = adjust(probabilities, np.array([1.0, 0, 0, 0]), CanConfig(top=2))
     assert uncertain.tolist() == [False, True]
     assert np.array_equal(adjusted, probabilities)
-
-
-def test_shift_is_the_total_variation() -> None:
-    assert shift(np.array([1.0, 0, 0]), np.array([0, 0.5, 0.5])) == 1
-    assert shift(np.array([0.6, 0.4]), np.array([0.5, 0.5])) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("values", [{"top": 1}, {"tau": 1.5}, {"tau": math.nan}, {"alpha": 0.0}])
@@ -160,14 +155,6 @@ def test_the_assumption_is_checked(tmp_path: Path) -> None:
         "dev: confident predictions and training rows are distributed 0.50 apart",
         "dev: gold and training rows are distributed 0.50 apart",
     ]
-
-
-def test_what_chance_gives_few_rows_is_not_warned_of(tmp_path: Path) -> None:
-    # 2 of 3 rows where the prior is a half: 0.17 away, of which chance gives 0.23.
-    rows = _rows(("0", 0.1), ("0", 0.1), ("1", 0.9))
-    body = can_result([_run(tmp_path, rows, {"0": 1, "1": 1})], CanConfig())
-    assert body["splits"]["dev"]["shift_gold"] == pytest.approx(1 / 6)
-    assert body["warnings"] == ["dev: no row is uncertain at tau=0.9: CAN changes nothing"]
 
 
 def test_all_rows_uncertain_is_said(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from pipeline.finetune.benchmark import read_plan
-from pipeline.finetune.cost import SHARE_OF_PEAK, TaskCost, cost_lines, costs
+from pipeline.finetune.cost import cost_lines, costs
 from pipeline.finetune.run import finetune
-from pipeline.model.cost import KNOWN, flops_per_token
+from pipeline.model.cost import flops_per_token
 from pipeline.tasks.task import load_task
 from pipeline.use.model import load
 
@@ -56,15 +56,3 @@ def test_a_search_costs_a_run_for_each_point(
     assert "3 seed(s) and the search: " in text
     hours = (2 + 2) * cost.hours("A100")
     assert f"{hours * 3600:.3g} s on one A100" in text
-
-
-@pytest.mark.parametrize(
-    ("hours", "shown"),
-    [(1234.6, "1,235 h"), (12.345, "12.3 h"), (1, "1 h"), (0.5, "30 min"), (0.0123, "44.3 s"),
-     (1e-6, "0.0036 s"), (0, "0 s")],
-)  # fmt: skip
-def test_times_have_a_unit_that_can_be_read(hours: float, shown: str) -> None:
-    flops = hours * 3600 * KNOWN["H100"].bf16_flops * SHARE_OF_PEAK
-    lines = cost_lines([TaskCost("t", 1, 1, 1, 1, flops, 0.0)], 1)
-    assert f"{shown} on one H100" in lines[-1]
-    assert str(lines[1]).endswith(shown)

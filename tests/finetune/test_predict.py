@@ -21,22 +21,17 @@ from tests.support.tiny_tasks import write_task
 
 
 def _predicted(
-    config: TaskConfig,
-    model: Any,
-    examples: list[Example],
-    decide: Callable[[Any], list[Any]],
+    config: TaskConfig, model: Any, examples: list[Example], decide: Callable[[Any], list[Any]],
     folder: Path,
-) -> list[Any]:
+) -> list[Any]:  # fmt: skip
     """Make predictions of what `decide` says of the inputs of all rows."""
     for _ in range(2):  # the second time from the file of the first
         tokens = tokenised(config, model.tokenizer, "", examples, folder / "tokens")
     spec = HeadSpec.of("t", config, ("ORG",))
-    batch = collate(
-        spec, tokens, tokens.units(spec.kind), pad_id=model.tokenizer.pad_id, with_gold=True
-    )
-    return [
-        row.prediction for row in predictions(spec, tokens, dict(enumerate(decide(batch.inputs))))
-    ]
+    units, pad_id = tokens.units(spec.kind), model.tokenizer.pad_id
+    batch = collate(spec, tokens, units, pad_id=pad_id, with_gold=True)
+    decided = dict(enumerate(decide(batch.inputs)))
+    return [row.prediction for row in predictions(spec, tokens, decided)]
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,9 @@ import pytest
 
 from pipeline.commands import GROUPS
 from pipeline.errors import ConfigError, DataError
-from pipeline.finetune.result import PredictionRow, predictions_file
+from pipeline.finetune.result import predictions_file
 from pipeline.runtime import cli
 from tests.finetune.result_folders import class_rows, write_run, write_seeds
-
-_SPANS = """\
-task: {kind: spans}
-data: {train: [a], dev: [b], fields: {text: t}, labels: [ORG]}
-"""
 
 
 def _rescore(*words: str) -> None:
@@ -40,11 +35,7 @@ def test_what_is_right_is_not_written_again(
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     _rescore(str(folder))
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
-    out = capsys.readouterr().out
-    assert "made-up, accuracy, seeds 7" in out
-    assert "stored" not in out.splitlines()[1]
-    assert "all numbers are as stored" in out
-    assert f"{_read(folder)['test']['accuracy']:.5f}" in out
+    assert f"{_read(folder)['test']['accuracy']:.5f}" in capsys.readouterr().out
 
 
 def test_a_number_that_was_wrong_is_shown_and_kept(
@@ -119,11 +110,6 @@ def test_a_result_of_more_seeds_than_there_are_is_kept(tmp_path: Path) -> None:
     assert _read(tmp_path)["seeds"] == [1, 2]
 
 
-def test_a_folder_of_something_else(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="not a finished folder of `finetune`"):
-        _rescore(str(tmp_path))
-
-
 def test_can_stands_beside_the_raw_scores(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -151,22 +137,3 @@ def test_can_stands_beside_the_raw_scores(
 def test_settings_of_can_without_it_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--tau and --alpha without --can: add it, or leave"):
         _rescore(str(_one(tmp_path)), "--tau", "0.5", "--alpha", "2")
-
-
-def test_can_of_seeds_is_the_mean(tmp_path: Path) -> None:
-    write_seeds(tmp_path, [1, 2])
-    _rescore(str(tmp_path), "--can", "--tau", "0.3")
-    after = [
-        _read(path)["can"]["splits"]["dev"]["after"]["accuracy"]
-        for path in (tmp_path, tmp_path / "seed-1", tmp_path / "seed-2")
-    ]
-    assert after[0] == pytest.approx((after[1] + after[2]) / 2)
-
-
-def test_can_is_refused_for_spans(tmp_path: Path) -> None:
-    rows = [PredictionRow("1", [["ORG", 0, 1]], [["ORG", 0, 1]]), PredictionRow("2", [], [])]
-    write_run(tmp_path / "run", 1, {"dev": rows}, _SPANS)
-    before = (tmp_path / "run/result.json").read_bytes()
-    with pytest.raises(DataError, match=r"task\.kind=spans has none"):
-        _rescore(str(tmp_path / "run"), "--can")
-    assert (tmp_path / "run/result.json").read_bytes() == before

@@ -42,7 +42,7 @@ from pipeline.use.model import load
 from pipeline.use.pretrain import pretrain
 from tests.support.processes import Processes
 from tests.support.ranks import CONFIG, start
-from tests.support.tiny_tasks import rows_of, write_rows
+from tests.support.tiny_tasks import rows_of, write_rows, write_task
 
 Make = Callable[..., Path]
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,30 +59,37 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=() if kind in ("classify", "spans") else pytest.mark.long)
-        for kind in (*KINDS, "tag with crf", "tag with bioes")
-    ],
-)
-def test_every_kind_learns_64_rows(
-    kind: str, task_file: Make, tiny_model: Path, tmp_path: Path
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """A folder with a task, and its finished runs `out` of seed 1 and `two` of seeds 1 and 2."""
+    folder = tmp_path_factory.mktemp("tuned")
+    data = {"drop_labels": ["-"]}
+    path = write_task(folder, "classify", train={"epochs": 1}, data=data)
+    _run(path, tiny_model, folder / "out", seeds=[1])
+    _run(path, tiny_model, folder / "two", seeds=[1, 2])
+    return folder
+
+
+@pytest.mark.parametrize("learns", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [*KINDS, "tag with crf", "tag with bioes"])
+def test_every_kind_is_trained_and_predicts(
+    kind: str, learns: bool, task_file: Make, tiny_model: Path, tmp_path: Path
 ) -> None:
+    """In CI two steps; that all ten kinds learn is shown by `multitask.test_run` there."""
     kind, _, more = kind.partition(" with ")
     head = {"crf": {"decoder": "crf"}, "bioes": {"scheme": "bioes"}}.get(more, {})
-    path = task_file(kind, head={"dropout": 0.0, **head})
+    train = {} if learns else {"steps": 2}
+    path = task_file(kind, head={"dropout": 0.0, **head}, train=train)
     body = _run(path, tiny_model, tmp_path / "out")
-    least = 0.9 if kind == "regress" else 1.0
-    assert body["test"][body["metric"]] >= least, body["test"]
-    assert body["majority"] < 0.9
+    if learns:
+        assert body["test"][body["metric"]] >= (0.9 if kind == "regress" else 1.0), body["test"]
+        assert body["majority"] < 0.9
     assert body["protocol"]["scored_on"] == "test"
     rows = _lines(tmp_path / "out/predictions-test.jsonl")
     assert [row["id"] for row in rows] == [row["id"] for row in rows_of(kind)]
     # The model in the folder gives the same answers, from another file than the run's.
     other = write_rows(tmp_path / "other.jsonl", rows_of(kind)[5:9])
-    answers = predict(tmp_path / "out", other, tmp_path / "answers.jsonl")
-    assert answers.num_rows == 4
+    assert predict(tmp_path / "out", other, tmp_path / "answers.jsonl").num_rows == 4
     for mine, theirs in zip(_lines(tmp_path / "answers.jsonl"), rows[5:9], strict=True):
         assert mine["id"] == theirs["id"]
         if kind == "regress":
@@ -91,27 +98,27 @@ def test_every_kind_learns_64_rows(
             assert mine["prediction"] == theirs["prediction"]
 
 
-def test_folder_is_a_run_and_a_model(task_file: Make, tiny_model: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    path = task_file("classify", train={"epochs": 2, "batch": 8, "lr": 1e-3})
-    body = _run(path, tiny_model, out, seeds=[1, 2])
+def test_folder_is_a_run_and_a_model(
+    task_file: Make, tuned: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    out = tuned / "two"
+    body = json.loads((out / "result.json").read_text())
     assert body["seeds"] == [1, 2]
     assert body["mean"] == pytest.approx(np.mean(body["scores"]))
     assert body["sd"] == pytest.approx(np.std(body["scores"], ddof=1))
     assert body["rows"] == {"train": 64, "dev": 64, "test": 64}
     assert body["prior"] == Counter(row["label"] for row in rows_of("classify"))
-    assert json.loads((out / "result.json").read_text()) == body
     run = out / "seed-1"
-    assert not published(run / "checkpoints"), "what the model was made of is gone"
+    assert not published(run / "checkpoints"), "what the model was made of is removed"
     status = run_status(run)
     assert status.result is not None
     assert (status.result.metric, status.result.score) == ("accuracy", body["scores"][0])
     assert any("majority" in str(line) for line in summary(run, status).lines)
-    with pytest.raises(RunFolderError, match="several seeds, whose runs are in seed-N"):
+    with pytest.raises(RunFolderError, match="seed-N"):
         run_status(out)
-    kinds = Counter(json.loads(line)["kind"] for line in (run / "metrics.jsonl").open())
-    assert kinds["eval"] == 2
-    assert kinds["train"] > 2
+    kinds = Counter(record["kind"] for record in _lines(run / "metrics.jsonl"))
+    assert kinds["eval"] == 1
+    assert kinds["train"] > 1
     # All of the encoder and the old MLM head are there; other parts of the project read it.
     model = load(run)
     assert model.encode(["张伟去了北京"]).shape == (1, 32)
@@ -119,29 +126,31 @@ def test_folder_is_a_run_and_a_model(task_file: Make, tiny_model: Path, tmp_path
     weights = model.module.encoder.layers[0].attention.qkv.weight
     assert not torch.equal(weights, before.module.encoder.layers[0].attention.qkv.weight)
     # Another task starts from it.
-    again = _run(task_file("pair", train={"epochs": 1}), run, tmp_path / "next")
+    again = _run(task_file("pair", train={"steps": 1}), run, tmp_path / "next")
     assert again["protocol"]["model"] == str(run)
 
 
-def test_finished_result_is_kept(task_file: Make, tiny_model: Path, tmp_path: Path) -> None:
-    path, out = task_file("classify", train={"epochs": 1}), tmp_path / "out"
-    first = _run(path, tiny_model, out)
+def test_finished_result_is_kept(tuned: Path, tiny_model: Path) -> None:
+    path, out = tuned / "my-classify.yaml", tuned / "out"
+    first = json.loads((out / "result.json").read_text())
     stamp = (out / "model/model.safetensors").stat().st_mtime_ns
-    assert _run(path, tiny_model, out) == first
+    assert _run(path, tiny_model, out, seeds=[1]) == first
     assert (out / "model/model.safetensors").stat().st_mtime_ns == stamp
-    with pytest.raises(ConfigError, match=r"other settings \(lr: 0.003 there, 0.001 now\)"):
-        _run(path, tiny_model, out, overrides=["train.lr=1e-3"])
-    with pytest.raises(ConfigError, match=r"dropout: 0.0 there, 0.2 now"):
-        _run(path, tiny_model, out, overrides=["head.dropout=0.2"])
-    with pytest.raises(ConfigError, match=r"model: .* there, 'random:"):
-        _run(path, f"random:{tiny_model}", out)
     for override, message in (
+        ("train.lr=1e-3", "lr: 0.003 there, 0.001 now"),
+        ("head.dropout=0.2", "dropout: 0.0 there, 0.2 now"),
         ("task.metric=macro_f1", "metric: 'accuracy' there, 'macro_f1' now"),
         ("task.scorer=cmrc", "scorer: 'squad' there, 'cmrc' now"),
         ("data.labels=[想念,离开,喜欢,去了]", "labels: .* there"),
     ):
         with pytest.raises(ConfigError, match=message):
-            _run(path, tiny_model, out, overrides=[override])
+            _run(path, tiny_model, out, seeds=[1], overrides=[override])
+    with pytest.raises(ConfigError, match=r"model: .* there, 'random:"):
+        _run(path, f"random:{tiny_model}", out, seeds=[1])
+    # A search does not begin where its result has no place.
+    with pytest.raises(ConfigError, match="several"):
+        _run(path, tiny_model, out, seeds=[1, 2], overrides=["search.lr=[1e-3,2e-3]"])
+    assert not (out / "search").exists()
     assert json.loads((out / "result.json").read_text()) == first
 
 
@@ -155,19 +164,6 @@ def test_another_architecture_is_not_taken_for_finished(
     write_model(tmp_path / "model", config, dict(MaskedLanguageModel(config).state_dict()), {})
     with pytest.raises(ConfigError, match=r"\(model.num_layers: 2 there, 1 now\)"):
         _run(path, source, tmp_path / "out")
-
-
-def test_rows_without_any_gold_are_refused_before_training(
-    task_file: Make, tiny_model: Path, tmp_path: Path
-) -> None:
-    path = task_file("classify")
-    rows = [{"id": row["id"], "text": row["text"]} for row in rows_of("classify")]
-    write_rows(tmp_path / "plain.jsonl", rows)
-    for test in ("[plain.jsonl]", "[]"):
-        with pytest.raises(DataError, match=r"neither data\.dev nor data\.test has a row"):
-            _run(path, tiny_model, tmp_path / "out",
-                 overrides=["data.dev=[]", f"data.test={test}"])  # fmt: skip
-    assert not (tmp_path / "out/model").exists()
 
 
 def test_time_is_that_of_the_whole_run(
@@ -189,38 +185,25 @@ def test_time_is_that_of_the_whole_run(
 
 @pytest.mark.usefixtures("processes")
 def test_another_seed_is_not_taken_for_finished(
-    task_file: Make, tiny_model: Path, tmp_path: Path
+    tuned: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
-    path, out = task_file("classify", train={"epochs": 1}), tmp_path / "out"
-    first = _run(path, tiny_model, out, seeds=[1])
-    with pytest.raises(ConfigError, match=r"seeds: \[1\] there, \[2\] now"):
-        _run(path, tiny_model, out, seeds=[2])
-    with pytest.raises(ConfigError, match="the run of one seed, and several were asked for"):
-        _run(path, tiny_model, out, seeds=[1, 2])
-    assert json.loads((out / "result.json").read_text()) == first
-    _run(path, tiny_model, tmp_path / "two", seeds=[1, 2])
-    with pytest.raises(ConfigError, match="runs of several seeds, and one was asked for"):
-        _run(path, tiny_model, tmp_path / "two", seeds=[1])
-    three = _run(path, tiny_model, tmp_path / "two", seeds=[3, 1, 2])
+    path, out = tuned / "my-classify.yaml", tuned / "out"
+    two = Path(shutil.copytree(tuned / "two", tmp_path / "two"))
+    first = json.loads((out / "result.json").read_text())
+    for folder, seeds, message in (
+        (out, [2], r"seeds: \[1\] there, \[2\] now"), (out, [1, 2], "several"),
+        (two, [1], "several"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=message):
+            _run(path, tiny_model, folder, seeds=seeds)
+    three = _run(path, tiny_model, two, seeds=[3, 1, 2])
     assert three["scores"][1] == first["mean"]
-    write_results(recompute(tmp_path / "two", CanConfig()))
+    write_results(recompute(two, CanConfig()))
     # What `rescore` adds stays, and fewer seeds, or in another order, are not an error.
-    assert "can" in _run(path, tiny_model, tmp_path / "two", seeds=[3, 1, 2])
-    two = _run(path, tiny_model, tmp_path / "two", seeds=[2, 1])
-    assert two["scores"] == three["scores"][:0:-1]
-    [(stored, again)] = [each for path, each in recompute(tmp_path / "two").items()
-                         if path == tmp_path / "two"]  # fmt: skip
-    assert stored == again == two
-
-
-def test_search_does_not_run_where_its_result_has_no_place(
-    task_file: Make, tiny_model: Path, tmp_path: Path
-) -> None:
-    path, out = task_file("classify", train={"epochs": 1}), tmp_path / "out"
-    _run(path, tiny_model, out)
-    with pytest.raises(ConfigError, match="the run of one seed, and several were asked for"):
-        _run(path, tiny_model, out, seeds=[1, 2], overrides=["search.lr=[1e-3,2e-3]"])
-    assert not (out / "search").exists()
+    assert "can" in _run(path, tiny_model, two, seeds=[3, 1, 2])
+    body = _run(path, tiny_model, two, seeds=[2, 1])
+    assert body["scores"] == three["scores"][:0:-1]
+    assert recompute(two)[two] == (body, body)
 
 
 def _stopped(at: int | None, path: Path, model: Path, out: Path, **options: Any) -> None:
@@ -234,7 +217,7 @@ def _stopped(at: int | None, path: Path, model: Path, out: Path, **options: Any)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DevScores, "__call__", ask_to_stop)
-        with pytest.raises(PreemptedError, match="the same command continues it"):
+        with pytest.raises(PreemptedError, match="SIGTERM"):
             _run(path, model, out, **options)
 
 
@@ -276,7 +259,7 @@ def test_run_with_a_sentencepiece_tokenizer_is_a_start(
 def test_same_seed_same_result_and_seeds_differ(
     task_file: Make, tiny_model: Path, tmp_path: Path
 ) -> None:
-    path = task_file("classify", train={"epochs": 1}, head={"dropout": 0.1})
+    path = task_file("classify", train={"steps": 3}, head={"dropout": 0.1})
     for name, seed, source in (
         ("a", 1, tiny_model), ("b", 1, tiny_model), ("c", 2, tiny_model),
         ("d", 1, f"random:{tiny_model}"),
@@ -290,7 +273,7 @@ def test_same_seed_same_result_and_seeds_differ(
 def test_killed_run_continues_to_the_same_answers(
     task_file: Make, tiny_model: Path, tmp_path: Path, processes: Processes
 ) -> None:
-    path = task_file("classify", train={"epochs": 30}, head={"dropout": 0.1})
+    path = task_file("classify", train={"epochs": 10}, head={"dropout": 0.1})
     command = [sys.executable, "-m", "postnorm", "finetune", str(path), "--from", str(tiny_model)]
     straight, out = tmp_path / "straight", tmp_path / "out"
     subprocess.run([*command, "--out", str(straight)], cwd=ROOT, check=True)
@@ -359,25 +342,21 @@ def test_best_epoch_is_reported(task_file: Make, tiny_model: Path, tmp_path: Pat
 def test_search_takes_what_is_best_on_dev(
     task_file: Make, tiny_model: Path, tmp_path: Path
 ) -> None:
-    path = task_file("classify", train={"epochs": 2}, search={"lr": [1e-6, 3e-3], "batch": [8, 16]})
+    path = task_file("classify", train={"steps": 4}, search={"lr": [1e-6, 1e-2], "batch": [16]})
     body = _run(path, tiny_model, tmp_path / "out", seeds=[1, 2])
-    assert len(body["search"]) == 4
+    assert len(body["search"]) == 2
     best = max(body["search"], key=lambda each: each["dev"])
-    assert best["values"]["lr"] == 3e-3
-    assert body["protocol"]["lr"] == 3e-3
-    assert body["protocol"]["batch"] == best["values"]["batch"]
-    tried = json.loads((tmp_path / "out/search/lr=0.003,batch=8/result.json").read_text())
-    assert tried["seeds"] == [1]
+    assert best["values"] == {"lr": 1e-2, "batch": 16}
+    assert {name: body["protocol"][name] for name in ("lr", "batch")} == best["values"]
     for number, seed in enumerate((1, 2)):
         own = json.loads((tmp_path / f"out/seed-{seed}/result.json").read_text())
         assert own["scores"] == [body["scores"][number]]
     # The best trial is the first seed's run: nothing is trained twice, and it is what it would be.
-    name = ",".join(f"{field}={value:g}" for field, value in best["values"].items())
-    trial, first = tmp_path / "out/search" / name, tmp_path / "out/seed-1"
+    trial, first = tmp_path / "out/search/lr=0.01,batch=16", tmp_path / "out/seed-1"
+    assert json.loads((trial / "result.json").read_text())["seeds"] == [1]
     assert (first / "metrics.jsonl").read_bytes() == (trial / "metrics.jsonl").read_bytes()
     assert json.loads((first / "result.json").read_text())["search"] == body["search"]
-    overrides = ["search.lr=[]", "search.batch=[]", *(
-        f"train.{field}={value}" for field, value in best["values"].items())]  # fmt: skip
+    overrides = ["search.lr=[]", "search.batch=[]", "train.lr=1e-2", "train.batch=16"]
     alone = _run(path, tiny_model, tmp_path / "alone", seeds=[1], overrides=overrides)
     assert alone["scores"] == body["scores"][:1]
 
@@ -426,16 +405,9 @@ def test_tokens_are_shared_by_content(task_file: Make, tiny_model: Path, tmp_pat
     shorter = load_task(str(task_file("spans")), ("input.max_length=20",))
     assert prepare(shorter, "t", str(tiny_model), tokens).rows["dev"].rows
     assert len(list(tokens.iterdir())) == 2
-    fresh = tokenised(
-        config, load_fine_tuned_tokenizer(tiny_model), "x", first.data.splits["dev"], None
-    )
-    assert [row.ids.tolist() for row in fresh.rows] == [
-        row.ids.tolist() for row in first.rows["dev"].rows
-    ]
-
-
-def load_fine_tuned_tokenizer(folder: Path) -> Any:
-    return load(folder).tokenizer
+    fresh = tokenised(config, load(tiny_model).tokenizer, "x", first.data.splits["dev"], None)
+    ids = [row.ids.tolist() for row in first.rows["dev"].rows]
+    assert [row.ids.tolist() for row in fresh.rows] == ids
 
 
 def test_class_weights_are_scikit_learns(task_file: Make, tiny_model: Path) -> None:
@@ -474,22 +446,24 @@ def test_what_cannot_be_trained_is_refused(
         _run(path, tiny_model, tmp_path / "out")
     with pytest.raises(ConfigError, match=r"head\.pool=pooler, but .* has no pooler"):
         _run(task_file("classify", head={"pool": "pooler"}), tiny_model, tmp_path / "out")
-    with pytest.raises(
-        ConfigError, match=r"train\.batch=8 must be a multiple of train\.accumulate=3"
-    ):
+    with pytest.raises(ConfigError, match=r"train\.batch=8 .* train\.accumulate=3"):
         _run(task_file("classify", train={"accumulate": 3}), tiny_model, tmp_path / "out")
+    rows = [{"id": row["id"], "text": row["text"]} for row in rows_of("classify")]
+    write_rows(tmp_path / "plain.jsonl", rows)
+    for test in ("[plain.jsonl]", "[]"):
+        overrides = ["data.dev=[]", f"data.test={test}"]
+        with pytest.raises(DataError, match=r"neither data\.dev nor data\.test"):
+            _run(task_file("classify"), tiny_model, tmp_path / "out", overrides=overrides)
+    assert not (tmp_path / "out/model").exists()
     assert not (tmp_path / "out/result.json").exists()
 
 
-def test_file_of_another_task_is_refused(task_file: Make, tiny_model: Path, tmp_path: Path) -> None:
-    path = task_file("classify", train={"epochs": 1}, data={"drop_labels": ["-"]})
-    _run(path, tiny_model, tmp_path / "out")
+def test_file_of_another_task_is_refused(tuned: Path, tmp_path: Path) -> None:
     rows = [*rows_of("classify")[:2], {"text": "张伟", "label": "-"}]
-    answers = predict(
-        tmp_path / "out", write_rows(tmp_path / "a.jsonl", rows), tmp_path / "a-answers.jsonl"
-    )
+    file = write_rows(tmp_path / "a.jsonl", rows)
+    answers = predict(tuned / "out", file, tmp_path / "a-answers.jsonl")
     assert (answers.num_rows, answers.counts) == (2, {"dropped: label '-'": 1})
     other = write_rows(tmp_path / "other.jsonl", rows_of("coref"))
-    with pytest.raises(DataError, match=r"other.jsonl:1: label 'false' is not one of the 4"):
-        predict(tmp_path / "out", other, tmp_path / "answers.jsonl")
+    with pytest.raises(DataError, match=r"other.jsonl:1: label 'false'"):
+        predict(tuned / "out", other, tmp_path / "answers.jsonl")
     assert not (tmp_path / "answers.jsonl").exists()

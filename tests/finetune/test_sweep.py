@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.processes import Processes
 from tests.support.tiny_tasks import write_task, write_tiny_model
 
@@ -64,6 +66,7 @@ def test_run_that_cannot_start_is_told_before(tmp_path: Path, processes: Process
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_benchmark_takes_what_its_sweep_has_trained(tmp_path: Path, processes: Processes) -> None:
     write_task(tmp_path, "classify", train={"epochs": 1})
     write_task(tmp_path, "pair", train={"epochs": 1}, search={"lr": [1e-3, 3e-3]})

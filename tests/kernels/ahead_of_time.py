@@ -1,24 +1,41 @@
-"""`python -m tests.kernels.ahead_of_time`: compiles what would be launched, for GPUs not there.
+"""What would be launched on GPUs that are not there: compiled, and what its machine code does."""
 
-Prints JSON: for each GPU, kind of batch and kernel, what the machine code does.
-"""
-
-import json
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from pipeline.kernels import carried_triton as launches
+from pipeline.kernels import rows_triton
 from pipeline.kernels.choose import padded_width
 from pipeline.kernels.common_triton import Launch
 from tests.support.machine_code import compiled, found_in
 
 
-def launched(
+def machine_code(of: Iterable[Launch], capability: int) -> Iterator[tuple[str, dict[str, int]]]:
+    """Name of each kernel, and the counts of its instructions."""
+    for launch in of:
+        yield launch.kernel.fn.__name__, found_in(compiled(launch, capability))
+
+
+def norm(size: int, dropout: float, dtype: torch.dtype) -> Iterator[Launch]:
+    """Of a forward and a backward pass over tensors that have no memory."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    rows = empty(4096, size, dtype=dtype)
+    shared = {
+        "y": rows, "rstd": empty(4096), "alpha": empty(),
+        "seed": empty(1, dtype=torch.int64) if dropout else None,
+    }  # fmt: skip
+    yield rows_triton.forward({**shared, "x": rows, "update": rows}, 1.0, 1e-12, dropout)
+    gradients = {"d_y": rows, "d_x": rows, "d_update": rows}
+    yield rows_triton.backward({**shared, **gradients}, 1.0, dropout)
+
+
+def carried(
     longest: int, head_size: int, capability: tuple[int, int], dropout: float, dtype: torch.dtype
 ) -> Iterator[Launch]:
-    """Of a forward and a backward pass over tensors that have no memory."""
     heads, tokens, width = 12, 8 * longest, padded_width(longest)
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
@@ -46,21 +63,3 @@ def launched(
     yield launches.turn_launch(tensors)
     yield launches.forward(tensors, numbers)
     yield from launches.backward(tensors, numbers, capability)
-
-
-def main(cases: list[str]) -> dict[str, dict[str, int]]:
-    """By GPU, case and kernel; a case is CAPABILITY-LONGEST-HEAD_SIZE-DROPOUT-DTYPE."""
-    results = {}
-    for case in cases:
-        capability, longest, head_size, dropout, dtype = case.split("-")
-        for launch in launched(
-            int(longest), int(head_size), divmod(int(capability), 10), float(dropout),
-            getattr(torch, dtype),
-        ):  # fmt: skip
-            name = f"{case} {launch.kernel.fn.__name__}"
-            results[name] = found_in(compiled(launch, int(capability)))
-    return results
-
-
-if __name__ == "__main__":
-    json.dump(main(sys.argv[1:]), sys.stdout)

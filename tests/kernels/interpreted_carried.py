@@ -27,6 +27,7 @@ from pipeline.model.layers import rotary_tables, run_layer
 from pipeline.model.layout import Layout, packed, padded, rows
 from tests.support.checkpoint_ways import checkpoint_ways
 from tests.support.dropout_rule import kept_by_rule
+from tests.support.grids import first_in_ci
 
 EXACT = 2e-6
 """Relative Frobenius error of fp32 kernels."""
@@ -226,15 +227,13 @@ def assert_all(found: tuple[float, ...], tolerance: float) -> None:
 
 
 LAYOUTS = {
+    "documents beyond a tile": lambda: documents((70, 60, 5)),
     "padded": lambda: padding(40, 40, 7, 33),
     "lengths 1 to 128": lambda: ends(5, 77, 128, 33, 1),
     "documents of rows": lambda: documents((5, 20, 7), (32,)),
     "beyond a tile": lambda: ends(130, 3),
     "padded beyond a tile": lambda: padding(140, 140, 20),
-    "documents beyond a tile": lambda: documents((70, 60, 5)),
 }
-
-
 SWITCHES: dict[str, dict[str, Any]] = {
     "sum": {},
     "mean": {"mean": True},
@@ -264,7 +263,7 @@ def test_each_switch_at_one_shape(switch: str, path: str) -> None:
     assert_all(found, 5e-3 if switch == "bf16" else EXACT)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", first_in_ci(LAYOUTS, 2))
 def test_fp32(name: str) -> None:
     windows = windows_of(LAYOUTS[name]())
     inputs = make(3, len(windows.spans), 2, 32)
@@ -303,7 +302,7 @@ def angles_of(tokens: int, size: int) -> tuple[Tensor, Tensor]:
     return cos[:, 0], sin[:, 0]
 
 
-@pytest.mark.parametrize("name", ["padded", "beyond a tile"])
+@pytest.mark.parametrize("name", first_in_ci(["padded", "beyond a tile"]))
 def test_positions_and_scales_of_queries(name: str, path: str) -> None:
     if path == "window" and name == "beyond a tile":
         pytest.skip("a window is one tile")
@@ -321,8 +320,9 @@ def test_positions_and_scales_of_queries(name: str, path: str) -> None:
         assert_all(found, EXACT)
 
 
-@pytest.mark.parametrize("size", [64, 128])
-@pytest.mark.parametrize("length", [20, 130])
+@pytest.mark.parametrize(
+    ("size", "length"), first_in_ci([(128, 130), (64, 20), (64, 130), (128, 20)])
+)
 def test_head_sizes(size: int, length: int) -> None:
     windows = windows_of(ends(length))
     inputs = make(2, length, 1, size)
@@ -330,7 +330,7 @@ def test_head_sizes(size: int, length: int) -> None:
     assert_all(found, EXACT)
 
 
-@pytest.mark.parametrize("length", [60, 140])
+@pytest.mark.parametrize("length", first_in_ci([140, 60]))
 def test_bf16_stays_within_its_floor(length: int) -> None:
     windows = windows_of(padding(length, length, 33))
     inputs = [each.bfloat16() for each in make(3, 2 * length, 1, 32)]
@@ -392,7 +392,7 @@ def kept_by_head(seed: int, tokens: int, heads: int, dropout: float) -> np.ndarr
     return np.stack([kept_by_rule(seed, tokens, tokens, dropout, head) for head in range(heads)])
 
 
-@pytest.mark.parametrize("length", [24, 130])
+@pytest.mark.parametrize("length", first_in_ci([24, 130]))
 def test_dropout_is_what_its_seed_says(length: int) -> None:
     windows = windows_of(ends(length))
     heads = 2 if length < 100 else 1
@@ -489,14 +489,13 @@ def _results(model: MaskedLanguageModel, layout: Layout, shape: tuple[int, ...])
 
 @pytest.mark.parametrize(
     ("changes", "layout", "shape"),
-    [
+    first_in_ci([
         ({}, lambda: documents((5, 9, 2), (16,)), (2, 16)),
-        ({"score_residual": "mean"}, lambda: padding(16, 16, 5), (2, 16)),
         ({"attention_scale": "entropy_invariant"}, lambda: ends(5, 9, 2), (16,)),
+        ({"score_residual": "mean"}, lambda: padding(16, 16, 5), (2, 16)),
         ({"num_heads": 1, "share_layers": True}, lambda: ends(131), (131,)),
-    ],
-    ids=["rows", "padded", "packed", "beyond a tile"],
-)
+    ], 2),
+)  # fmt: skip
 def test_the_model_is_the_same(
     changes: dict[str, Any], layout: Callable[[], Layout], shape: tuple[int, ...]
 ) -> None:

@@ -10,7 +10,6 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -31,6 +30,7 @@ from tests.model.test_checkpointing import CONFIG as CHECKPOINTED
 from tests.model.test_cost import kept_bytes
 from tests.support.checkpoint_ways import checkpoint_ways
 from tests.support.dropout_rule import kept_by_rule
+from tests.support.grids import first_in_ci
 
 EXACT = 2e-6
 """Relative Frobenius error of fp32 kernels."""
@@ -112,7 +112,11 @@ CASES = list(product([0.3, 1.0], [1.0, DEEPNORM]))
 
 @pytest.mark.parametrize(
     ("tokens", "size"),
-    [pytest.param(1, 40, marks=pytest.mark.smoke), (33, 40), (1, 384), (7, 768), (2, 8), (3, 4096)],
+    [
+        pytest.param(1, 40, marks=pytest.mark.smoke),
+        (7, 768),
+        *first_in_ci([(33, 40), (1, 384), (2, 8), (3, 4096)], 0),
+    ],
 )
 def test_fp32(tokens: int, size: int) -> None:
     drawn = draw(tokens, size, dtype=torch.float32)
@@ -132,7 +136,7 @@ def test_large_eps_is_differentiated_exactly() -> None:
     assert all(error(f, w) <= EXACT for f, w in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("size", [pytest.param(40, marks=pytest.mark.smoke), 384, 768])
+@pytest.mark.parametrize("size", [pytest.param(40, marks=pytest.mark.smoke), 768])
 def test_bf16_is_nearer_than_plain_pytorch(size: int) -> None:
     drawn = draw(9, size, dtype=torch.bfloat16)
     for alpha, keep in CASES:
@@ -143,71 +147,6 @@ def test_bf16_is_nearer_than_plain_pytorch(size: int) -> None:
         for mine, of_plain in zip(found, floor, strict=True):
             # Rounded once: at most 2^-9 of each value.
             assert mine <= min(of_plain, 2**-9), (alpha, keep, found, floor)
-
-
-@pytest.mark.parametrize("along", [0.0, 0.9])
-def test_what_rounding_y_costs(along: float) -> None:
-    """`along` is the cosine of y and its gradient: of that part nothing but errors is left."""
-    x, update, across = draw(65, 768, dtype=torch.bfloat16)
-    [exact, *_] = expected([x, update, across], 1.0, 1.0)
-    given = (along * exact.detach() + (1 - along**2) ** 0.5 * across).bfloat16()
-    wanted = expected([x, update, given], 1.0, 1.0)[1]
-    y, rstd = operator._empty_results(x)
-    tensors = {
-        "x": x,
-        "update": update,
-        "alpha": torch.ones(()),
-        "seed": None,
-        "y": y,
-        "rstd": rstd,
-    }
-    kernels.forward(tensors, 1.0, EPS, 0.0).run()
-    found = {}
-    for name, kept in (("rounded", y), ("not rounded", exact.detach().float())):
-        d_x, d_update = torch.empty(65, 768), torch.empty(65, 768)
-        given_tensors = {
-            "y": kept, "rstd": rstd, "d_y": given, "alpha": torch.ones(()), "seed": None,
-            "d_x": d_x,
-            "d_update": d_update,
-        }  # fmt: skip
-        kernels.backward(given_tensors, 1.0, 0.0).run()
-        found[name] = error(d_x, wanted)
-    # The other way to keep bf16 alone: the sum, from which the norm is computed again.
-    joined = (x + update).double().requires_grad_()
-    again = joined / (joined.square().mean(-1, keepdim=True) + EPS).sqrt()
-    [d_joined] = torch.autograd.grad(again, joined, given.double())
-    found["the sum rounded"] = error(d_joined, wanted)
-    print(along, found)
-    assert found["not rounded"] <= EXACT
-    assert found["rounded"] <= 1.1 * found["the sum rounded"]
-
-
-def test_chain_of_layers_in_bf16_is_nearer_than_plain_pytorch() -> None:
-    """Four sub-layers with weights and relu, dropout off: the error that a model sees."""
-    generator = torch.Generator().manual_seed(3)
-    weights = [torch.randn(64, 64, generator=generator).bfloat16() / 8 for _ in range(4)]
-    x, given, _ = draw(50, 64, dtype=torch.bfloat16)
-    alpha = torch.tensor(0.7)
-    residual, norm = Residual(ModelConfig(dropout=0.0)), RMSNorm(64, EPS, affine=False)
-
-    def fused(x: Tensor, update: Tensor) -> Tensor:
-        return residual_norm(x, update, alpha, keep=1.0, dropout=0.0, eps=EPS)
-
-    def reference(x: Tensor, update: Tensor) -> Tensor:
-        return norm(residual(x, update, alpha.to(torch.promote_types(x.dtype, torch.float32))))
-
-    def chain(join: Callable[..., Tensor], dtype: torch.dtype) -> Results:
-        leaves = [each.to(dtype).requires_grad_() for each in (x.clone(), *weights)]
-        hidden = leaves[0]
-        for weight in leaves[1:]:
-            hidden = join(hidden, torch.relu(hidden @ weight))
-        return [hidden, *torch.autograd.grad(hidden, leaves, given.to(dtype))]
-
-    wanted = chain(reference, torch.float64)
-    found = [error(f, w) for f, w in zip(chain(fused, x.dtype), wanted, strict=True)]
-    floor = [error(f, w) for f, w in zip(chain(reference, x.dtype), wanted, strict=True)]
-    print(found, floor)
-    assert all(mine <= of_plain for mine, of_plain in zip(found, floor, strict=True))
 
 
 def test_shapes_and_strides() -> None:
@@ -278,22 +217,6 @@ def test_dropout_depends_on_the_place_alone(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.equal(_kept(SEED, 7, 96, 0.3), kept[:7])
 
 
-def test_dropout_looks_random() -> None:
-    kept = np.stack([_kept(SEED + n, 64, 768, 0.1).double().numpy() for n in range(2)])
-    # 98,304 draws: the deviation of their mean is 0.3 / sqrt(98,304) = 0.00096.
-    assert kept.mean() == pytest.approx(0.9, abs=5 * 0.00096)
-    centred = (kept - 0.9) / 0.3
-    for axis in range(3):  # seeds, tokens and columns next to each other
-        one, other = (
-            centred.take(range(1, centred.shape[axis]), axis),
-            centred.take(range(centred.shape[axis] - 1), axis),
-        )
-        assert abs((one * other).mean()) <= 5 / np.sqrt(one.size)
-    # Tokens and columns keep as many as independent draws do.
-    assert kept.mean(2).std() == pytest.approx(0.3 / np.sqrt(768), rel=0.2)
-    assert kept.mean((0, 1)).std() == pytest.approx(0.3 / np.sqrt(128), rel=0.2)
-
-
 def test_the_operator_is_registered_as_torch_wants_it() -> None:
     x, update, _ = draw(3, 5, 40, dtype=torch.float32)
     for alpha, dropout in ((1.0, 0.0), (0.5, 0.25)):
@@ -362,8 +285,10 @@ def _results(model: MaskedLanguageModel, layout: Layout, alpha: float) -> Result
     return [logits.detach(), *(grad for grad in grads if grad is not None)]
 
 
-@pytest.mark.parametrize("layout", ["rows", "padded", "packed"])
-@pytest.mark.parametrize("residual", ["plain", "deepnorm"])
+@pytest.mark.parametrize(
+    ("residual", "layout"),
+    first_in_ci(product(("plain", "deepnorm"), ("rows", "packed", "padded")), 2),
+)
 def test_the_model_is_the_same(residual: str, layout: str) -> None:
     config = replace(CONFIG, residual=residual)  # type: ignore[arg-type]
     for alpha in (1.0, 0.0, 0.3):
@@ -446,7 +371,7 @@ COSTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("dropout", "dtype"), [(0.1, torch.bfloat16), (0.0, torch.float32)], ids=["bf16", "fp32"]
+    ("dropout", "dtype"), first_in_ci([(0.1, torch.bfloat16), (0.0, torch.float32)])
 )
 @pytest.mark.parametrize("name", COSTS)
 def test_activations_equal_what_autograd_keeps(
@@ -482,16 +407,14 @@ def test_what_the_kernel_cannot_take() -> None:
     x = torch.zeros(2, 16)
     call = partial(residual_norm, keep=1.0, dropout=0.0, eps=EPS)
     wrong: dict[str, tuple[Tensor, Tensor, Tensor | None]] = {
-        "takes bf16 and fp32, this is torch.float64": (x.double(), x.double(), torch.ones(())),
-        r"the update .* torch.bfloat16 \(2, 16\), expected x's torch.float32": (
-            x, x.bfloat16(), None,
-        ),
-        r"the update .* \(16,\), expected x's torch.float32 \(2, 16\)": (x, x[0], torch.ones(())),
-        "multiple of 8 values up to 4096, these have 12": (x[:, :12], x[:, :12], torch.ones(())),
-        "these have 4104": (torch.zeros(1, 4104), torch.zeros(1, 4104), torch.ones(())),
-        "gets no gradient, this one requires it": (x, x, torch.zeros((), requires_grad=True)),
-        r"alpha .* is torch.float32 \(1,\), expected": (x, x, torch.zeros(1)),
-        r"alpha .* is torch.float64 \(\), expected": (x, x, torch.zeros((), dtype=torch.float64)),
+        "torch.float64": (x.double(), x.double(), torch.ones(())),
+        r"torch.bfloat16 \(2, 16\)": (x, x.bfloat16(), None),
+        r"update .* \(16,\)": (x, x[0], torch.ones(())),
+        "have 12": (x[:, :12], x[:, :12], torch.ones(())),
+        "have 4104": (torch.zeros(1, 4104), torch.zeros(1, 4104), torch.ones(())),
+        "requires it": (x, x, torch.zeros((), requires_grad=True)),
+        r"alpha .* torch.float32 \(1,\)": (x, x, torch.zeros(1)),
+        r"alpha .* torch.float64 \(\)": (x, x, torch.zeros((), dtype=torch.float64)),
     }  # fmt: skip
     for said, (x, update, alpha) in wrong.items():
         with pytest.raises(ConfigError, match=said):
@@ -501,10 +424,10 @@ def test_what_the_kernel_cannot_take() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"norm": "layernorm"}, "no fused residual and norm for this model: model.norm=layernorm"),
+        ({"norm": "layernorm"}, "model.norm=layernorm"),
         ({"norm_placement": "pre"}, "norm_placement=pre"),
         ({"residual": "rezero"}, "residual=rezero"),
-        ({"hidden_size": 42}, "model.hidden_size=42, expected a multiple of 8 up to 4096"),
+        ({"hidden_size": 42}, "model.hidden_size=42"),
     ],
 )
 def test_models_that_the_kernel_is_not_for(changes: dict[str, Any], said: str) -> None:

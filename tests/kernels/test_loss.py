@@ -21,7 +21,8 @@ from pipeline.kernels import loss as module
 from pipeline.kernels.loss import rows_of_chunk, vocabulary_loss
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layout import padded
-from tests.support.triton import NEEDS_TRITON, Interpreter
+from tests.support.grids import first_in_ci
+from tests.support.triton import MARKED, NEEDS_TRITON, Interpreter
 
 FUSED = os.environ.get("TRITON_INTERPRET") == "1"
 BY_ROWS = module._by_kernel if FUSED else module._by_torch
@@ -32,7 +33,7 @@ OF_PLAIN = 1.1
 
 
 @NEEDS_TRITON
-@pytest.mark.parametrize("marked", [pytest.param("smoke", marks=pytest.mark.smoke), "not smoke"])
+@MARKED
 @pytest.mark.skipif(FUSED, reason="is this run")
 def test_in_the_interpreter(interpreter: Interpreter, marked: str) -> None:
     interpreter("tests/kernels/test_loss.py", marked)
@@ -74,7 +75,7 @@ def errors(found: list[Tensor], wanted: list[Tensor]) -> list[float]:
     return [float((f - w).norm() / w.norm()) for f, w in zip(found, wanted, strict=True)]
 
 
-@pytest.fixture(params=[1, 3, 1000], ids="{}-rows".format)
+@pytest.fixture(params=first_in_ci([3, 1, 1000]))
 def chunk(request: pytest.FixtureRequest) -> int:
     """Rows that the budget allows at a time."""
     return int(request.param)
@@ -262,7 +263,7 @@ def by_rows(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return losses, hits, place
 
 
-@pytest.mark.parametrize("size", [1, 13, 2048, 5000])
+@pytest.mark.parametrize("size", first_in_ci([13, 5000, 1, 2048], 2))
 def test_one_row_reads_and_writes_itself_alone(size: int) -> None:
     logits, targets = torch.randn(1, size) * 4, torch.tensor([size - 1])
     losses, hits, gradient = by_rows(logits, targets)
@@ -355,7 +356,7 @@ def test_the_model_gives_the_loss_of_its_logits(
 @NEEDS_TRITON
 @pytest.mark.skipif(FUSED or sys.platform != "linux", reason="ptxas is Linux's")
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("size", [50_000, 21_128, 30_522])
+@pytest.mark.parametrize("size", first_in_ci([50_000, 30_522, 21_128], 2))
 def test_compiled_kernel(capability: int, size: int) -> None:
     from pipeline.kernels.rows_triton import cross_entropy
     from tests.support.machine_code import compiled, found_in

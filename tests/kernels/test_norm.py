@@ -1,6 +1,5 @@
 """Residual and RMSNorm in one pass, without a GPU: interpreted, and compiled ahead of time."""
 
-import json
 import sys
 from typing import Any
 
@@ -11,30 +10,32 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.train import Implementation, KernelsConfig
 from pipeline.errors import ConfigError
 from pipeline.kernels.choose import choose, expected_on_gpu
-from tests.support.triton import NEEDS_TRITON, Interpreter, python
+from tests.support.grids import first_in_ci
+from tests.support.triton import MARKED, NEEDS_TRITON, Interpreter
 
 
 @NEEDS_TRITON
-@pytest.mark.parametrize("marked", [pytest.param("smoke", marks=pytest.mark.smoke), "not smoke"])
+@MARKED
 def test_interpreted_kernels(interpreter: Interpreter, marked: str) -> None:
     interpreter("tests/kernels/interpreted_norm.py", marked)
 
 
-# Capability, hidden size, dropout and dtype: the sizes of the models, and the ends.
+# Hidden size, dropout and dtype: the sizes of the models, and the ends.
 SIZES = [
-    *(f"{size}-{dropout}-bfloat16" for size in (384, 768, 1024) for dropout in (0, 0.1)),
-    "40-0.1-bfloat16", "4096-0.1-bfloat16", "4096-0.1-float32", "1536-0.1-float32",
+    (768, 0.1, torch.bfloat16), (4096, 0.1, torch.float32), (40, 0.1, torch.bfloat16),
+    *((size, dropout, torch.bfloat16) for size in (384, 1024) for dropout in (0.0, 0.1)),
+    (768, 0.0, torch.bfloat16), (4096, 0.1, torch.bfloat16), (1536, 0.1, torch.float32),
 ]  # fmt: skip
 
 
-@pytest.mark.usefixtures("processes")
 @NEEDS_TRITON
 @pytest.mark.skipif(sys.platform != "linux", reason="ptxas is Linux's")
-def test_compiled_kernels() -> None:
-    cases = [f"{capability}-{size}" for capability in (80, 90) for size in SIZES]
-    found = json.loads(python("-m", "tests.kernels.norm_ahead_of_time", *cases))
-    assert len(found) == 2 * len(cases)
-    for name, counts in found.items():
+@pytest.mark.parametrize(("size", "dropout", "dtype"), first_in_ci(SIZES, 3))
+@pytest.mark.parametrize("capability", [80, 90])
+def test_compiled_kernels(capability: int, size: int, dropout: float, dtype: torch.dtype) -> None:
+    from tests.kernels.ahead_of_time import machine_code, norm
+
+    for name, counts in machine_code(norm(size, dropout, dtype), capability):
         assert counts["local stores"] == counts["local loads"] == 0, name
         assert counts["narrow stores"] == counts["narrow loads"] == 0, name
         assert counts["wide stores"] > 0 < counts["wide loads"], name

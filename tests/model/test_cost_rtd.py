@@ -16,6 +16,7 @@ from pipeline.kernels.choose import REFERENCE
 from pipeline.model import cost
 from pipeline.objectives.rtd import ReplacedTokenDetection, ReplacedTokenModel
 from tests.model.test_cost import BERT, ODD, RANDOM, TINY, group_of, kept_by
+from tests.support.grids import first_in_ci
 
 RTD = ObjectiveConfig(kind="rtd", generator_size=0.5, generator_layers=0.4)
 ROWS, SEQ_LEN, NUM_MASKED = 3, 24, 10
@@ -32,27 +33,22 @@ def _group(name: str) -> str:
 def _loss(model: ReplacedTokenModel) -> Tensor:
     """The training loss of random tokens; two documents in each row."""
     documents = (1 + (np.arange(SEQ_LEN) >= SEQ_LEN // 2).astype(np.int32))[None].repeat(ROWS, 0)
+    inputs = {
+        "masked_index": torch.randperm(ROWS * SEQ_LEN)[:NUM_MASKED].clone(),
+        "targets": torch.zeros(NUM_MASKED, dtype=torch.int64),
+        "uniform": torch.rand(NUM_MASKED),
+    }
+    weights = {"loss": float(NUM_MASKED), "discriminator": float(ROWS * SEQ_LEN)}
     batch = MicroBatch(
-        input_ids=torch.randint(0, 300, (ROWS, SEQ_LEN)),
-        documents=torch.from_numpy(documents),
-        positions=torch.arange(SEQ_LEN).expand(ROWS, -1),
-        segments=None,
-        cu_seqlens=torch.from_numpy(document_bounds(documents)),
-        inputs={
-            "masked_index": torch.randperm(ROWS * SEQ_LEN)[:NUM_MASKED].clone(),
-            "targets": torch.zeros(NUM_MASKED, dtype=torch.int64),
-            "uniform": torch.rand(NUM_MASKED),
-        },
-        weights={"loss": float(NUM_MASKED), "discriminator": float(ROWS * SEQ_LEN)},
-        counts={},
-        num_tokens=ROWS * SEQ_LEN,
-        hash=0,
-    )
+        torch.randint(0, 300, (ROWS, SEQ_LEN)), torch.from_numpy(documents),
+        torch.arange(SEQ_LEN).expand(ROWS, -1), None,
+        torch.from_numpy(document_bounds(documents)), inputs, weights, {}, ROWS * SEQ_LEN, 0,
+    )  # fmt: skip
     sums = ReplacedTokenDetection(RTD)(model, batch)
     return sums["loss"].total + 50 * sums["discriminator"].total
 
 
-@pytest.mark.parametrize("config", RANDOM[:30], ids=range(30))
+@pytest.mark.parametrize("config", first_in_ci(RANDOM[:30], 6))
 def test_parameters(config: ModelConfig) -> None:
     with torch.device("meta"):
         model = ReplacedTokenModel(config, RTD)
@@ -64,7 +60,7 @@ def test_parameters(config: ModelConfig) -> None:
     assert {name: number for name, number in counted.items() if number} == found
 
 
-@pytest.mark.parametrize("config", RANDOM[:8], ids=range(8))
+@pytest.mark.parametrize("config", first_in_ci(RANDOM[:8], 2))
 def test_flops_equal_those_torch_counts(config: ModelConfig) -> None:
     model = ReplacedTokenModel(config, RTD)
     with sdpa_kernel(SDPBackend.MATH):
@@ -79,8 +75,9 @@ def test_flops_equal_those_torch_counts(config: ModelConfig) -> None:
     assert total.get_total_flops() - drawing == pytest.approx(flops.total * tokens, rel=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("dropout", "dtype"), first_in_ci([(0.1, torch.bfloat16), (0.0, torch.float32)])
+)
 @pytest.mark.parametrize("changes", [{}, BERT, ODD], ids=["v2", "bert", "odd"])
 def test_activations_equal_what_autograd_keeps(
     changes: dict[str, object], dropout: float, dtype: torch.dtype

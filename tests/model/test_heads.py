@@ -33,12 +33,10 @@ def test_pooling_is_the_same_however_documents_lie(kind: heads.Pool) -> None:
         encoder(ids, layout, trace=trace)
         return heads.pool(kind, trace.hidden, where, encoder)
 
-    single = torch.cat(
-        [
-            pooled(ids[None], masked(torch.ones(1, len(ids))), heads.Documents(*_whole(len(ids))))
-            for ids in documents
-        ]
-    )
+    single = torch.cat([
+        pooled(ids[None], masked(torch.ones(1, len(ids))), heads.Documents(*_whole(len(ids))))
+        for ids in documents
+    ])  # fmt: skip
     bounds = torch.tensor([0, 5, 6, 13])
     end_to_end = pooled(
         torch.cat(documents), packed(bounds, 7, 13), heads.packed_documents(bounds, 13)

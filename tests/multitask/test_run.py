@@ -23,6 +23,7 @@ from pipeline.runtime import env
 from pipeline.runtime.rank import Rank
 from pipeline.use.model import load
 from pipeline.use.pretrain import own_process
+from tests.support.grids import first_in_ci
 from tests.support.processes import Processes
 from tests.support.ranks import start
 from tests.support.tiny_tasks import rows_of, write_rows, write_task
@@ -115,22 +116,18 @@ def test_all_kinds_learn_together(tmp_path: Path, tiny_model: Path) -> None:
 
 @pytest.mark.parametrize(
     "balance",
-    [
-        {"method": "gradient_norm", "norms": "output"},
-        pytest.param({"method": "dwa", "interval": 2}, marks=pytest.mark.long),
-        pytest.param({"method": "uncertainty"}, marks=pytest.mark.long),
-        pytest.param({"method": "gradnorm"}, marks=pytest.mark.long),
-        pytest.param({"method": "initial"}, marks=pytest.mark.long),
-        pytest.param({"method": "cagrad"}, marks=pytest.mark.long),
-    ],
-    ids=lambda balance: balance["method"],
-)
+    first_in_ci([
+        {"method": "gradient_norm", "norms": "output"}, {"method": "dwa", "interval": 2},
+        {"method": "uncertainty"}, {"method": "gradnorm"}, {"method": "initial"},
+        {"method": "cagrad"},
+    ], 2),
+)  # fmt: skip
 def test_what_a_rule_remembers_is_in_the_checkpoint(
     balance: dict[str, Any], tmp_path: Path, tiny_model: Path
 ) -> None:
     path = write_mix(tmp_path, tiny_model, ("classify", "spans", "qa"), balance=balance)
     whole = run(path, f"run_dir={tmp_path / 'whole'}")
-    parted = run(path, f"run_dir={tmp_path / 'parted'}")
+    parted = Path(shutil.copytree(whole, tmp_path / "parted"))
     # As if it had been killed after the save of step 4.
     shutil.rmtree(published(parted / FOLDER)[0])
     (parted / "done.json").unlink()
@@ -162,7 +159,7 @@ def test_killed_run_continues_bit_for_bit(
     assert (whole / "batches.tsv").read_bytes() == (killed / "batches.tsv").read_bytes()
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", first_in_ci([2, 4]))
 def test_ranks_and_parts_change_nothing(
     ranks: int, tmp_path: Path, tiny_model: Path, processes: Processes
 ) -> None:
@@ -178,7 +175,7 @@ def test_ranks_and_parts_change_nothing(
     assert (alone / "batches.tsv").read_bytes() == (many / "batches.tsv").read_bytes()
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", first_in_ci([3, 1, 2]))
 def test_zero_stages_give_the_same_run(
     stage: int, tmp_path: Path, tiny_model: Path, processes: Processes
 ) -> None:
@@ -198,9 +195,8 @@ def test_files_of_a_task_are_beside_its_own_file(tmp_path: Path) -> None:
     assert mix.tasks["a"].data.root == str(tmp_path / "tasks")
     assert mix.tasks["b"].input.max_length == 64
     assert mix.config.train.warmup_steps == 60, "6% of the steps"
-    assert load_mix(str(tmp_path / "mix.yaml"), ("root=elsewhere",)).tasks["b"].data.root == (
-        "elsewhere"
-    )
+    moved = load_mix(str(tmp_path / "mix.yaml"), ("root=elsewhere",))
+    assert moved.tasks["b"].data.root == "elsewhere"
 
 
 def test_a_shipped_recipe_of_pre_training_is_no_mix() -> None:
@@ -228,13 +224,9 @@ def test_mistakes_in_a_mix_are_told_with_the_task(tmp_path: Path, tiny_model: Pa
 
 def test_rules_that_need_gradients_refuse_zero(tmp_path: Path, tiny_model: Path) -> None:
     path = write_mix(tmp_path, tiny_model)
-    with pytest.raises(
-        ConfigError,
-        match=r"measures the gradient of each task.*zero_stage=1.*"
-        r"never holds as a whole: set train.zero_stage=0; or balance.norms=output",
-    ):
+    with pytest.raises(ConfigError, match=r"set train.zero_stage=0; or balance.norms=output"):
         load_mix(str(path), ("train.zero_stage=1",))
-    with pytest.raises(ConfigError, match="compares the gradients of the tasks"):
+    with pytest.raises(ConfigError, match="gradients of the tasks"):
         load_mix(str(path), ("train.zero_stage=2", "balance.method=mgda"))
     load_mix(str(path), ("train.zero_stage=2", "balance.method=dwa"))
 

@@ -14,17 +14,11 @@ from tests.support.tiny_tasks import write_task
 @pytest.mark.usefixtures("processes")
 def test_each_task_is_tuned_from_three_models(tmp_path: Path, tiny_model: Path) -> None:
     write_mix(tmp_path, tiny_model, train={"num_steps": 30, "lr": 5e-3})
-    (tmp_path / "transfer.yaml").write_text(
-        yaml.safe_dump(
-            {
-                "run_dir": str(tmp_path / "out"),
-                "mix": "mix.yaml",
-                "tasks": ["classify"],
-                "overrides": ["train.epochs=1", "train.lr=1e-3"],
-                "seeds": [1, 2],
-            }
-        )
-    )
+    settings = {
+        "run_dir": str(tmp_path / "out"), "mix": "mix.yaml", "tasks": ["classify"],
+        "overrides": ["train.epochs=1", "train.lr=1e-3"], "seeds": [1, 2],
+    }  # fmt: skip
+    (tmp_path / "transfer.yaml").write_text(yaml.safe_dump(settings))
     body = transfer(str(tmp_path / "transfer.yaml"))
     [line] = body["tasks"]
     assert {arm: len(scores) for arm, scores in line["scores"].items()} == {

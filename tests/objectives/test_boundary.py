@@ -57,11 +57,8 @@ def expected_boundaries(
         slot = 0
         while slot < num_slots:
             stop = slot
-            while (
-                stop < num_slots
-                and selected[row, stop]
-                and documents[row, stop] == documents[row, slot]
-            ):
+            mine = documents[row, slot]
+            while stop < num_slots and selected[row, stop] and documents[row, stop] == mine:
                 stop += 1
             if stop == slot:
                 slot += 1
@@ -105,13 +102,8 @@ def made(
 ) -> list[Batch]:
     """Micro-batches of random words in short documents."""
     batch = batch_of(num_rows, 130, document_length=document_length)
-    slots = PackedSequences(
-        batch.tokens,
-        batch.documents,
-        np.tile(np.arange(130) % document_length, (num_rows, 1)),
-        batch.word_starts,
-        batch.maskable,
-    )
+    places = np.tile(np.arange(130) % document_length, (num_rows, 1))
+    slots = PackedSequences(batch.tokens, batch.documents, places, batch.word_starts, batch.maskable)
     nothing = np.zeros(num_rows, np.int64)
     places = Locations(nothing, nothing, nothing, batch.sample_ids, nothing.astype(bool))
     return inputs(slots, places, 0, micro_batch=micro_batch, places=np.arange(len(places.blocks)))

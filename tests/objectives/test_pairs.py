@@ -65,12 +65,8 @@ def test_sums_are_those_written_out(kind: PairKind) -> None:
     model, batch = _model(), _batch(kind)
     sums = PairClassification(kind, 1.0)(model, batch)
     layout = rows(batch.documents, batch.positions)
-    x = (
-        model.encoder(batch.input_ids, layout, segments=batch.segments)
-        .view(-1, 32)
-        .detach()
-        .numpy()
-    )
+    x = model.encoder(batch.input_ids, layout, segments=batch.segments).view(-1, 32)
+    x = x.detach().numpy()
     weights = {name: each.detach().numpy() for name, each in model.named_parameters()}
     expected, right = 0.0, 0
     for place, label in zip(
@@ -143,14 +139,8 @@ def test_what_a_config_may_ask_for() -> None:
     data = DataConfig(dir="unused")
     with pytest.raises(ConfigError, match=r"model\.pooler=false.*set model\.pooler=true"):
         PretrainConfig(run_dir="x", data=data, objective=ObjectiveConfig(kind="mlm_sop"))
+    model, objective = ModelConfig(pooler=True, type_vocab_size=1), ObjectiveConfig(kind="mlm_nsp")
     with pytest.raises(ConfigError, match=r"model\.type_vocab_size=1"):
-        PretrainConfig(
-            run_dir="x",
-            data=data,
-            model=ModelConfig(pooler=True, type_vocab_size=1),
-            objective=ObjectiveConfig(kind="mlm_nsp"),
-        )
-    with pytest.raises(
-        ConfigError, match=r"pair_weight=0\.5 has no meaning with objective\.kind=mlm"
-    ):
+        PretrainConfig(run_dir="x", data=data, model=model, objective=objective)
+    with pytest.raises(ConfigError, match=r"pair_weight=0\.5 .* objective\.kind=mlm"):
         ObjectiveConfig(pair_weight=0.5)

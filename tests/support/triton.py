@@ -26,6 +26,17 @@ def python(*arguments: str, **environment: str) -> str:
     return done.stdout
 
 
+MARKED = pytest.mark.parametrize(
+    "marked",
+    [
+        pytest.param("smoke and not slow", marks=pytest.mark.smoke),
+        "not smoke and not slow",
+        pytest.param("slow", marks=pytest.mark.slow),
+    ],
+)
+"""Runs of a file in the interpreter: those of `make test`, the rest of CI, and the night's."""
+
+
 Interpreter = Callable[..., None]
 """Of the fixture `interpreter`: `run_interpreted`."""
 

@@ -26,15 +26,8 @@ class Folder:
         (self.path / name).write_bytes(content.encode())
 
     def task(self, kind: str, **data: Any) -> TaskConfig:
-        return build(
-            TaskConfig,
-            {
-                "task": {"kind": kind},
-                "data": {"root": str(self.path), **data},
-                "input": {"max_length": 512},
-            },
-            "test",
-        )
+        body = {"task": {"kind": kind}, "data": {"root": str(self.path), **data}}
+        return build(TaskConfig, {**body, "input": {"max_length": 512}}, "test")
 
     def read(self, kind: str, content: Any, name: str = "a.json", **data: Any) -> TaskData:
         """Write train and read it."""
@@ -63,12 +56,9 @@ ROW = {"sentence": "x", "label": "a"}
 def test_rows_without_gold_are_dropped_and_counted(folder: Folder) -> None:
     rows = [{"sentence1": "甲", "sentence2": "乙", "label": y} for y in ("neutral", "-", "-", "")]
     data = folder.read("pair", rows, drop_labels=["-", ""], **NLI)
-    assert [(row.text, row.text_b, row.gold) for row in data.splits["train"]] == [
-        ("甲", "乙", "neutral")
-    ]
-    assert data.counts["train"] == {
-        "dropped: label '-'": 2, "dropped: label ''": 1, "rows": 1,
-    }  # fmt: skip
+    [row] = data.splits["train"]
+    assert (row.text, row.text_b, row.gold) == ("甲", "乙", "neutral")
+    assert data.counts["train"] == {"dropped: label '-'": 2, "dropped: label ''": 1, "rows": 1}
 
 
 def test_labels_may_be_numbers_and_are_in_order(folder: Folder) -> None:
@@ -91,10 +81,8 @@ def test_ids_are_the_file_s_or_row_numbers(folder: Folder) -> None:
 def test_only_a_line_feed_ends_a_line(folder: Folder) -> None:
     text = '\ufeff{"sentence": "a\u2028b\\r", "label": "0"}\r\n\r\n{"sentence": "c", "label": "1"}'
     rows = folder.rows("classify", text, **SENTENCE)
-    assert [(row.text, row.where.rpartition(":")[2]) for row in rows] == [
-        ("a\u2028b\r", "1"),
-        ("c", "3"),
-    ]
+    lines = [(row.text, row.where.rpartition(":")[2]) for row in rows]
+    assert lines == [("a\u2028b\r", "1"), ("c", "3")]
 
 
 def test_label_that_train_lacks_is_refused_with_its_line(folder: Folder) -> None:
@@ -169,10 +157,8 @@ def test_test_may_be_without_labels(folder: Folder) -> None:
     folder.write("u.csv", "id,sentence,label\n5,y,\n")
     folder.write("v.json", [{"sentence": "y", "id": 6}])
     task = folder.task("classify", train=["t.json"], test=["u.csv", "v.json"], **SENTENCE)
-    assert [(row.id, row.gold) for row in read_task(task).splits["test"]] == [
-        ("5", None),
-        ("6", None),
-    ]
+    rows = read_task(task).splits["test"]
+    assert [(row.id, row.gold) for row in rows] == [("5", None), ("6", None)]
     with pytest.raises(DataError, match="no 'label'"):
         read_file(task, "v.json", needs_gold=True)
     folder.write("w.bio", "a\nb\n\nc O\n")
@@ -206,10 +192,8 @@ def test_cola_has_a_header_in_test_only(folder: Folder) -> None:
     folder.write("test.tsv", "index\tsentence\n0\tBill left.\n")
     files = {"train": ["train.tsv"], "test": ["test.tsv"]}
     data = read_task(folder.task("classify", columns=columns, **files, **SENTENCE))
-    assert [(row.text, row.gold) for row in data.splits["train"]] == [
-        ('She "left".', "1"),
-        ("Left she.", "0"),
-    ]
+    train = [(row.text, row.gold) for row in data.splits["train"]]
+    assert train == [('She "left".', "1"), ("Left she.", "0")]
     assert [(row.text, row.gold) for row in data.splits["test"]] == [("Bill left.", None)]
 
 

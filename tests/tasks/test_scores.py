@@ -173,9 +173,6 @@ def test_entity_counts_if_type_start_and_end_are_equal() -> None:
 )
 def test_squad_rules(answers: list[str], prediction: str, em: float, f1: float) -> None:
     assert squad_scores(answers, prediction) == (em, pytest.approx(f1))
-
-
-def test_squad_words() -> None:
     assert squad_words("An apple, the U.S. pear's") == ["apple", "us", "pears"]
 
 

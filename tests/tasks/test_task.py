@@ -62,9 +62,8 @@ def test_labels_are_a_word_or_a_list(tmp_path: Path) -> None:
 def test_what_is_wrong_is_refused(tmp_path: Path, override: str, message: str) -> None:
     overrides = [override]
     if override.startswith("{"):
-        overrides = [
-            f"{name}={json.dumps(value)}" for name, value in yaml.safe_load(override).items()
-        ]
+        values = yaml.safe_load(override)
+        overrides = [f"{name}={json.dumps(value)}" for name, value in values.items()]
     with pytest.raises(ConfigError) as caught:
         _task(tmp_path, PAIR, *overrides)
     assert message in str(caught.value)

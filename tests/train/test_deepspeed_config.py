@@ -29,12 +29,10 @@ def _merged(folder: Path, text: str | dict[str, Any], config: TrainConfig = CONF
 
 def test_what_tunes_is_handed_on_and_auto_changes_nothing(tmp_path: Path) -> None:
     left_to_the_run = {
-        "train_batch_size": "auto",
-        "gradient_clipping": "auto",
-        "bf16": {"enabled": "auto"},
+        "train_batch_size": "auto", "gradient_clipping": "auto", "bf16": {"enabled": "auto"},
         "optimizer": {"type": "auto", "params": {"lr": "auto"}},
         "zero_optimization": {"stage": "auto"},
-    }
+    }  # fmt: skip
     assert _merged(tmp_path, left_to_the_run) == deepspeed_config(CONFIG)
     zero = {"reduce_bucket_size": 5e7, "overlap_comm": True, "allgather_bucket_size": "auto"}
     tuned = {"zero_optimization": zero, "wall_clock_breakdown": False}
@@ -55,40 +53,32 @@ def test_what_deepspeed_reports_is_heard(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ({"train_batch_size": 128},
-         r"train_batch_size = 128 may not be set here: use train\.global_batch; remove it, or "
-         r"write \"auto\""),
-        ({"gradient_accumulation_steps": 1}, r"= 1 may not .* train\.global_batch and train\.mi"),
-        ({"zero_optimization": {"stage": 3}}, r"stage = 3 may not be set here: use train\.zero_s"),
+        ({"train_batch_size": 128}, r"train_batch_size = 128 .*train\.global_batch"),
+        ({"gradient_accumulation_steps": 1}, r"= 1 .* train\.global_batch and train\.mi"),
+        ({"zero_optimization": {"stage": 3}}, r"stage = 3 .*train\.zero_s"),
         ({"bf16": {"enabled": False}}, r"bf16\.enabled = false .* train\.precision"),
-        ({"fp16": {"loss_scale": 0}}, r"precisions are bf16 and fp32; use train\.precision"),
-        ({"optimizer": {"params": {"lr": 1e-3}}},
-         r"optimizer\.params\.lr = 0\.001 may not be set here: use train\.optimizer and"),
+        ({"fp16": {"loss_scale": 0}}, r"train\.precision"),
+        ({"optimizer": {"params": {"lr": 1e-3}}}, r"optimizer\.params\.lr = 0\.001 .*train\.opt"),
         ({"scheduler": {"type": "OneCycle"}}, r'"OneCycle" .* train\.schedule'),
-        ({"data_types": {"grad_accum_dtype": "bf16"}}, r"the engine's sums and checkpoints"),
-        ({"checkpoint": {"load_universal": True}},
-         r"checkpoint\.load_universal = true may not .*: checkpoints are not DeepSpeed's here"),
-        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
-         r'offload_optimizer\.device = "cpu" .*: checkpoints read optimizer state on the device'),
-        ({"zero_optimization": {"elastic_checkpoint": True}}, r"elastic_checkpoint = true may not"),
-        ({"zero_optimization": {"zero_hpz_partition_size": 2}}, r"continue from wrong weights"),
-        ({"flops_profiler": {"enabled": True}}, r"it patches torch's functions"),
-        ({"zero_optimization": {"overlap_com": True}},
-         r"zero_optimization\.overlap_com = true may not be set: .*; "
-         r"did you mean 'zero_optimization\.overlap_comm'\?"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "grad_accum_dtype"),
+        ({"checkpoint": {"load_universal": True}}, r"checkpoint\.load_universal = true"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, r'device = "cpu"'),
+        ({"zero_optimization": {"elastic_checkpoint": True}}, r"elastic_checkpoint = true"),
+        ({"zero_optimization": {"zero_hpz_partition_size": 2}}, "zero_hpz_partition_size = 2"),
+        ({"flops_profiler": {"enabled": True}}, "flops_profiler"),
+        ({"zero_optimization": {"overlap_com": True}}, r"overlap_com = .*n\.overlap_comm'\?"),
         ({"overlap_comm": True}, r"overlap_comm = true .*'zero_optimization\.overlap_comm'"),
-        ({"zero_optimisation": {"stage": 2}}, r"did you mean 'zero_optimization"),
-        ({"unheard_of": 1}, r"unheard_of = 1 may not be set: .*; remove it"),
+        ({"zero_optimisation": {"stage": 2}}, "did you mean 'zero_optimization"),
+        ({"unheard_of": 1}, "unheard_of = 1 .*; remove it"),
         ({"comms_logger": {"enabled": 1}}, r"comms_logger\.enabled = 1: expected true or false"),
         ({"zero_optimization": {"reduce_bucket_size": 0.5}}, r"= 0\.5: expected a whole number"),
-        ({"zero_optimization": True}, r"zero_optimization = true: expected an object"),
-        ('{"wall_clock_breakdown": true, "bf16": {"enabled": true, "enabled": false}}',
-         r"duplicate key 'enabled'; remove one of the two"),
-        ("{]", r"is not JSON"),
-        ("[1]", r"expected an object \{\.\.\.\}, got \[1\]"),
+        ({"zero_optimization": True}, "zero_optimization = true: expected an object"),
+        ('{"bf16": {"enabled": true, "enabled": false}}', "duplicate key 'enabled'"),
+        ("{]", "not JSON"),
+        ("[1]", r"got \[1\]"),
     ],
     ids=range(23),
-)  # fmt: skip
+)
 def test_what_cannot_stand_is_named(
     tmp_path: Path, text: str | dict[str, Any], message: str
 ) -> None:
@@ -103,10 +93,9 @@ def test_all_that_is_wrong_is_named_at_once(tmp_path: Path) -> None:
 
 
 def test_overlap_that_stage_one_lacks_is_refused(tmp_path: Path) -> None:
+    zero = {"zero_optimization": {"overlap_comm": True}}
     with pytest.raises(ConfigError, match=r"overlap_comm = true: train\.zero_stage=1"):
-        _merged(
-            tmp_path, {"zero_optimization": {"overlap_comm": True}}, replace(CONFIG, zero_stage=1)
-        )
+        _merged(tmp_path, zero, replace(CONFIG, zero_stage=1))
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -168,14 +157,16 @@ def test_keys_are_those_of_deepspeed_and_all_others_are_refused(tmp_path: Path) 
             _merged(tmp_path, tree)
 
 
-def test_stage_zero_takes_no_deepspeed_config() -> None:
-    with pytest.raises(ConfigError, match=r"has no meaning with train\.zero_stage=0"):
-        replace(CONFIG, zero_stage=0, deepspeed_config="ds.json")
-
-
-def test_compiling_at_stage_three_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"train\.zero_stage=3 with train\.compile=true"):
-        replace(CONFIG, zero_stage=3, compile=True)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"zero_stage": 0, "deepspeed_config": "ds.json"}, r"train\.zero_stage=0"),
+        ({"zero_stage": 3, "compile": True}, r"train\.zero_stage=3 with train\.compile=true"),
+    ],
+)
+def test_stages_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(CONFIG, **changes)
 
 
 @pytest.mark.usefixtures("processes")

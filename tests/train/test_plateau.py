@@ -1,8 +1,9 @@
 """The plateau's rule on made-up curves and on those of real runs, and what its advice names."""
 
 import math
+from dataclasses import fields
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,31 +18,19 @@ from pipeline.train.doctor import LastStep, PlateauDoctor, _rise
 from pipeline.train.health import GroupNorms
 
 ENTROPY = 6.3
+Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
-def _doctor(
-    data: str = "nowhere",
-    num_steps: int = 2000,
-    lr: float = 2e-4,
-    alpha_warmup_steps: int = 200,
-    optimizer: Literal["adamw", "lamb"] = "adamw",
-    lamb_bias_correction: bool | None = None,
-    **model: object,
-) -> PlateauDoctor:
+def _doctor(data: str = "nowhere", **changes: Any) -> PlateauDoctor:
+    """Fields of the training section go there, all others to the model."""
+    names = {field.name for field in fields(TrainConfig)}
+    train = {"num_steps": 2000, "lr": 2e-4, "alpha_warmup_steps": 200, "warmup_steps": 50}
+    train |= {name: value for name, value in changes.items() if name in names}
+    model = {name: value for name, value in changes.items() if name not in names}
     config = PretrainConfig(
-        run_dir="unused",
-        model=ModelConfig(**model),  # type: ignore[arg-type]
-        data=DataConfig(dir=data),
-        train=TrainConfig(
-            num_steps=num_steps,
-            lr=lr,
-            warmup_steps=50,
-            alpha_warmup_steps=alpha_warmup_steps,
-            optimizer=optimizer,
-            lamb_bias_correction=lamb_bias_correction,
-        ),
-        monitor=MonitorConfig(log_every_steps=5),
-    )
+        run_dir="unused", model=ModelConfig(**model), data=DataConfig(dir=data),
+        train=TrainConfig(**train), monitor=MonitorConfig(log_every_steps=5),
+    )  # fmt: skip
     return PlateauDoctor(config, ENTROPY)
 
 
@@ -52,13 +41,9 @@ def _step(step: int, tokens: float = 4096.0, reach: float = 1.0) -> LastStep:
 
 
 def _told(
-    doctor: PlateauDoctor,
-    losses: np.ndarray[tuple[int], np.dtype[np.float64]],
-    accuracies: np.ndarray[tuple[int], np.dtype[np.float64]] | None = None,
-    held_out: dict[int, float] | None = None,
-    tokens: float = 4096.0,
-    reach: float | np.ndarray[tuple[int], np.dtype[np.float64]] = 1.0,
-) -> dict[int, str]:
+    doctor: PlateauDoctor, losses: Floats, accuracies: Floats | None = None,
+    held_out: dict[int, float] | None = None, tokens: float = 4096.0, reach: float | Floats = 1.0,
+) -> dict[int, str]:  # fmt: skip
     """Give the doctor a log line every five steps, and return what it says by step."""
     told = {}
     reaches = np.broadcast_to(reach, losses.shape).tolist()
@@ -189,16 +174,11 @@ def test_lower_layers_that_come_back_are_no_reason_to_tell() -> None:
 def test_without_norms_of_layers_the_other_signs_decide() -> None:
     for layers in ({}, {"embeddings": GroupNorms(0.5, 1e-3)}):
         doctor = _doctor()
-        told = [
-            plateau.advice
-            for step in range(5, 600, 5)
-            if (
-                plateau := doctor.look(
-                    {"loss": ENTROPY, "accuracy": 0.05},
-                    LastStep(step, 1.0, 6.5e-4, 0.51, layers, 4096.0),
-                )
-            )
-        ]
+        told = []
+        for step in range(5, 600, 5):
+            last = LastStep(step, 1.0, 6.5e-4, 0.51, layers, 4096.0)
+            if plateau := doctor.look({"loss": ENTROPY, "accuracy": 0.05}, last):
+                told.append(plateau.advice)
         assert len(told) == 1
         assert "of the last layer's" not in told[0]
 
@@ -224,20 +204,14 @@ def test_a_trend_and_its_error_are_those_of_scipy() -> None:
 def test_the_text_names_causes_with_numbers(dataset: DatasetIndex, tmp_path: Path) -> None:
     text = _told(_doctor(str(dataset.folder)), np.full(200, 6.4))[300]
     for part in (
-        "stayed at 6.400 from step 205 to 300, the unigram entropy is 6.300 nats: the model has "
-        "learned how frequent tokens are, and nothing from their context",
-        "train.alpha_warmup_steps=200 (alpha is 1.000): 24 layers converge with these",
-        "learning rate: train.lr=0.0002, 0.0004 is usual at width 384; this is not far from it",
-        "batch: 4,096 tokens a step",
-        "Gradient norm 0.51, by layer: embeddings 0.5, layer_00 0.2, layer_01 0.01, layer_02 0.2. "
-        "The first layer's is 1 of the last layer's (median since then): the gradient reaches all",
-        "of the documents were dropped by stage dedup; near duplicates were not searched for",
-    ):
+        "6.400 from step 205 to 300", "6.300 nats", "train.alpha_warmup_steps=200", "24 layers",
+        "train.lr=0.0002, 0.0004 is usual at width 384", "4,096 tokens a step", "norm 0.51",
+        "embeddings 0.5, layer_00 0.2, layer_01 0.01, layer_02 0.2", "dropped by stage dedup",
+    ):  # fmt: skip
         assert part in text
     elsewhere = _told(_doctor(str(tmp_path)), np.full(200, 7.0), reach=0.05)[300]
-    assert "is 0.05 of the last layer's (median since then): tokens become alike" in elsewhere
-    assert "the model has not even learned how frequent tokens are" in elsewhere
-    assert f"unknown, {tmp_path / 'report.json'} is missing" in elsewhere
+    assert "0.05 of the last layer's" in elsewhere
+    assert str(tmp_path / "report.json") in elsewhere
 
 
 def test_the_likeliest_change_comes_first() -> None:
@@ -248,12 +222,11 @@ def test_the_likeliest_change_comes_first() -> None:
 
     deep = first(num_layers=24, init="unit")
     assert deep.startswith("start: 24 layers with model.init=unit, model.residual=plain")
-    assert "set model.init=deepnorm and model.residual=deepnorm, or model.init=rsqrt_depth" in deep
-    assert "lower it threefold, or double train.warmup_steps" in first(lr=2e-3)
+    assert "model.init=deepnorm and model.residual=deepnorm, or model.init=rsqrt_depth" in deep
+    assert "lower it threefold" in first(lr=2e-3)
     assert "raise it threefold" in first(lr=1e-6)
-    assert "threefold" not in first(
-        lr=2e-3, optimizer="lamb", lamb_bias_correction=True
-    )  # rates of LAMB are others
+    # Rates of LAMB are others.
+    assert "threefold" not in first(lr=2e-3, optimizer="lamb", lamb_bias_correction=True)
     assert first(tokens=256.0).startswith("batch: 256 tokens a step")
     # In the grid of benchmarks/results/doctor.md a small batch was never the only cause.
     assert first(tokens=256.0, num_layers=24, init="unit").startswith("start: 24 layers")

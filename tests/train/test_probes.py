@@ -125,17 +125,16 @@ def test_tasks_are_found_from_the_working_folder_and_by_name(folder: Path) -> No
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (TASK.replace("classify", "tag"), "mine.yaml has task.kind=tag, expected one of classify"),
-        (TASK.replace("dev: [dev.jsonl], ", ""), "name data.train, and data.dev or data.hold_out"),
-        (TASK.replace("dev.jsonl", "gone.jsonl"), "gone.jsonl, which does not exist; set monitor."),
+        (TASK.replace("classify", "tag"), "mine.yaml has task.kind=tag"),
+        (TASK.replace("dev: [dev.jsonl], ", ""), "data.dev or data.hold_out"),
+        (TASK.replace("dev.jsonl", "gone.jsonl"), "gone.jsonl"),
         (TASK.replace("kind:", "kinds:"), "mine.yaml"),
     ],
 )
 def test_what_cannot_be_probed_is_refused(folder: Path, text: str, message: str) -> None:
     (folder / "mine.yaml").write_text(text)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=message):
         _tasks(folder, "mine.yaml")
-    assert message in str(caught.value)
 
 
 def test_missing_task_file_and_equal_names_are_refused(folder: Path) -> None:

@@ -64,8 +64,7 @@ def test_most_ranks_are_right() -> None:
         "rank 2 on b has another norm and 1 more of 3 tensors than 3 ranks"
     ]
     found = differences(NAMES, [right, wrong, (1, 2, 9), right], HOSTS)
-    assert [text.split(" has")[0] for text in found] == [
-        f"rank {n} on {HOSTS[n]}" for n in range(4)
-    ]
-    assert all("no majority tells which are right" in text for text in found)
+    names = [text.split(" has")[0] for text in found]
+    assert names == [f"rank {n} on {HOSTS[n]}" for n in range(4)]
+    assert all("no majority" in text for text in found)
     assert "rank 2 on b has another head than" in found[2]

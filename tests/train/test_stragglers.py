@@ -23,15 +23,10 @@ def test_slow_in_three_intervals_in_a_row_is_told_once() -> None:
 def test_text_names_host_cause_and_cost() -> None:
     stragglers = Stragglers(["a", "b"], 1.25)
     waits, computes = np.array([0.01, 0.41]), np.array([0.39, 0.19])
-    [[], [], [(rank, factor, text)]] = [
-        stragglers.look(waits, computes, _STEP_S) for _ in range(3)
-    ]  # fmt: skip
+    [[], [], [(rank, factor, text)]] = [stragglers.look(waits, computes, 1.0) for _ in range(3)]
     assert (rank, round(factor, 6)) == (1, 1.5)
-    assert text.startswith(
-        "rank 1 on b needs 1.50 times as long as the median of the other ranks, most of it waiting "
-        "for data: 600.0 ms a step against 400.0 ms, 3 log intervals in a row. The others wait for "
-        "it about 20% of the run's time."
-    )
+    for fact in ("rank 1 on b needs 1.50 times", "waiting for data", "600.0 ms", "400.0 ms", "20%"):
+        assert fact in text
 
 
 def test_what_costs_nothing_or_has_no_others_is_not_told() -> None:

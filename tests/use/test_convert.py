@@ -178,8 +178,7 @@ def test_roformer_v2_is_no_layernorm_model(tmp_path: Path) -> None:
 
 def test_other_vocabulary_is_refused_with_numbers(tmp_path: Path) -> None:
     source = _community_v2(tmp_path / "pt", vocab_size=21128)
-    with pytest.raises(CheckpointError, match=r"word_embeddings\.weight has shape \(20, 8\), the "
-                       r"architecture has \(21128, 8\)"):  # fmt: skip
+    with pytest.raises(CheckpointError, match=r"word_embeddings\.weight .*\(20, 8\).*\(21128, 8\)"):
         convert(source, tmp_path / "out", family=None, overrides=[])
 
 
@@ -194,26 +193,23 @@ def test_same_names_need_the_family(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_act": "mish"}, "hidden_act 'mish' is not known"),
+        ({"hidden_act": "mish"}, "hidden_act 'mish'"),
         ({"rotary_value": "yes"}, "rotary_value"),
-        ({"use_bias": True}, "use_bias is True; only False can be converted as roformer_v2"),
+        ({"use_bias": True}, "use_bias is True; only False"),
         ({"attention_head_size": 2}, "attention_head_size is 2; only 4"),
-        ({"brand_new": 3}, "brand_new=3: not known, .* --ignore brand_new"),
-        ({"residual_attention_scores": 1}, "residual_attention_scores is 1, expected true or"),
-        (
-            {"residual_attention_scores": False, "use_running_mean": True},
-            "residual_attention_scores=False, use_running_mean=True contradict each other",
-        ),
-        ({"model_type": ["bert"]}, r"model_type \['bert'\] is not known"),
-        ({"hidden_act": ["gelu"]}, r"hidden_act \['gelu'\] is not known"),
+        ({"brand_new": 3}, "brand_new=3.* --ignore brand_new"),
+        ({"residual_attention_scores": 1}, "residual_attention_scores is 1"),
+        ({"residual_attention_scores": False, "use_running_mean": True}, "use_running_mean=True"),
+        ({"model_type": ["bert"]}, r"model_type \['bert'\]"),
+        ({"hidden_act": ["gelu"]}, r"hidden_act \['gelu'\]"),
         ({"hidden_size": 10**18}, "hidden_size.*1000000000000000000"),
         ({"num_hidden_layers": 10**7}, "num_layers.*10000000"),
-        ({"position_embedding_type": "relative_key"}, "only 'absolute' can be converted"),
-        ({"model_type": "t5"}, "model_type 't5' is not known"),
-        ({"num_hidden_layers": None}, "has no num_hidden_layers"),
+        ({"position_embedding_type": "relative_key"}, "only 'absolute'"),
+        ({"model_type": "t5"}, "model_type 't5'"),
+        ({"num_hidden_layers": None}, "num_hidden_layers"),
         ({"num_hidden_layers": 3}, r"missing: roformer\.encoder\.layer\.2"),
         ({"num_hidden_layers": 1}, r"not expected: roformer\.encoder\.layer\.1"),
-        ({"num_attention_heads": 3}, "must be a multiple"),
+        ({"num_attention_heads": 3}, "multiple"),
     ],
 )
 def test_what_does_not_fit_is_named(changes: Any, message: str, tmp_path: Path) -> None:
@@ -231,35 +227,23 @@ def _rewrite(source: Path, change: Callable[[dict[str, torch.Tensor]], object]) 
 
 _SELF = "roformer.encoder.layer.0.attention.self"
 _WORDS = "roformer.embeddings.word_embeddings.weight"
-DAMAGE: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
-    "rows of queries and keys": (
-        lambda state: state.update({
-            f"{_SELF}.query.weight": torch.ones(7, 8), f"{_SELF}.key.weight": torch.ones(9, 8)
-        }),
-        r"query\.weight has shape \(7, 8\), the architecture has \(8, 8\)",
-    ),
-    "vector": (
-        lambda state: state.update({f"{_SELF}.query.weight": torch.ones(8)}),
-        r"query\.weight has shape \(8,\), the architecture has \(8, 8\)",
-    ),
-    "int8": (
-        lambda state: state.update({f"{_SELF}.key.weight": torch.ones(8, 8, dtype=torch.int8)}),
-        r"key\.weight holds torch\.int8, expected fp32.*quantised",
-    ),
-    "NaN": (
-        lambda state: state[f"{_SELF}.key.weight"][3].fill_(float("nan")),
-        r"8 of the 64 values of .*key\.weight are infinite or NaN",
-    ),
-    "beyond fp32": (
-        lambda state: state.update({f"{_SELF}.key.weight": 1e39 * torch.ones(8, 8).double()}),
-        r"64 of the 64 values of .*key\.weight are infinite or NaN",
-    ),
-}  # fmt: skip
+DAMAGE: list[tuple[Callable[[dict[str, torch.Tensor]], object], str]] = [
+    (lambda state: state.update({f"{_SELF}.query.weight": torch.ones(7, 8),
+     f"{_SELF}.key.weight": torch.ones(9, 8)}), r"query\.weight .*\(7, 8\)"),
+    (lambda state: state.update({f"{_SELF}.query.weight": torch.ones(8)}), r"query\.weight .*\(8,"),
+    (lambda state: state.update({f"{_SELF}.key.weight": torch.ones(8, 8, dtype=torch.int8)}),
+     r"key\.weight holds torch\.int8"),
+    (lambda state: state[f"{_SELF}.key.weight"][3].fill_(float("nan")),
+     r"8 of the 64 values of .*key\.weight"),
+    (lambda state: state.update({f"{_SELF}.key.weight": 1e39 * torch.ones(8, 8).double()}),
+     r"64 of the 64 values of .*key\.weight"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_damaged_tensors_are_named_before_any_is_joined(kind: str, tmp_path: Path) -> None:
-    change, message = DAMAGE[kind]
+@pytest.mark.parametrize(("change", "message"), DAMAGE)
+def test_damaged_tensors_are_named_before_any_is_joined(
+    change: Callable[[dict[str, torch.Tensor]], object], message: str, tmp_path: Path
+) -> None:
     source = _community_v2(tmp_path / "pt")
     _rewrite(source, change)
     with pytest.raises(CheckpointError, match=message) as caught:
@@ -268,39 +252,30 @@ def test_damaged_tensors_are_named_before_any_is_joined(kind: str, tmp_path: Pat
     assert not (tmp_path / "out").exists()
 
 
-FILES: dict[str, tuple[str, Any, str]] = {
-    "config is a list": ("config.json", [1], "holds a list, expected an object"),
-    "no weight_map": ("pytorch_model.bin.index.json", {}, "has no readable weight_map"),
-    "weight_map is a list": (
-        "pytorch_model.bin.index.json", {"weight_map": [1]}, "has no readable weight_map"
-    ),
-    "numbers in weight_map": (
-        "pytorch_model.bin.index.json", {"weight_map": {"a": 1}}, "has no readable weight_map"
-    ),
-    "path outside": (
-        "pytorch_model.bin.index.json", {"weight_map": {"a": "../x.bin"}}, r"names '\.\./x\.bin'"
-    ),
-    "absolute path": (
-        "pytorch_model.bin.index.json", {"weight_map": {"a": "/x.bin"}}, "names '/x.bin', expected"
-    ),
-}  # fmt: skip
+_MAP = "pytorch_model.bin.index.json"
 
 
-@pytest.mark.parametrize("kind", FILES)
-def test_damaged_files_are_named(kind: str, tmp_path: Path) -> None:
-    name, content, message = FILES[kind]
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", [1], "config.json holds a list"),
+        (_MAP, {}, "weight_map"),
+        (_MAP, {"weight_map": [1]}, "weight_map"),
+        (_MAP, {"weight_map": {"a": 1}}, "weight_map"),
+        (_MAP, {"weight_map": {"a": "../x.bin"}}, r"names '\.\./x\.bin'"),
+        (_MAP, {"weight_map": {"a": "/x.bin"}}, "names '/x.bin'"),
+        ("pytorch_model.bin", [1], "holds a list"),
+    ],
+)
+def test_damaged_files_are_named(name: str, content: Any, message: str, tmp_path: Path) -> None:
     source = _community_v2(tmp_path / "pt")
-    (source / name).write_text(json.dumps(content))
-    if name != "config.json":
+    if name == "pytorch_model.bin":
+        torch.save(content, source / name)
+    else:
+        (source / name).write_text(json.dumps(content))
+    if name == _MAP:
         (source / "pytorch_model.bin").rename(tmp_path / "x.bin")  # where `../` would find it
     with pytest.raises(CheckpointError, match=message):
-        convert(source, tmp_path / "out", family=None, overrides=[])
-
-
-def test_a_file_that_holds_no_state_is_named(tmp_path: Path) -> None:
-    source = _community_v2(tmp_path / "pt")
-    torch.save([torch.ones(2)], source / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="holds a list, expected tensors by name"):
         convert(source, tmp_path / "out", family=None, overrides=[])
 
 
@@ -342,9 +317,7 @@ def test_a_model_without_a_head_is_converted_as_one(tmp_path: Path) -> None:
     del state["cls.predictions.transform.dense.weight"]
     (tmp_path / "hf/model.safetensors").unlink()
     torch.save(state, tmp_path / "hf/pytorch_model.bin")
-    with pytest.raises(
-        CheckpointError, match=r"missing: cls\.predictions\.transform.*mlm_head=lin"
-    ):
+    with pytest.raises(CheckpointError, match=r"cls\.predictions\.transform.*mlm_head=lin"):
         convert(tmp_path / "hf", tmp_path / "half", family=None, overrides=[])
 
 
@@ -389,8 +362,7 @@ def test_model_that_misses_a_tensor_is_refused(tmp_path: Path) -> None:
     model = load_model(tmp_path / "out").model
     weights = dict(model.state_dict())
     weights["surprise"] = weights.pop("encoder.segment_embedding.weight")
-    with pytest.raises(CheckpointError, match=r"here .*missing 1 tensors: encoder\.segment_emb.*"
-                       "not expected 1 tensors: surprise"):  # fmt: skip
+    with pytest.raises(CheckpointError, match=r"encoder\.segment_emb.* surprise"):
         build_model(model.config, weights, "here")
 
 

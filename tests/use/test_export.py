@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from pipeline.checkpoints.manifest import newest_good, read_manifest
 from pipeline.data.format import CLS_ID, MASK_ID, SEP_ID, DatasetIndex
-from pipeline.errors import CheckpointError, DataError, RunFolderError
+from pipeline.errors import CheckpointError, DataError
 from pipeline.model.layout import rows
 from pipeline.tokenizer.sentencepiece import Tokenizer
 from pipeline.use.folder import export, initial_weights, load_model, load_trained
@@ -91,11 +91,6 @@ def test_fill_mask_gives_the_best_tokens(exported: Path, straight_run: Path) -> 
         assert len(chances) == 4
 
 
-def test_text_without_a_mask_is_refused(exported: Path) -> None:
-    with pytest.raises(DataError, match=r"has no \[MASK\]"):
-        load(exported).fill_mask("nothing to fill")
-
-
 def test_existing_folder_is_not_overwritten(straight_run: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").touch()
@@ -105,8 +100,6 @@ def test_existing_folder_is_not_overwritten(straight_run: Path, tmp_path: Path) 
 
 
 def test_run_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError, match=r"not a run folder .* or a model folder\.$"):
-        export(tmp_path, tmp_path / "out")
     (tmp_path / "attempts.jsonl").write_text("{}\n")
     with pytest.raises(CheckpointError, match="has no checkpoints yet: "):
         export(tmp_path, tmp_path / "out")
@@ -154,6 +147,7 @@ def test_a_run_in_its_alpha_warm_up_is_used_at_its_alpha_or_refused(
     assert float(load_trained(tmp_path / "run").model.encoder.alpha) == pytest.approx(alpha)
 
 
+@pytest.mark.slow
 def test_fp32_run_is_exported(
     dataset: DatasetIndex, tmp_path: Path, start_ranks: type[Ranks]
 ) -> None:

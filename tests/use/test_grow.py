@@ -33,66 +33,40 @@ def _logits(config: ModelConfig, weights: dict[str, torch.Tensor]) -> torch.Tens
         return model(*BATCH)
 
 
-@pytest.mark.parametrize("changes", [
-    {"score_residual": "none"}, {"score_residual": "sum"}, {"score_residual": "mean"},
-    {"norm_placement": "pre", "score_residual": "sum"}, {"activation": "swiglu"},
-    {"residual": "deepnorm"}, {"residual": "rezero"}, {"share_layers": True},
-    {"positions": "learned"}, {"attention_scale": "entropy_invariant"},
-])  # fmt: skip
-@pytest.mark.parametrize("times", [1, 2])
-def test_wider_model_gives_the_same_logits(changes: dict[str, object], times: int) -> None:
-    config = replace(BASE, **changes)  # type: ignore[arg-type]
-    weights = _weights(config)
-    expected = _logits(config, weights)
-    for _ in range(times):
-        config, weights = double_width(config, weights)
-    assert config.hidden_size == 24 * 2**times
-    assert config.head_size == 8
-    found = _logits(config, weights)
-    assert float((found - expected).abs().max()) <= 1e-9
-    assert float(expected.std()) > 0.1
-
-
 BERT: dict[str, object] = {
     "norm": "layernorm", "norm_affine": True, "bias": True, "mlm_head": "bert", "pooler": True,
     "activation": "gelu", "embedding_dropout": "after_norm",
 }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {**BERT, "positions": "learned"},
-        BERT,
-        {**BERT, "score_residual": "sum"},
+PLAIN: list[dict[str, object]] = [
+    {"score_residual": "none"}, {"score_residual": "sum"}, {"score_residual": "mean"},
+    {"norm_placement": "pre", "score_residual": "sum"}, {"activation": "swiglu"},
+    {"residual": "deepnorm"}, {"residual": "rezero"}, {"share_layers": True},
+    {"positions": "learned"}, {"attention_scale": "entropy_invariant"},
+]  # fmt: skip
+# Kinds with gains double exactly whatever eps is: one beside which a scaled variance would be seen.
+GAINS: list[dict[str, object]] = [
+    {"norm_eps": 1e-2, **changes}
+    for changes in (
+        {**BERT, "positions": "learned"}, BERT, {**BERT, "score_residual": "sum"},
         {**BERT, "score_residual": "mean", "positions": "learned", "norm_placement": "pre"},
-        {**BERT, "embedding_size": 10},
-        {**BERT, "share_layers": True, "embedding_size": 24},
+        {**BERT, "embedding_size": 10}, {**BERT, "share_layers": True, "embedding_size": 24},
         {"norm_affine": True, "bias": True, "pooler": True},
         {"norm_affine": True, "norm_placement": "pre", "rotary_value": True},
         {"embedding_size": 10, "bias": True},
-    ],
-    ids=[
-        "bert",
-        "roformer",
-        "realformer",
-        "pre",
-        "factorised",
-        "albert",
-        "gains",
-        "last",
-        "linear",
-    ],
-)
-def test_kinds_with_gains_double_exactly_whatever_eps_is(changes: dict[str, object]) -> None:
-    # An eps beside which a variance that is scaled would be seen.
-    config = replace(BASE, norm_eps=1e-2, **changes)  # type: ignore[arg-type]
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", [*PLAIN, *GAINS])
+def test_wider_model_gives_the_same_logits(changes: dict[str, object]) -> None:
+    config = replace(BASE, **changes)  # type: ignore[arg-type]
     weights = _weights(config)
     expected, pooled = _logits(config, weights), _pooled(config, weights)
-    for _ in range(2):
-        config, weights = double_width(config, weights)
-    assert float((_logits(config, weights) - expected).abs().max()) <= 1e-9
     assert float(expected.std()) > 0.1
+    for times in (2, 4):
+        config, weights = double_width(config, weights)
+        assert (config.hidden_size, config.head_size) == (24 * times, 8)
+        assert float((_logits(config, weights) - expected).abs().max()) <= 1e-9
     if pooled is not None:
         torch.testing.assert_close(_pooled(config, weights), pooled.repeat_interleave(4, -1))
 
@@ -143,11 +117,8 @@ def _read(folder: Path) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
 def test_what_depth_and_noise_do_is_said(tmp_path: Path) -> None:
     source = _small(tmp_path / "small")
     report = grow(source, tmp_path / "deep", width=2, depth=6, noise=0.01, seed=0)
-    assert [note.partition(":")[0] for note in report.notes] == [
-        "depth 6",
-        "width 48",
-        "noise 0.01",
-    ]
+    names = [note.partition(":")[0] for note in report.notes]
+    assert names == ["depth 6", "width 48", "noise 0.01"]
     moved = float(report.notes[0].partition("up to ")[2].split()[0])
     assert moved == pytest.approx(_same_depth(source), rel=0.05)
 

@@ -58,17 +58,9 @@ def _synthetic(number: int) -> list[str]:
     rng = random.Random(number)
     characters = [chr(0x4E00 + 7 * i) for i in range(150)]
     other = [
-        *"，。！？ a,1\n\t",
-        " the ",
-        "  ",
-        "😀",
-        "👩‍👧",
-        "e\u0301",
-        "e\u0323\u0302",
-        "ｶﾞ",
-        "가",
-        "～",
-    ]
+        *"，。！？ a,1\n\t", " the ", "  ", "😀", "👩‍👧",
+        "e\u0301", "e\u0323\u0302", "ｶﾞ", "가", "～",
+    ]  # fmt: skip
     return [
         "".join(rng.choice(characters if rng.random() < 0.7 else other) for _ in range(60))
         for _ in range(number)
@@ -82,11 +74,9 @@ def exported(
     folder = tmp_path_factory.mktemp(request.param)
     lines = [line for paragraph in PARAGRAPHS for line in paragraph.split("\n")]
     model = train(
-        iter([*lines, *_synthetic(400)]),
-        vocab_size=1500,
-        model_type=request.param,
+        iter([*lines, *_synthetic(400)]), vocab_size=1500, model_type=request.param,
         character_coverage=0.9995,
-    )
+    )  # fmt: skip
     (folder / "tokenizer.model").write_bytes(model)
     tokenizer = Tokenizer(folder / "tokenizer.model")
     write_hf_tokenizer(tokenizer, folder / "hf", max_length=512)
@@ -138,12 +128,8 @@ def test_names_of_specials_and_bytes_are_plain_text(exported: tuple[Tokenizer, P
 def texts() -> list[str]:
     plain = [text for text in PARAGRAPHS[::40] if not set(text) & set("=*-~")]
     masked = [
-        "a [MASK] b",
-        " [MASK]x [MASK][MASK]  y [MASK] ",
-        "中文[MASK]，[MASK] 😀",
-        "[MASK]",
-        "",
-    ]
+        "a [MASK] b", " [MASK]x [MASK][MASK]  y [MASK] ", "中文[MASK]，[MASK] 😀", "[MASK]", "",
+    ]  # fmt: skip
     return [*masked, *plain, *(f"{text}[MASK] {text}" for text in plain)]
 
 
@@ -155,10 +141,8 @@ def test_transformers_alone_loads_it(
     (tmp_path / "in.json").write_text(json.dumps({str(folder): texts}))
     subprocess.run(
         [sys.executable, "-c", _IN_TRANSFORMERS, tmp_path / "in.json", tmp_path / "out.json"],
-        check=True,
-        cwd=tmp_path,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )
+        check=True, cwd=tmp_path, env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
     out: dict[str, Any] = json.loads((tmp_path / "out.json").read_text())[str(folder)]
     assert out["ids"] == [[CLS_ID, *tokenizer.encode_with_masks(t), SEP_ID] for t in texts]
     assert out["again"] == out["ids"]
@@ -231,27 +215,16 @@ class _WithOtherScores(Tokenizer):
 
 def test_a_difference_is_noticed(exported: tuple[Tokenizer, Path], tmp_path: Path) -> None:
     tokenizer = _WithOtherScores(exported[1].parent / "tokenizer.model")
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json splits .* into .*, the original"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json splits"):
         write_hf_tokenizer(tokenizer, tmp_path)
 
 
 def test_model_trained_otherwise_is_refused(tmp_path: Path) -> None:
     sentencepiece.SentencePieceTrainer.Train(
-        sentence_iterator=iter(PARAGRAPHS[:200]),
-        model_prefix=str(tmp_path / "other"),
-        vocab_size=600,
-        byte_fallback=True,
-        pad_id=0,
-        unk_id=1,
-        bos_id=2,
-        eos_id=3,
-        pad_piece="[PAD]",
-        unk_piece="[UNK]",
-        bos_piece="[CLS]",
-        eos_piece="[SEP]",
-        control_symbols=["[MASK]"],
-        normalization_rule_name="nmt_nfkc",
-        minloglevel=2,
-    )
-    with pytest.raises(DataError, match="add_dummy_prefix 1, expected one of"):
+        sentence_iterator=iter(PARAGRAPHS[:200]), model_prefix=str(tmp_path / "other"),
+        vocab_size=600, byte_fallback=True, pad_id=0, unk_id=1, bos_id=2, eos_id=3,
+        pad_piece="[PAD]", unk_piece="[UNK]", bos_piece="[CLS]", eos_piece="[SEP]",
+        control_symbols=["[MASK]"], normalization_rule_name="nmt_nfkc", minloglevel=2,
+    )  # fmt: skip
+    with pytest.raises(DataError, match="add_dummy_prefix 1"):
         write_hf_tokenizer(Tokenizer(tmp_path / "other.model"), tmp_path / "out")

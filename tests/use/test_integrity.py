@@ -96,16 +96,11 @@ def test_other_logits_of_the_fixed_input_are_named(folder: Path) -> None:
         load_model(folder)
 
 
-@pytest.mark.parametrize(("value", "message"), [
-    (float("nan"), r"1 of the 640 values of encoder\.token_embedding\.weight are infinite or NaN"),
-    (float("inf"), r"1 of the 640 values of encoder\.token_embedding\.weight are infinite or NaN"),
-])  # fmt: skip
-def test_weights_that_are_not_finite_are_not_written(
-    value: float, message: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_not_written(value: float, tmp_path: Path) -> None:
     weights: dict[str, Any] = _weights()
     weights["encoder.token_embedding.weight"][3, 2] = value
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=r"1 of the 640 values of encoder\.token_emb"):
         write_model(tmp_path, CONFIG, weights, {})
     assert not list(tmp_path.iterdir())
 

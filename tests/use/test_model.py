@@ -253,11 +253,8 @@ def test_bf16_is_close(folder: Path, model: Model) -> None:
     found, expected = small.encode(TEXTS), model.encode(TEXTS)
     assert found.dtype == np.float32
     assert 0 < abs(found - expected).max() < 0.1
-    masks = (
-        small.fill_mask("a [MASK] b"),
-        load(folder, dtype=torch.bfloat16).fill_mask("a [MASK] b"),
-    )
-    assert masks[0] == masks[1]
+    same = load(folder, dtype=torch.bfloat16)
+    assert small.fill_mask("a [MASK] b") == same.fill_mask("a [MASK] b")
 
 
 @pytest.mark.usefixtures("processes")
@@ -282,7 +279,5 @@ def test_each_checkpoint_of_a_run_is_loaded(straight_run: Path) -> None:
     assert (newest.facts["step"], earlier.facts["step"]) == (40, 30)
     assert (newest.encode(TEXTS) != earlier.encode(TEXTS)).any()
     assert np.array_equal(newest.encode(TEXTS), load(straight_run, step=40).encode(TEXTS))
-    with pytest.raises(
-        CheckpointError, match="has no checkpoint of step 7; it has those of 30, 40"
-    ):
+    with pytest.raises(CheckpointError, match=r"step 7; .*30, 40"):
         load(straight_run, step=7)

@@ -68,18 +68,12 @@ def test_runs_follow_each_other_in_one_process(
     ]  # fmt: skip
     assert "model" in found["refused"]
     # The same numbers as the command has, which is a process of its own.
-    ranks = start_ranks(
-        tmp_path / "command",
-        dataset,
-        "train.num_steps=12",
-        "checkpoint.every_steps=6",
-        world_size=1,
-    )
+    steps = ("train.num_steps=12", "checkpoint.every_steps=6")
+    ranks = start_ranks(tmp_path / "command", dataset, *steps, world_size=1)
     assert ranks.wait() == [0], ranks.output
     expected = losses(tmp_path / "command")
-    assert {
-        step: loss for step, loss in losses(tmp_path / "first").items() if step <= 12
-    } == expected
+    first = {step: loss for step, loss in losses(tmp_path / "first").items() if step <= 12}
+    assert first == expected
     assert found["results"][0][3] == expected[12]
     assert losses(tmp_path / "second") != expected
     log = (tmp_path / "second/logs/rank-00000.log").read_text()

@@ -1,8 +1,5 @@
 """The export for sentence-transformers: its files, and the vectors that they describe."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,49 +21,6 @@ CASES: dict[str, tuple[dict[str, Any], Pool, int, int | None]] = {
     "bert's pooler": ({**BERT, "pooler": True}, "pooler", 11, None),
 }
 """Changes of the model, pooling, length, and size of a whitening."""
-
-# Does what the files say, as sentence-transformers documents them, without this project.
-READER = """
-import json, sys
-from pathlib import Path
-for name in ("pipeline", "data_prep", "launch"):
-    sys.modules[name] = None
-import numpy as np
-import torch
-from safetensors.torch import load_file
-from transformers import AutoModel, AutoTokenizer
-folder, texts, out = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
-read = lambda name: json.loads((folder / name).read_text())
-modules = read("modules.json")
-assert [m["idx"] for m in modules] == list(range(len(modules)))
-assert modules[0]["path"] == "" and modules[0]["type"].endswith(".Transformer")
-assert modules[1]["type"].endswith(".Pooling")
-tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-model = AutoModel.from_pretrained(folder, trust_remote_code=True).eval()
-length = read("sentence_bert_config.json")["max_seq_length"]
-batch = tokenizer(texts, padding=True, truncation=True, max_length=length, return_tensors="pt")
-with torch.no_grad():
-    x = model(**batch).last_hidden_state
-    pooling = read(modules[1]["path"] + "/config.json")
-    assert pooling["word_embedding_dimension"] == x.shape[-1]
-    modes = [key for key, value in pooling.items() if key.startswith("pooling_mode_") and value]
-    mask = batch["attention_mask"][..., None].float()
-    x = {
-        "pooling_mode_cls_token": lambda: x[:, 0],
-        "pooling_mode_mean_tokens": lambda: (x * mask).sum(1) / mask.sum(1),
-    }[modes[0]]()
-    assert len(modes) == 1
-    for module in modules[2:]:
-        assert module["type"].endswith(".Dense")
-        config = read(module["path"] + "/config.json")
-        tensors = load_file(folder / module["path"] / "model.safetensors")
-        weight, bias = tensors["linear.weight"], tensors["linear.bias"]
-        assert weight.shape == (config["out_features"], config["in_features"]) and config["bias"]
-        x = x @ weight.T + bias
-        home, _, name = config["activation_function"].rpartition(".")
-        x = getattr(sys.modules[home], name)()(x)
-np.save(out, x.numpy())
-"""
 
 
 class Exported(NamedTuple):
@@ -98,17 +52,6 @@ def exported(
     return Exported(request.param, path / "st", model.encode(LONG, whitening=whitening))
 
 
-def test_the_files_describe_the_models_vectors(exported: Exported, tmp_path: Path) -> None:
-    out = tmp_path / "vectors.npy"
-    environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(
-        [sys.executable, "-c", READER, str(exported.folder), json.dumps(LONG), str(out)],
-        capture_output=True, text=True, cwd=tmp_path, env=environment,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    np.testing.assert_allclose(np.load(out), exported.vectors, atol=1e-4)
-
-
 def test_the_card_names_the_setting(exported: Exported) -> None:
     _, pooling, length, size = CASES[exported.case]
     card = (exported.folder / "README.md").read_text()
@@ -132,9 +75,7 @@ def test_sentence_transformers_computes_the_same(exported: Exported) -> None:
 
 def test_what_it_cannot_express_is_refused(dataset: DatasetIndex, tmp_path: Path) -> None:
     source = write(tmp_path / "ours", dataset)
-    with pytest.raises(
-        ConfigError, match=r"first_last_avg cannot be exported: .* last layer alone"
-    ):
+    with pytest.raises(ConfigError, match="first_last_avg"):
         export_sentence_transformers(source, tmp_path / "st", "first_last_avg")
     with pytest.raises(ConfigError, match="this model has no pooler"):
         export_sentence_transformers(source, tmp_path / "st", "pooler")

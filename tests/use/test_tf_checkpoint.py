@@ -7,6 +7,7 @@ indexes that TensorFlow does not write for small checkpoints, with a crc32c of i
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,6 @@ from pipeline.use.tf_checkpoint import TfCheckpoint
 
 FIXTURE = Path(__file__).parent / "tf_fixture"
 REFUSED = ["refused/string", "refused/uint8"]
-COPY_AGAIN = "the checkpoint is damaged or incomplete: download or copy it again"
 
 
 def _masked_crc32c(data: bytes) -> bytes:
@@ -142,9 +142,8 @@ def test_every_truncated_index_is_refused(mixed: Path) -> None:
     good = path.read_bytes()
     for size in range(len(good)):
         path.write_bytes(good[:size])
-        with pytest.raises(CheckpointError, match=f"its {size} bytes end in") as error:
+        with pytest.raises(CheckpointError, match=f"its {size} bytes .* copy it again"):
             TfCheckpoint(mixed)
-        assert str(error.value).endswith(COPY_AGAIN)
 
 
 @pytest.mark.parametrize("shard", [0, 1])
@@ -158,11 +157,7 @@ def test_every_flipped_byte_of_the_data_fails_one_tensor(mixed: Path, shard: int
         messages = _failing(mixed)
         assert len(messages) <= 1  # none: in a tensor of a refused dtype
         for name, message in messages.items():
-            pattern = (
-                f"{path}: tensor {name} at byte [0-9]+ has masked crc32c 0x[0-9a-f]{{8}}, "
-                f"expected 0x[0-9a-f]{{8}}; {COPY_AGAIN}"
-            )
-            assert re.fullmatch(pattern, message), message
+            assert re.search(f"{path}: tensor {name} at byte [0-9]+ has masked crc32c 0x", message)
         failed |= set(messages)
     assert failed < ours
     assert len(failed) > 20
@@ -174,8 +169,7 @@ def test_truncated_data_file_fails_what_is_beyond_its_end(mixed: Path) -> None:
     messages = _failing(mixed)
     assert 1 < len(messages) < len(_expected("mixed"))
     for name, message in messages.items():
-        pattern = f"{path} has 400 bytes, expected at least [0-9]+, where tensor {name} ends"
-        assert re.fullmatch(f"{pattern}; {COPY_AGAIN}", message), message
+        assert re.search(f"{path} has 400 bytes, .*tensor {name}", message)
 
 
 def test_missing_data_file_fails_what_it_holds(mixed: Path) -> None:
@@ -185,25 +179,20 @@ def test_missing_data_file_fails_what_it_holds(mixed: Path) -> None:
     assert "float32/scalar" in messages
     assert "int64/scalar" in messages
     assert "float32/special" not in messages
-    assert messages["float32/scalar"] == (
-        f"{path}, which holds tensor float32/scalar, cannot be read (No such file or directory); "
-        f"expected 2 data file(s) beside mixed.ckpt-12.index; {COPY_AGAIN}"
-    )
+    assert f"{path}, which holds tensor float32/scalar, cannot" in messages["float32/scalar"]
 
 
-def test_bad_magic_is_refused(mixed: Path) -> None:
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda good: good[:-1] + b"\xdc", "57fb808b247547dc"),
+        (lambda good: b"\1" + good[1:], "block at byte 0 has masked crc32c"),
+    ],
+)
+def test_bad_magic_and_crc_of_a_block_are_refused(mixed: Path, spoil: Any, message: str) -> None:
     path = mixed / "mixed.ckpt-12.index"
-    path.write_bytes(path.read_bytes()[:-1] + b"\xdc")
-    message = "end in '57fb808b247547dc', expected '57fb808b247547db', the magic number of an index"
+    path.write_bytes(spoil(path.read_bytes()))
     with pytest.raises(CheckpointError, match=message):
-        TfCheckpoint(mixed)
-
-
-def test_block_crc_mismatch_is_refused(mixed: Path) -> None:
-    path = mixed / "mixed.ckpt-12.index"
-    path.write_bytes(b"\1" + path.read_bytes()[1:])
-    message = "the block at byte 0 has masked crc32c 0x[0-9a-f]{8}, expected 0x[0-9a-f]{8}; "
-    with pytest.raises(CheckpointError, match=message + COPY_AGAIN):
         TfCheckpoint(mixed)
 
 
@@ -214,8 +203,7 @@ def test_compressed_block_is_refused(tmp_path: Path) -> None:
     end = table.index(b"\x08\x01") + 2 + 8
     content = table[:end] + b"\1"
     path.write_bytes(content + _masked_crc32c(content) + table[end + 5 :])
-    message = r"the block at byte 0 has compression type 1 \(1 is snappy\), expected 0 .*save it"
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=r"compression type 1 \(1 is snappy\)"):
         TfCheckpoint(tmp_path)
 
 
@@ -224,9 +212,9 @@ def test_compressed_block_is_refused(tmp_path: Path) -> None:
     [
         ([], "has 0 data files"),
         ([(b"", b"\x12\x02\x08\x01")], "has 0 data files"),
-        ([(b"", b"\x08\x01\x10\x01")], "byte order 1 .* expected .* 0 .little-endian"),
-        ([(b"", b"\x08\x01\x1a\x04\x08\x02\x10\x02")], "reader of version 2, .* at most 1"),
-        ([(b"", b"\x08")], "'' at byte 1 is not a number of variable length"),
+        ([(b"", b"\x08\x01\x10\x01")], "byte order 1"),
+        ([(b"", b"\x08\x01\x1a\x04\x08\x02\x10\x02")], "version 2"),
+        ([(b"", b"\x08")], "at byte 1"),
     ],
 )
 def test_header_that_does_not_fit_is_refused(
@@ -237,9 +225,13 @@ def test_header_that_does_not_fit_is_refused(
         TfCheckpoint(tmp_path)
 
 
-def test_size_that_does_not_fit_the_shape_is_refused(tmp_path: Path) -> None:
-    _write_table(tmp_path / "a.index", [(b"", b"\x08\x01"), (b"name", b"\x08\x01\x28\x05")])
-    message = r"tensor name has 5 bytes, expected 4 for each value of shape \(\)"
+@pytest.mark.parametrize(
+    ("entry", "message"), [(b"\x08\x01\x28\x05", "name has 5 bytes"), (b"\x08\x63", "number 99")]
+)
+def test_sizes_and_dtypes_that_do_not_fit_are_refused(
+    tmp_path: Path, entry: bytes, message: str
+) -> None:
+    _write_table(tmp_path / "a.index", [(b"", b"\x08\x01"), (b"name", entry)])
     with pytest.raises(CheckpointError, match=message):
         TfCheckpoint(tmp_path).read("name")
 
@@ -247,50 +239,33 @@ def test_size_that_does_not_fit_the_shape_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_dtypes_are_refused_by_name(name: str) -> None:
     checkpoint = TfCheckpoint(FIXTURE / "mixed")
-    message = f"tensor {name} has dtype {name.split('/')[1]}, expected one of float32, .*leave it"
-    with pytest.raises(CheckpointError, match=message):
-        checkpoint.read(name)
-    with pytest.raises(CheckpointError, match=message):
-        checkpoint.dtype(name)
+    for read in (checkpoint.read, checkpoint.dtype):
+        with pytest.raises(CheckpointError, match=f"tensor {name} has dtype {name.split('/')[1]}"):
+            read(name)
 
 
-def test_unknown_dtype_is_refused_by_number(tmp_path: Path) -> None:
-    _write_table(tmp_path / "a.index", [(b"", b"\x08\x01"), (b"name", b"\x08\x63")])
-    with pytest.raises(CheckpointError, match="tensor name has dtype number 99, expected one of"):
-        TfCheckpoint(tmp_path).read("name")
-
-
-def test_partitioned_tensor_is_refused() -> None:
+def test_partitioned_tensors_and_unknown_names_are_refused() -> None:
     checkpoint = TfCheckpoint(FIXTURE / "sliced")
     assert checkpoint.names() == ["partitioned", "step"]
     assert checkpoint.shape("partitioned") == (6, 2)
     assert checkpoint.read("step") == 3
-    with pytest.raises(CheckpointError, match=r"is partitioned .*, expected a whole one"):
+    with pytest.raises(CheckpointError, match="is partitioned"):
         checkpoint.read("partitioned")
-
-
-def test_unknown_name_is_refused_with_similar_ones() -> None:
-    message = "has no tensor 'float32/scalars', similar ones of its 56 are .*'float32/scalar'"
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=r"no tensor 'float32/scalars'.*'float32/scalar'"):
         TfCheckpoint(FIXTURE / "mixed").read("float32/scalars")
 
 
 def test_folder_with_two_checkpoints_is_refused(mixed: Path) -> None:
     shutil.copy(mixed / "mixed.ckpt-12.index", mixed / "mixed.ckpt-13.index")
-    message = r"holds 2 checkpoints \(mixed.ckpt-12.index, mixed.ckpt-13.index\), expected one"
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match="holds 2 checkpoints"):
         TfCheckpoint(mixed)
     assert not _failing(mixed / "mixed.ckpt-12")
 
 
-@pytest.mark.parametrize("form", ["v1", "v1/model.ckpt"])
-def test_v1_checkpoint_is_refused(form: str) -> None:
-    message = f"{FIXTURE / 'v1' / 'model.ckpt'} is a checkpoint of the V1 format, .* not supported"
-    with pytest.raises(CheckpointError, match=message):
-        TfCheckpoint(FIXTURE / form)
-
-
-def test_v1_checkpoint_renamed_to_an_index_is_refused(tmp_path: Path) -> None:
+def test_v1_checkpoint_is_refused(tmp_path: Path) -> None:
+    for path in (FIXTURE / "v1", FIXTURE / "v1/model.ckpt"):
+        with pytest.raises(CheckpointError, match=r"model\.ckpt is a checkpoint of the V1 format"):
+            TfCheckpoint(path)
     shutil.copy(FIXTURE / "v1" / "model.ckpt", tmp_path / "model.index")
     with pytest.raises(CheckpointError, match=str(tmp_path / "model.index")):
         TfCheckpoint(tmp_path)
@@ -299,6 +274,5 @@ def test_v1_checkpoint_renamed_to_an_index_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("form", "read"), [("", "*.index"), ("no", "no.index"), ("no.index", "")])
 def test_no_checkpoint_is_refused(tmp_path: Path, form: str, read: str) -> None:
     (tmp_path / "empty").touch()
-    path = re.escape(str(tmp_path / (read or form)))
-    with pytest.raises(CheckpointError, match=f"{path} cannot be read .*; give the path of"):
+    with pytest.raises(CheckpointError, match=re.escape(str(tmp_path / (read or form)))):
         TfCheckpoint(tmp_path / form)

@@ -19,6 +19,7 @@ from pipeline.data.run_order import DataRank
 from pipeline.errors import ConfigError, DataError
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.use.train_dataset import Item, TrainDataset
+from tests.support.grids import first_in_ci
 
 OPTIONS: dict[str, Any] = {
     "seq_len": 64, "window_blocks": 2, "masking": "span", "mask_selection": "exact",
@@ -139,7 +140,9 @@ def test_items_of_pairs_are_those_of_their_objective(dataset: DatasetIndex) -> N
 
 
 @pytest.mark.usefixtures("processes")
-@pytest.mark.parametrize(("context", "num_workers"), [("fork", 1), ("fork", 2), ("spawn", 2)])
+@pytest.mark.parametrize(
+    ("context", "num_workers"), first_in_ci([("fork", 2), ("spawn", 2), ("fork", 1)], 2)
+)
 def test_workers_of_a_data_loader_divide_the_items(
     context: str, num_workers: int, dataset: DatasetIndex, tmp_path: Path
 ) -> None:
@@ -172,15 +175,11 @@ def test_it_can_be_pickled(dataset: DatasetIndex) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        (
-            {"world_size": 3},
-            ConfigError,
-            "global_batch=8 must be a multiple of .*micro_batch=2 x 3",
-        ),
-        ({"world_size": 3, "micro_batch": None}, ConfigError, "must be a multiple of"),
-        ({"micro_batch": 3}, ConfigError, "must be a multiple of"),
-        ({"rank": 2}, ConfigError, "rank=2 must be at least 0 and below world_size=2"),
-        ({"global_batch": 0}, ConfigError, "global_batch=0 and micro_batch=2 must be at least 1"),
+        ({"world_size": 3}, ConfigError, "global_batch=8 .*micro_batch=2 x 3"),
+        ({"world_size": 3, "micro_batch": None}, ConfigError, "global_batch=8"),
+        ({"micro_batch": 3}, ConfigError, "micro_batch=3"),
+        ({"rank": 2}, ConfigError, "rank=2 .*world_size=2"),
+        ({"global_batch": 0}, ConfigError, "global_batch=0"),
         ({"mask_pob": 0.2}, ConfigError, "mask_pob.*mask_prob"),
         ({"mask_prob": 2}, ConfigError, "mask_prob = 2"),
         ({"objective": "nsp"}, ConfigError, "nsp.*mlm_nsp"),
