@@ -105,15 +105,6 @@ def test_gradients_equal_finite_differences_of_the_reference(score_residual: str
 
 
 @BOTH
-def test_document_is_not_changed_by_its_neighbours(score_residual: str) -> None:
-    model = _model(score_residual)
-    ids, layout, _ = _batch()
-    together = model.encoder(ids, layout)[0, 5:11]
-    alone = model.encoder(ids[:1, 5:11], rows(torch.ones(1, 6), torch.arange(6)[None]))[0]
-    torch.testing.assert_close(together, alone, rtol=0, atol=1e-12)
-
-
-@BOTH
 def test_batch_size_and_masked_positions_do_not_matter(score_residual: str) -> None:
     model = _model(score_residual)
     ids, layout, _ = _batch()

@@ -92,18 +92,19 @@ def test_inspect_shows_the_rows_of_a_step(tmp_path: Path, tiny_model: Path) -> N
 
 
 def test_all_kinds_learn_together(tmp_path: Path, tiny_model: Path) -> None:
-    kinds = ("classify", "pair", "choice", "tag", "spans", "qa", "multilabel", "regress",
-             "cloze", "coref")  # fmt: skip
-    train = {"num_steps": 80, "tasks_per_step": 4, "lr": 5e-3}
-    monitor = {"eval_every_steps": 80, "log_every_steps": 10}
+    # Reached: 0.89 to 1, and 0.71 by multilabel.
+    floors = {
+        "classify": 0.9, "pair": 0.75, "choice": 0.7, "tag": 0.9, "spans": 0.9, "qa": 0.9,
+        "multilabel": 0.55, "regress": 0.8, "cloze": 0.9, "coref": 0.85,
+    }  # fmt: skip
+    kinds, steps = tuple(floors), 160
+    train = {"num_steps": steps, "tasks_per_step": 4, "lr": 5e-3}
+    monitor = {"eval_every_steps": steps, "log_every_steps": 10}
     folder = run(write_mix(tmp_path, tiny_model, kinds, train=train, monitor=monitor,
-                           checkpoint={"every_steps": 80}))  # fmt: skip
+                           checkpoint={"every_steps": steps}))  # fmt: skip
     [scores] = lines(folder, "eval")
-    # Far above chance after so few steps; each kind's own tests show that it can learn all.
-    assert scores["dev_classify"] > 0.6
-    assert scores["dev_cloze"] > 0.6
-    assert scores["dev_qa"] > 0.6
-    assert scores["dev_spans"] > 0.5
+    for kind, floor in floors.items():
+        assert scores[f"dev_{kind}"] > floor, kind
     first, last = lines(folder, "train")[0], lines(folder, "train")[-1]
     assert last["loss"] < 0.7 * first["loss"]
     assert {f"weight_{name}" for name in kinds} & last.keys()

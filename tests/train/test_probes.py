@@ -62,11 +62,6 @@ def test_fit_is_the_ridge_regression_that_cross_validation_chooses(
     np.testing.assert_allclose(weights[0] + features @ weights[1:], expected, rtol=0, atol=1e-7)
 
 
-def test_cross_validation_penalises_noise() -> None:
-    chosen = [_reference(*_table(60, 40, noise))[0] for noise in (0.1, 3.0)]
-    assert chosen[0] < chosen[1]
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_fit_of_a_model_that_broke_is_nan_and_not_an_error(value: float) -> None:
     features, classes = _table(40, 5, 0.1)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pipeline.config.model import ModelConfig
-from pipeline.errors import CheckpointError, ConfigError
+from pipeline.errors import ConfigError
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layout import packed
 from pipeline.use.folder import build_model, load_model, probe_logits, write_model
@@ -171,10 +171,3 @@ def test_wrong_arguments_are_refused(
     with pytest.raises(ConfigError, match=message):
         grow(straight_run, tmp_path / "out", **values)  # type: ignore[arg-type]
     assert not (tmp_path / "out").exists()
-
-
-def test_full_folder_is_kept(straight_run: Path, tmp_path: Path) -> None:
-    (tmp_path / "precious").touch()
-    with pytest.raises(CheckpointError, match="is not empty"):
-        grow(straight_run, tmp_path, width=2, depth=None, noise=0.0, seed=0)
-    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
