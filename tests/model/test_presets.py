@@ -227,10 +227,10 @@ def _formula(init: str, name: str, size: dict[str, int]) -> float:
     return (depth**-0.5 if init == "rsqrt_depth" else 1.0) / math.sqrt(fan_in)
 
 
-@pytest.mark.parametrize("size", [
+@pytest.mark.parametrize("size", first_in_ci([
     {"num_layers": 4, "hidden_size": 128, "ffn_size": 512, "num_heads": 2},
     {"num_layers": 2, "hidden_size": 256, "ffn_size": 768, "num_heads": 4},
-])  # fmt: skip
+]))  # fmt: skip
 @pytest.mark.parametrize("init", ["unit", "rsqrt_depth", "bert", "deepnorm"])
 def test_initialisation_follows_its_formula(init: str, size: dict[str, int]) -> None:
     torch.manual_seed(0)
