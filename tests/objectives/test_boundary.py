@@ -103,7 +103,9 @@ def made(
     """Micro-batches of random words in short documents."""
     batch = batch_of(num_rows, 130, document_length=document_length)
     places = np.tile(np.arange(130) % document_length, (num_rows, 1))
-    slots = PackedSequences(batch.tokens, batch.documents, places, batch.word_starts, batch.maskable)
+    slots = PackedSequences(
+        batch.tokens, batch.documents, places, batch.word_starts, batch.maskable
+    )
     nothing = np.zeros(num_rows, np.int64)
     places = Locations(nothing, nothing, nothing, batch.sample_ids, nothing.astype(bool))
     return inputs(slots, places, 0, micro_batch=micro_batch, places=np.arange(len(places.blocks)))
