@@ -22,6 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.support import warm
+from tests.support.warm import Process
+
 ROOT = Path(__file__).parents[2]
 WRITTEN = Path(__file__).parent / "golden/written_by_28d9e7b.tar.xz"
 """Holds `dataset/` and `run/`, as revision 28d9e7b wrote them, and the configs they came from."""
@@ -116,21 +119,27 @@ def run_ranks(
 @contextmanager
 def start_ranks(
     tree: Path, arguments: list[str], *, cwd: Path, log: Path, num_ranks: int
-) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Start `python ARGUMENTS` of a revision on every rank; end them when the block ends."""
+) -> Iterator[list[Process]]:
+    """Start `python ARGUMENTS` of a revision on every rank; end them when the block ends.
+
+    Ranks of this tree are forks with their imports done: see `tests.support.warm`.
+    """
     inherited = {k: v for k, v in os.environ.items() if not _NOT_INHERITED.fullmatch(k)}
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     group = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
     path = {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-    processes = []
+    processes: list[Process] = []
+    command = [sys.executable, *arguments]
     try:
         with log.open("ab") as output:
             for rank in range(num_ranks):
                 variables = {**inherited, **threads, **group, **path}
                 variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                if tree == ROOT and warm.can_fork(command, variables):
+                    processes.append(warm.start(command, variables, output.fileno(), cwd))
+                    continue
                 processes.append(subprocess.Popen(
-                    [sys.executable, *arguments],
-                    cwd=cwd, env=variables, stdout=output, stderr=subprocess.STDOUT,
+                    command, cwd=cwd, env=variables, stdout=output, stderr=subprocess.STDOUT,
                 ))  # fmt: skip
         yield processes
     finally:

@@ -16,6 +16,7 @@ import torch
 from pipeline.checkpoints.state import KINDS, SavedState
 from pipeline.data.format import DatasetIndex
 from tests.support import warm
+from tests.support.warm import Process
 
 # Two ranks, two micro-batches each; dropout is on, so that its random numbers must be resumed too.
 CONFIG = """
@@ -32,7 +33,6 @@ monitor: {log_every_steps: 1, eval_every_steps: 20, eval_sequences: 16}
 """
 
 
-Process = subprocess.Popen[bytes] | warm.Fork
 Starter = Callable[..., list[Process]]
 """Of the fixture `start_command`: `start`, below."""
 

@@ -35,8 +35,11 @@ _IMPORTED = (
 )  # fmt: skip
 _OWN = {
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTEST_CURRENT_TEST",
+    "MKL_NUM_THREADS", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED",
+    "POSTNORM_TEST_RUN",
 }  # fmt: skip
-"""Variables that no import reads: a fork may have others than its server."""
+"""Variables that no import reads: a fork may have others than its server. MKL reads its own when it
+first computes."""
 _MESSAGE_BYTES = 1 << 20
 
 
@@ -84,6 +87,9 @@ class Fork:
         return line
 
 
+Process = subprocess.Popen[bytes] | Fork
+
+
 class _Server:
     """The process that forks, from the side of pytest."""
 
@@ -127,9 +133,12 @@ def can_fork(command: list[str], variables: dict[str, str]) -> bool:
     return command[:2] == [sys.executable, "-m"] and changed <= _OWN
 
 
-def start(command: list[str], variables: dict[str, str], output: int) -> Fork:
+def start(
+    command: list[str], variables: dict[str, str], output: int, cwd: Path | None = None
+) -> Fork:
     """Fork a rank that runs `python -m MODULE WORDS`, with both outputs into a file descriptor."""
-    return _started().start(command[2:], variables, os.getcwd(), (output, output))
+    folder = str(cwd or Path.cwd())
+    return _started().start(command[2:], variables, folder, (output, output))
 
 
 def run(*words: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
