@@ -1,15 +1,57 @@
-"""A real time limit, and a controller that restarts."""
+"""A real time limit, a controller that restarts, and runs that cannot make progress."""
 
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
-from pipeline.data.format import DatasetIndex
+from pipeline.data.format import DatasetIndex, read_index
 from tests.support.ranks import records
 from tests.support.slurm import SlurmCluster
-from tests.support.slurm_runs import SlurmRun
+from tests.support.slurm_runs import PROFILE, SlurmRun
 
 LONG = ("train.num_steps=20_000", "checkpoint.every_steps=20", "monitor.eval_every_steps=20_000")
+
+
+@pytest.mark.slow
+def test_run_without_progress_stops_after_the_cap_and_says_why(
+    cluster: SlurmCluster, dataset: DatasetIndex, tmp_path: Path
+) -> None:
+    # Ranks die before they can say anything; the launcher works.
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/bash\n[ "$3" != pretrain ] || exit 9\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    run = SlurmRun(
+        cluster, tmp_path / "run", dataset, *LONG,
+        python=str(python), max_attempts_without_progress=2,
+    )  # fmt: skip
+    assert run.wait_for_end(timeout_s=120) == "FAILED"
+    last = run.log.splitlines()[-1]
+    assert last.startswith("end: 2 attempts in a row without a new checkpoint"), run.log
+    assert "none of 4 ranks" in last
+    assert [decision["decision"] for decision in run.decisions()] == ["requeue", "failed"]
+    assert int(cluster.job(run.job)["Restarts"]) == 1
+
+
+@pytest.mark.slow
+def test_corrupt_data_stops_the_run_at_once_and_names_the_block(
+    cluster: SlurmCluster, dataset: DatasetIndex, tmp_path: Path
+) -> None:
+    shutil.copytree(dataset.folder, tmp_path / "data")
+    for shard in (tmp_path / "data" / "shards").glob("*.tar"):
+        content = bytearray(shard.read_bytes())
+        for place in range(2000, len(content), 4000):
+            content[place] ^= 1
+        shard.write_bytes(content)
+    run = SlurmRun(
+        cluster, tmp_path / "run", read_index(tmp_path / "data"), *LONG,
+        preflight={**PROFILE["preflight"], "shards": 0},  # which would find it before
+    )  # fmt: skip
+    assert run.wait_for_end(timeout_s=120) == "FAILED"
+    assert "failed permanently (exit code 2)" in run.log.splitlines()[-1], run.log
+    assert ".tar" in run.log
+    assert int(cluster.job(run.job)["Restarts"]) == 0
 
 
 @pytest.mark.slow

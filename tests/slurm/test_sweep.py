@@ -8,6 +8,7 @@ import pytest
 
 from launch.records import history
 from pipeline.data.format import DatasetIndex
+from tests.finetune.test_sweep import write_sweep
 from tests.support.ranks import CONFIG, losses
 from tests.support.slurm import SlurmCluster
 from tests.support.slurm_runs import PROFILE, launch
@@ -94,3 +95,16 @@ def test_array_ends_with_all_runs_done_and_more_can_follow(
     assert set(said["left"].values()) == {"finished"}
     cluster.wait_for(f"{said['job']}_0", "COMPLETED", timeout_s=120)
     assert list(sweep.states().values()) == ["finished"] * 4
+
+
+@pytest.mark.slow
+def test_fine_tunings_are_elements(cluster: SlurmCluster, tmp_path: Path) -> None:
+    path, profile = write_sweep(tmp_path), tmp_path / "cluster.yaml"
+    profile.write_text(json.dumps({**PROFILE, "nodes": 1, "ranks_per_node": 1}))
+    said = launch(cluster, "submit", "--sweep", path, "--cluster", profile, "--json")
+    job = json.loads(said.splitlines()[-1])["job"]
+    for element in range(2):
+        cluster.wait_for(f"{job}_{element}", "COMPLETED", timeout_s=240)
+    runs = json.loads(launch(cluster, "status", tmp_path / "runs", "--json"))["runs"]
+    assert [run["state"] for run in runs] == ["finished", "finished"]
+    assert runs[0]["value"] == 1.0
