@@ -128,9 +128,7 @@ def test_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, text = diff(tmp_path / "a", "--steps", 10, 20)
     assert code == 1
     assert "0 of 2 parameters are equal" in text
-    with pytest.raises(
-        RunFolderError, match=r"none does not exist\. Pass the run_dir of a started"
-    ):
+    with pytest.raises(RunFolderError, match=r"none .*run_dir"):
         diff(tmp_path / "a", tmp_path / "none")
     with pytest.raises(CheckpointError, match="needs two checkpoints"):
         diff(tmp_path / "a")

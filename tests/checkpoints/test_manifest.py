@@ -20,6 +20,7 @@ from pipeline.checkpoints.resume import require_usable
 from pipeline.errors import CheckpointError
 from pipeline.runtime.tensors import SlicedFile, write_file
 from tests.support.checkpoints import make_checkpoint, write_manifest
+from tests.support.damage import flip
 
 FILE = state_file(1, 2)
 
@@ -34,9 +35,7 @@ def _truncated(path: Path, _: Path) -> None:
 
 
 def _flipped(path: Path, _: Path) -> None:
-    content = bytearray((path / FILE).read_bytes())
-    content[len(content) // 2] ^= 1
-    (path / FILE).write_bytes(content)
+    flip(path / FILE)
 
 
 def _of_another_run(path: Path, tmp_path: Path) -> None:

@@ -42,8 +42,8 @@ def test_file_that_rank_0_does_not_see_is_named(tmp_path: Path) -> None:
     _require_files(path, manifest)
     content = (path / state_file(1, 2)).read_bytes()
     (path / state_file(1, 2)).write_bytes(content[:-1])
-    with pytest.raises(CheckpointError, match=r"rank-00001-of-00002.*the same folder on all nodes"):
+    with pytest.raises(CheckpointError, match=r"rank-00001-of-00002.*all nodes"):
         _require_files(path, manifest)
     (path / state_file(1, 2)).unlink()
-    with pytest.raises(CheckpointError, match=r"state of 1 ranks, expected 2: .*rank-00001-of"):
+    with pytest.raises(CheckpointError, match=r" 1 ranks, expected 2: .*rank-00001"):
         _require_files(path, manifest)

@@ -103,13 +103,13 @@ def test_missing_foreign_damaged_and_older_files_are_named(tmp_path: Path) -> No
     _save(tmp_path, REST, [])
     content = _file(tmp_path, 1, 2).read_bytes()
     _file(tmp_path, 1, 2).write_bytes(content[:20])
-    with pytest.raises(CheckpointError, match=r"rank-00001-of-00002\.safetensors cannot be read"):
+    with pytest.raises(CheckpointError, match=r"rank-00001-of-00002\.safetensors"):
         SavedState(tmp_path)
     _file(tmp_path, 1, 2).unlink()
-    with pytest.raises(CheckpointError, match="missing or foreign files: rank-00001-of-00002"):
+    with pytest.raises(CheckpointError, match=r"missing.*: rank-00001-of-00002"):
         SavedState(tmp_path)
     write_part(tmp_path, 1, 2, [], {**COUNTERS, "updates": 2})
-    with pytest.raises(CheckpointError, match="they belong to different steps"):
+    with pytest.raises(CheckpointError, match="different steps"):
         SavedState(tmp_path)
     (tmp_path / "old/state").mkdir(parents=True)
     (tmp_path / "old/state/mp_rank_00_model_states.pt").touch()

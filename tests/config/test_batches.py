@@ -57,7 +57,7 @@ def test_batches_are_found_by_cursor_number_and_sequence() -> None:
         assert plan.at(cursor) == plan.number(number) == place
         assert plan.holding(cursor) == plan.holding(cursor + place.size - 1) == place
         for off in (1, place.size - 1):
-            with pytest.raises(ConfigError, match=f"no batch starts at sequence {cursor + off}"):
+            with pytest.raises(ConfigError, match=f"sequence {cursor + off}"):
                 plan.at(cursor + off)
         cursor += place.size
 
@@ -80,7 +80,7 @@ def test_phases_that_do_not_fit_are_refused(phase: dict[str, Any], message: str)
 def test_every_stretch_must_split_over_the_ranks() -> None:
     plan = _plan(PhaseConfig(tokens=1e6, ramp_from=16))
     plan.require_split(2)
-    with pytest.raises(ConfigError, match=r"phases\.0: a batch of 16 must be .*=8 x 4 ranks"):
+    with pytest.raises(ConfigError, match=r"phases\.0: .* 16 .*=8 x 4 "):
         plan.require_split(4)
 
 
@@ -96,5 +96,5 @@ def test_phases_are_part_of_the_config() -> None:
     bad = text.replace("seq_len: 128", "seq_len: 1024").replace(
         "train:", "model: {positions: learned, max_positions: 512}, train:"
     )
-    with pytest.raises(ConfigError, match=r"data\.seq_len=1024 is longer than the 512 learned"):
+    with pytest.raises(ConfigError, match=r"data\.seq_len=1024 .* 512 "):
         build(PretrainConfig, parse(bad, "test"))

@@ -15,20 +15,6 @@ from pipeline.runtime.summary import duration
 CONFIG = TrainConfig(num_steps=100, warmup_steps=10, lr=2.0, min_lr_ratio=0.1)
 
 
-@pytest.mark.parametrize(
-    ("step", "lr"),
-    [(0, 0.2), (4, 1.0), (9, 2.0), (10, 2.0), (55, 1.1), (99, 0.22), (100, 0.2), (500, 0.2)],
-)
-def test_learning_rate(step: int, lr: float) -> None:
-    assert schedule.learning_rate(step, CONFIG) == pytest.approx(lr)
-
-
-def test_learning_rate_without_warmup_starts_at_the_peak() -> None:
-    config = TrainConfig(num_steps=100, warmup_steps=0, lr=2.0)
-    assert schedule.learning_rate(0, config) == 2.0
-    assert schedule.learning_rate(50, config) == pytest.approx(1.0)
-
-
 COSINE: dict[str, Any] = {"schedule": "cosine"}
 WSD: dict[str, Any] = {"schedule": "wsd", "decay_steps": 20, "decay_shape": "linear"}
 SQRT: dict[str, Any] = {**WSD, "decay_shape": "1-sqrt"}
@@ -54,6 +40,9 @@ def config(changes: dict[str, Any]) -> TrainConfig:
 @pytest.mark.parametrize(
     ("changes", "step", "lr"),
     [
+        ({}, 0, 0.2), ({}, 4, 1.0), ({}, 9, 2.0), ({}, 10, 2.0), ({}, 55, 1.1), ({}, 99, 0.22),
+        ({}, 100, 0.2), ({}, 500, 0.2),
+        ({"warmup_steps": 0}, 0, 2.0), ({"warmup_steps": 0}, 50, 1.1),
         (COSINE, 9, 2.0), (COSINE, 10, 2.0), (COSINE, 55, 1.1), (COSINE, 100, 0.2),
         (COSINE, 40, 0.2 + 1.8 * 0.75), (COSINE, 70, 0.2 + 1.8 * 0.25), (COSINE, 500, 0.2),
         (WSD, 4, 1.0), (WSD, 10, 2.0), (WSD, 80, 2.0), (WSD, 90, 1.1), (WSD, 99, 0.29),
@@ -65,7 +54,7 @@ def config(changes: dict[str, Any]) -> TrainConfig:
         (POINTS, 999, 0.02),
     ],
 )  # fmt: skip
-def test_points_of_other_schedules(changes: dict[str, Any], step: int, lr: float) -> None:
+def test_points_of_schedules(changes: dict[str, Any], step: int, lr: float) -> None:
     assert schedule.learning_rate(step, config(changes)) == pytest.approx(lr)
 
 

@@ -108,7 +108,7 @@ def test_damaged_or_foreign_numbers_are_made_anew(
     damage(path)  # type: ignore[operator]
     assert path.read_bytes() != sound
     assert _as_lists(packing_counts(copy, 128, None)) == expected
-    assert f"{path} is not used: " in caplog.text
+    assert str(path) in caplog.text
     assert np.load(path)["sequences_per_block"].tolist() == expected[0]
 
 
@@ -142,13 +142,13 @@ def test_without_any_folder_they_are_counted_and_a_warning_says_so(
     (copy.folder / "packing-128.npz").mkdir()
     missing = tmp_path / "no such folder"
     assert _as_lists(packing_counts(copy, 128, missing)) == expected
-    assert "the next start counts them again" in caplog.text
+    assert "next start" in caplog.text
 
 
 def test_a_batch_notices_wrong_numbers(copy: DatasetIndex, expected: list[list[int]]) -> None:
     config = DataConfig(dir=str(copy.folder), seq_len=128)
     split = PackedSplit(copy, "train", config, {128: np.array(expected[0]) + 1})
-    with pytest.raises(DataError, match=r"were counted; delete packing-128\.npz in"):
+    with pytest.raises(DataError, match=r"delete packing-128\.npz"):
         split.packing(0, 128)
 
 

@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Callable
+import re
 from pathlib import Path
 from typing import Any
 
@@ -32,63 +32,44 @@ def _totals(old: DatasetIndex, new: DatasetIndex) -> list[str]:
     ]
 
 
-def test_the_same_data_does_not_differ(variants: Variants) -> None:
-    assert _differences(variants["base"], variants["base"]) == []
+@pytest.mark.parametrize(
+    ("old", "new", "facts"),
+    [
+        ("base", "base", []),
+        ("base", "weighted", [("sources changed (1)", "one", "weight", "1.0", "2.0")]),
+        ("base", "changed", [("shards changed (1)", "shards/train-000001.tar", "{old}", "{new}")]),
+        ("base", "extra", [("shards extra", "(2)", "train-000002.tar", "eval-000002.tar")]),
+        ("extra", "base", [("shards missing", "(2)", "train-000002.tar", "eval-000002.tar")]),
+        # Not the frequencies, the blocks and the vocabulary, which follow.
+        ("base", "tokenizer", [("tokenizer", "1000 tokens", "{old}", "600 tokens", "{new}"),
+                               ("shards changed (4)", "shards/train-000000.tar")]),
+        ("base", "split", [("shards changed", "shards/eval-000001.tar", "1 entries",
+                            "nothing", "eval-000001-0001")]),
+    ],
+)  # fmt: skip
+def test_each_difference_is_named_with_both_values(
+    variants: Variants, old: str, new: str, facts: list[tuple[str, ...]]
+) -> None:
+    one, other = variants[old], variants[new]
+    found, totals = _differences(one, other), _totals(one, other)
+    assert found[len(facts) :] == totals
+    for line, words in zip(found, facts, strict=False):
+        hashes = [
+            (index.tokenizer_sha256 if line.startswith("tokenizer") else index.shards[1].sha256)[
+                :12
+            ]
+            for index in (one, other)
+        ]
+        wanted = [word.format(old=hashes[0], new=hashes[1]) for word in words]
+        assert re.search(".*".join(map(re.escape, wanted)), line), line
 
 
-def test_another_document_is_its_shard(variants: Variants) -> None:
-    old, new = variants["base"], variants["changed"]
-    assert old.fingerprint != new.fingerprint
-    first, *others = _differences(old, new)
-    before, after = (index.shards[1] for index in (old, new))
-    assert before.file == "shards/train-000001.tar"
-    assert first.startswith("shards changed (1): shards/train-000001.tar (")
-    assert f"sha256: checkpoint {before.sha256[:12]}, now {after.sha256[:12]})" in first
-    assert ("num_bytes: checkpoint" in first) == (before.num_bytes != after.num_bytes)
-    assert others == _totals(old, new)
-
-
-def test_more_and_fewer_texts_are_shards_and_totals(variants: Variants) -> None:
-    small, large = variants["base"], variants["extra"]
-    names = "(2): shards/train-000002.tar, shards/eval-000002.tar"
-    assert _differences(small, large) == [f"shards extra now {names}", *_totals(small, large)]
-    assert _differences(large, small) == [f"shards missing now {names}", *_totals(large, small)]
-    assert len(_totals(small, large)) == 6
-
-
-def test_another_tokenizer_is_told_with_its_shards(variants: Variants) -> None:
-    old, new = variants["base"], variants["tokenizer"]
-    first, second, *others = _differences(old, new)
-    assert first == (
-        f"tokenizer: checkpoint tokenizer.model (1000 tokens, sha256 {old.tokenizer_sha256[:12]}), "
-        f"now tokenizer.model (600 tokens, sha256 {new.tokenizer_sha256[:12]})"
-    )
-    assert second.startswith("shards changed (4): shards/train-000000.tar (")
-    # Not the frequencies, the blocks and the vocabulary, which follow.
-    assert others == _totals(old, new)
-
-
-def test_another_weight_is_all_there_is(variants: Variants) -> None:
-    assert _differences(variants["base"], variants["weighted"]) == [
-        "sources changed (1): one (weight: checkpoint 1.0, now 2.0)"
-    ]
-
-
-def test_another_source_is_told_with_its_shards(variants: Variants) -> None:
+def test_another_source_is_named_with_its_shards(variants: Variants) -> None:
     one, two = variants["base"], variants["two sources"]
     found = _differences(one, two)
     assert found[0] == "sources extra now (1): two"
-    assert found[1].startswith("shards changed (2): shards/train-000001.tar (")
+    assert "shards/train-000001.tar" in found[1]
     assert _differences(two, one)[0] == "sources missing now (1): two"
-
-
-def test_another_split_is_shards_and_totals(variants: Variants) -> None:
-    old, new = variants["base"], variants["split"]
-    first, *others = _differences(old, new)
-    assert "shards/eval-000001.tar (keys (1 entries in the checkpoint, " in first
-    assert "first at entry 1: checkpoint nothing, now 'eval-000001-0001'" in first
-    assert others == _totals(old, new)
-    assert others[0].startswith("totals.eval.documents: checkpoint 51, now ")
 
 
 def test_long_lists_are_cut(tmp_path: Path) -> None:
@@ -103,50 +84,30 @@ def test_long_lists_are_cut(tmp_path: Path) -> None:
     ]
 
 
-def _reverse(body: dict[str, Any]) -> None:
-    body["shards"].reverse()
-    body["blocks_sha256"] = "1" * 64
-
-
-def _other_blocks(body: dict[str, Any]) -> None:
-    body["blocks_sha256"] = "1" * 64
-
-
-def _other_run(body: dict[str, Any]) -> None:
-    body["source_runs"] = [[0, 3], [1, 5]]
-
-
-def _other_mask(body: dict[str, Any]) -> None:
-    body["vocabulary"]["mask"] = 7
-
-
-def _other_entropy(body: dict[str, Any]) -> None:
-    body["unigram_entropy_nats"] = 1.5
-
-
 @pytest.mark.parametrize(
-    ("change", "expected"),
+    ("change", "facts"),
     [
-        (_reverse, "order of shards (4 entries in the checkpoint, 4 now), first at entry 0: "
-         "checkpoint 'shards/train-000000.tar', now 'shards/eval-000001.tar'"),
-        (_other_blocks, "table of blocks (index.npz), though no shard changed, sha256: "
-         "checkpoint {blocks}, now 111111111111"),
-        (_other_run, "source_runs (1 entries in the checkpoint, 2 now), first at entry 0: "
-         "checkpoint [0, 22], now [0, 3]"),
-        (_other_mask, "vocabulary.mask: checkpoint 4, now 7"),
-        (_other_entropy, "unigram_entropy_nats: checkpoint {entropy}, now 1.5"),
+        ({"shards": "reversed", "blocks_sha256": "1" * 64},
+         ("order of shards", "entry 0", "train-000000.tar", "eval-000001.tar")),
+        ({"blocks_sha256": "1" * 64}, ("index.npz", "{blocks}", "111111111111")),
+        ({"source_runs": [[0, 3], [1, 5]]}, ("source_runs", "entry 0", "[0, 22]", "[0, 3]")),
+        ({"vocabulary": {"mask": 7}}, ("vocabulary.mask", "4", "7")),
+        ({"unigram_entropy_nats": 1.5}, ("unigram_entropy_nats", "{entropy}", "1.5")),
     ],
 )  # fmt: skip
 def test_what_else_differs_is_named_by_its_key(
-    variants: Variants, change: Callable[[dict[str, Any]], None], expected: str
+    variants: Variants, change: dict[str, Any], facts: tuple[str, ...]
 ) -> None:
     old = _body(variants["base"])
     new = copy.deepcopy(old)
-    change(new)
-    expected = expected.format(
-        blocks=old["blocks_sha256"][:12], entropy=old["unigram_entropy_nats"]
-    )
-    assert dataset_differences(old, new) == [expected]
+    for name, value in change.items():
+        if value == "reversed":
+            value = old[name][::-1]
+        new[name] = {**old[name], **value} if isinstance(value, dict) else value
+    blocks, entropy = old["blocks_sha256"][:12], old["unigram_entropy_nats"]
+    wanted = [word.format(blocks=blocks, entropy=entropy) for word in facts]
+    [line] = dataset_differences(old, new)
+    assert re.search(".*".join(map(re.escape, wanted)), line), line
 
 
 def _version_1(body: dict[str, Any]) -> dict[str, Any]:
@@ -164,20 +125,17 @@ def test_the_same_data_under_an_older_index_is_said_plainly(
     new = _body(index)
     old = _version_1(new)
     [text] = dataset_differences(old, new)
-    assert text == (
-        "format of index.json: checkpoint version 1, now version 2 with source_runs, sources, "
-        "vocabulary; everything that both hold is equal: this is the same data, listed by another "
-        "version of data_prep, and the checkpoint's index.json can replace the present one"
-    )
+    form = r"index\.json: .* 1, .* 2 .*source_runs, sources, vocabulary; "
+    assert re.search(form + ".*same data.*index\\.json can replace", text)
     # And that can be done.
     (tmp_path / "index.npz").write_bytes((index.folder / "index.npz").read_bytes())
     (tmp_path / INDEX_FILE).write_text(json.dumps(old))
     assert read_index(tmp_path).fingerprint == old["fingerprint"]
 
     other = _body(variants["changed"])
-    form, *found = dataset_differences(old, other)
-    assert form.startswith("format of index.json: checkpoint version 1, now version 2 with ")
-    assert "same data" not in form
+    first, *found = dataset_differences(old, other)
+    assert re.search(form.removesuffix("; "), first)
+    assert "same data" not in first
     assert found == dataset_differences(new, other)
 
 
@@ -185,8 +143,6 @@ def test_a_key_that_one_index_lacks_and_a_version_of_the_future(variants: Varian
     old = _body(variants["base"])
     new = {**old, "colour": "blue"}
     [text] = dataset_differences(old, new)
-    assert text.startswith(
-        "format of index.json: checkpoint version 2, now version 2 with colour; everything that "
-    )
+    assert "colour" in text
     [text] = dataset_differences({**old, "format_version": 3, "shards": "elsewhere"}, old)
-    assert text == "format_version of index.json: checkpoint 3, now 2"
+    assert re.search("format_version .*3.*2", text)

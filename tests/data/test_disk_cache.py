@@ -14,6 +14,7 @@ import pytest
 
 from pipeline.data.disk_cache import Bytes, CacheCounts, DiskCache
 from pipeline.errors import DataError, StorageError
+from tests.support.damage import flip
 
 SIZE = 1000
 
@@ -113,16 +114,14 @@ def test_a_damaged_block_is_counted_and_fetched_again(
     blocks, cache = _Blocks(), DiskCache(tmp_path, 10 * SIZE)
     blocks.get(cache, 1)
     [path] = _files(cache)
-    content = bytearray(path.read_bytes())
-    content[500] ^= 1
-    path.write_bytes(content)
+    flip(path, 500)
     blocks.get(cache, 1)
-    path.write_bytes(content[:400])
+    path.write_bytes(path.read_bytes()[:400])
     blocks.get(cache, 1)
     blocks.get(cache, 1)
     assert blocks.fetched == [1, 1, 1]
     assert cache.counts().damaged_blocks == 2
-    assert f"{path}, kept from an earlier reading, is damaged" in caplog.text
+    assert str(path) in caplog.text
     assert "2 so far" in caplog.text
 
 

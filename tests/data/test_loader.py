@@ -1,5 +1,6 @@
 """Batches: the same whatever the world size, laid out as documented, read from real shards."""
 
+import gc
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -14,19 +15,19 @@ from pipeline.config.runs import PretrainConfig
 from pipeline.config.train import MonitorConfig, TrainConfig
 from pipeline.data.format import (
     CLS_ID,
-    MASK_ID,
     NUM_SPECIAL,
     PAD_ID,
     SEP_ID,
     DatasetIndex,
     read_index,
 )
-from pipeline.data.loader import EvalLoader, MicroBatch, TrainLoader, document_bounds
+from pipeline.data.loader import EvalLoader, MicroBatch, TrainLoader
 from pipeline.data.order import Locations
 from pipeline.data.reader import Block, BlockReader
 from pipeline.data.run_order import DataRank, TrainSteps
 from pipeline.errors import ConfigError, DataError
 from pipeline.objectives.inputs import train_inputs
+from tests.support.damage import flip
 from tests.support.steps import eval_loader, train_loader
 
 
@@ -66,64 +67,20 @@ def _epoch(loader: TrainLoader) -> int:
     return int(loader.steps.split.counts[64].sum())
 
 
-def _step(
-    dataset: DatasetIndex, config: PretrainConfig, world_size: int, cursor: int
-) -> MicroBatch:
-    """All ranks' micro-batches of a step as one batch."""
-    parts = [
-        batch
-        for rank in range(world_size)
-        for batch in _train(dataset, config, rank, world_size).step_batches(cursor)
-    ]
-    places = torch.tensor(
-        [
-            place
-            for rank in range(world_size)
-            for place in _train(dataset, config, rank, world_size).places(
-                config.train_data.batches.at(cursor), DataRank(rank, world_size)
-            )
-        ]
-    )
-    order = torch.argsort(places)
-    targets = torch.cat([_targets_of(part) for part in parts])[order]
-    documents = torch.cat([part.documents for part in parts])[order]
-    masked = torch.nonzero(targets.view(-1) >= 0).view(-1)
-    return MicroBatch(
-        input_ids=torch.cat([part.input_ids for part in parts])[order],
-        documents=documents,
-        positions=torch.cat([part.positions for part in parts])[order],
-        segments=None,
-        inputs={"masked_index": masked, "targets": targets.view(-1)[masked]},
-        weights={"loss": sum(part.weights["loss"] for part in parts)},
-        counts={"unmasked_documents": sum(part.counts["unmasked_documents"] for part in parts)},
-        cu_seqlens=torch.from_numpy(document_bounds(documents.numpy())),
-        num_tokens=sum(part.num_tokens for part in parts),
-        hash=sum(part.hash for part in parts) % 2**64,
-    )
-
-
-def _targets_of(batch: MicroBatch) -> torch.Tensor:
-    """(B, S) targets, -1 where nothing is to be predicted."""
-    targets = torch.full((batch.input_ids.numel(),), -1)
-    targets[batch.inputs["masked_index"]] = batch.inputs["targets"]
-    return targets.view_as(batch.input_ids)
-
-
-@pytest.mark.parametrize(("world_size", "micro_batch"), [(1, 48), (2, 4), (3, 8), (4, 1), (6, 8)])
-def test_global_batch_does_not_depend_on_ranks_and_micro_batch(
+@pytest.mark.parametrize(("world_size", "micro_batch"), [(2, 4), (3, 8), (4, 1)])
+def test_sums_of_a_step_do_not_depend_on_ranks_and_micro_batch(
     dataset: DatasetIndex, world_size: int, micro_batch: int
 ) -> None:
-    for cursor in (0, 48 * 7):
-        expected = _step(dataset, _config(dataset), 1, cursor)
-        found = _step(dataset, _config(dataset, micro_batch), world_size, cursor)
-        for name in ("input_ids", "documents", "positions"):
-            assert torch.equal(getattr(expected, name), getattr(found, name)), name
-        for name in ("masked_index", "targets"):
-            assert torch.equal(expected.inputs[name], found.inputs[name]), name
-        assert expected.num_tokens == found.num_tokens
-        assert expected.counts == found.counts
-        assert expected.weights == found.weights == {"loss": len(found.inputs["targets"])}
-        assert expected.hash == found.hash != 0
+    """Its sequences and its hash: `test_layouts`."""
+
+    def sums(config: PretrainConfig, world: int) -> tuple[int, ...]:
+        parts = [b for r in range(world) for b in _train(dataset, config, r, world).step_batches(0)]
+        targets = sum(len(batch.inputs["targets"]) for batch in parts)
+        assert sum(batch.weights["loss"] for batch in parts) == targets
+        unmasked = sum(batch.counts["unmasked_documents"] for batch in parts)
+        return targets, unmasked, sum(batch.num_tokens for batch in parts)
+
+    assert sums(_config(dataset, micro_batch), world_size) == sums(_config(dataset), 1)
 
 
 @pytest.mark.parametrize("world_size", [3, 6])
@@ -151,6 +108,7 @@ def test_a_rank_needs_few_of_a_windows_blocks(dataset: DatasetIndex, world_size:
 def test_ranks_of_a_node_read_a_block_once(
     dataset: DatasetIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    gc.collect()  # a loader of an earlier test hands its blocks to this one's as well
     config = _config(dataset, micro_batch=4).train_data
     inputs, read = train_inputs(config, dataset), []
     block = BlockReader.block
@@ -173,7 +131,7 @@ def test_ranks_of_a_node_read_a_block_once(
 
 
 def test_batch_that_does_not_split_over_ranks_is_refused(dataset: DatasetIndex) -> None:
-    with pytest.raises(ConfigError, match=r"multiple of train\.micro_batch=4 x 5 ranks"):
+    with pytest.raises(ConfigError, match=r"train\.micro_batch=4 x 5"):
         _train(dataset, _config(dataset), 0, 5)
 
 
@@ -201,39 +159,21 @@ def test_an_epoch_holds_every_document_once(dataset: DatasetIndex) -> None:
     assert sorted(documents) == sorted(expected)
 
 
-def test_only_real_tokens_are_masked(dataset: DatasetIndex) -> None:
-    loader = _train(dataset, _config(dataset), 0, 1)
-    batches = [batch for k in range(10) for batch in loader.step_batches(48 * k)]
-    targets = torch.cat([batch.inputs["targets"] for batch in batches])
-    assert (targets >= NUM_SPECIAL).all()
-    inputs = torch.cat(
-        [batch.input_ids.view(-1)[batch.inputs["masked_index"]] for batch in batches]
-    )
-    assert (inputs == MASK_ID).float().mean() > 0.7
-    text = sum(int((_originals(batch) >= NUM_SPECIAL).sum()) for batch in batches)
-    # About 28,000 tokens of 1.5 tokens a word: 15% with a standard deviation below 0.4%.
-    assert len(targets) / text == pytest.approx(0.15, abs=0.016)
-
-
-def test_masks_change_from_epoch_to_epoch(dataset: DatasetIndex) -> None:
-    loader = _train(dataset, _config(dataset), 0, 1)
-    place = loader.steps.order.segment(0).locate(0, 1)
-    now, later = (_batch(loader, place._replace(epochs=np.array([epoch]))) for epoch in range(2))
-    assert torch.equal(_originals(now), _originals(later))
-    assert not torch.equal(now.inputs["masked_index"], later.inputs["masked_index"])
-
-
 def test_the_mask_ratio_follows_the_step_in_training_only(dataset: DatasetIndex) -> None:
     plain = _config(dataset)
     rising = replace(plain, data=replace(plain.data, mask_prob_end=0.6, mask_prob_steps=10))
     rates = []
     for step in (0, 5, 10, 30):
-        before, after = (_step(dataset, config, 2, 48 * step) for config in (plain, rising))
-        maskable = int((_originals(after) >= NUM_SPECIAL).sum())
-        assert set(before.inputs["masked_index"].tolist()) <= set(
-            after.inputs["masked_index"].tolist()
-        )
-        rates.append(len(after.inputs["targets"]) / maskable)
+        maskable = targets = 0
+        for before, after in zip(
+            *(_train(dataset, c, 0, 1).step_batches(48 * step) for c in (plain, rising)),
+            strict=True,
+        ):
+            maskable += int((_originals(after) >= NUM_SPECIAL).sum())
+            targets += len(after.inputs["targets"])
+            masked = (set(batch.inputs["masked_index"].tolist()) for batch in (before, after))
+            assert next(masked) <= next(masked)
+        rates.append(targets / maskable)
     # About 2,800 tokens of 1.5 tokens a word: standard errors of 0.9% to 1.3%.
     assert rates == pytest.approx([0.15, 0.375, 0.6, 0.6], abs=0.05)
     expected, found = (
@@ -289,9 +229,7 @@ def test_steps_before_one_that_cannot_be_made_are_given(
     shutil.copytree(dataset.folder, tmp_path / "copy")
     copy = read_index(tmp_path / "copy")
     shard = tmp_path / "copy" / copy.shards[copy.blocks.shard[row]].file
-    content = bytearray(shard.read_bytes())
-    content[int(copy.blocks.offset[row])] ^= 1
-    shard.write_bytes(content)
+    flip(shard, int(copy.blocks.offset[row]))
     steps = _train(copy, _config(copy), 0, 1).steps_from(48 * first)
     for k in range(first, new):
         [expected, *_], [found, *_] = whole.step_batches(48 * k), next(steps)

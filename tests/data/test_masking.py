@@ -12,7 +12,7 @@ from pipeline.data.format import MASK_ID, NUM_SPECIAL
 from pipeline.data.masking import Masked, Sequences, mask_tokens
 from pipeline.data.order import Order, SequencePool
 from pipeline.data.random import Purpose
-from tests.support.mask_reference import VOCABULARY, batch_of, mask_by_arrays, within
+from tests.support.mask_reference import VOCABULARY, batch_of, within
 
 TOKEN = DataConfig(dir="unused", masking="token")
 WORD = replace(TOKEN, masking="whole_word")
@@ -41,15 +41,6 @@ def test_rates_of_token_masking(config: DataConfig) -> None:
     kept = selected & (corrupted == batch.tokens)
     assert within(int(kept.sum()), n, 0.1 * (1 + same))
     assert (corrupted[~selected] == batch.tokens[~selected]).all()
-
-
-def test_every_slot_is_selected_as_often() -> None:
-    for config in (TOKEN, EXACT):
-        counts = _mask(config, batch_of(8000, 256)).selected.sum(axis=0)
-        expected = counts.mean()
-        # Binomial counts have 1 - share of the variance of Poisson ones.
-        chi_square = ((counts - expected) ** 2 / (expected * 0.85)).sum()
-        assert abs(chi_square - 255) < 4 * np.sqrt(2 * 255)
 
 
 def test_random_tokens_are_uniform_and_never_special() -> None:
@@ -96,14 +87,6 @@ def test_words_are_never_split(config: DataConfig, at_least_one: bool) -> None:
     if config is WORD:
         assert within(int((chosen > 0).sum()), len(size), 0.15)
         assert within(int((masks > 0).sum()), int((chosen > 0).sum()), 0.8)
-
-
-def test_token_masking_ignores_words() -> None:
-    batch = batch_of(4000, 256)
-    selected = _mask(TOKEN, batch).selected
-    inside = ~batch.word_starts[:, 1:]
-    both = selected[:, 1:] & selected[:, :-1] & inside
-    assert within(int(both.sum()), int(inside.sum()), 0.15**2)
 
 
 @pytest.mark.parametrize("config", [TOKEN, WORD, EXACT, SPAN])
@@ -162,22 +145,6 @@ def test_ranks_and_neighbouring_slots_are_independent() -> None:
         ranks.append(_mask(TOKEN, batch_of(2000, 256)._replace(sample_ids=ids)).selected)
     assert _chi_square(*ranks) < 16
     assert _chi_square(ranks[0][:, 1:], ranks[0][:, :-1]) < 16
-
-
-@pytest.mark.parametrize("mode", ["token", "whole_word"])
-@pytest.mark.parametrize("shares", [(0.15, 0.8, 0.1), (0.4, 0.1, 0.2), (0.999, 1.0, 0.0),
-                                    (1e-9, 0.8, 0.1), (0.5, 0.0, 1.0)])  # fmt: skip
-def test_bernoulli_masks_are_those_of_the_first_runs(mode: Any, shares: Any) -> None:
-    config = DataConfig(dir="unused", masking=mode, mask_prob=shares[0],
-                        replace_mask_prob=shares[1], replace_random_prob=shares[2])  # fmt: skip
-    batch = batch_of(300, 512, document_length=70)._replace(
-        sample_ids=np.arange(300) * 2**25 + 2**33, epochs=np.arange(300) * 2**23
-    )
-    for key in ((0, Purpose.EVAL_MASK), (2**32 - 1, Purpose.MASK)):
-        expected = mask_by_arrays(batch, config, VOCABULARY, key)
-        found = _mask(config, batch, key)
-        np.testing.assert_array_equal(found.tokens, expected[0])
-        np.testing.assert_array_equal(found.selected, expected[1])
 
 
 @pytest.mark.parametrize(("name", "config"), [("token", TOKEN), ("whole_word", WORD),

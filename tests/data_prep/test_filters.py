@@ -22,6 +22,7 @@ from data_prep.pieces import read_lines
 from data_prep.run import run
 from pipeline.config.load import load
 from pipeline.errors import ConfigError, DataError
+from tests.support.prepare import write_texts
 
 WEB = Path(__file__).parents[2] / "configs" / "prep" / "web.yaml"
 GOOD = (
@@ -299,7 +300,7 @@ def test_language(text: str, kept: bool) -> None:
 
 
 def test_unknown_language_is_refused() -> None:
-    with pytest.raises(ConfigError, match="Lingua does not know xx; expected ISO 639-1 codes of"):
+    with pytest.raises(ConfigError, match=" xx; expected ISO 639-1"):
         Filters(only("language", languages=("xx",)))
 
 
@@ -507,16 +508,11 @@ def test_units_of_long_texts_have_the_same_hashes_everywhere() -> None:
         assert len(pairs) == len(set(words)) == len(np.unique(hashes))
 
 
-def write(path: Path, texts: list[str]) -> None:
-    lines = [json.dumps({"id": i, "text": text}) for i, text in enumerate(texts)]
-    path.write_text("\n".join(lines), encoding="utf-8")
-
-
 def test_stage(prep_config: Path, corpus: Path, tmp_path: Path) -> None:
     good = [json.loads(line)["text"] for line in corpus.read_text().splitlines()][:200]
     bad = ["too few words here", "spam and eggs of the day\n" * 30]
     secret = GOOD + " Write to someone@example.com or 13812345678."
-    write(tmp_path / "in.jsonl", [*bad, secret, *good])
+    write_texts(tmp_path / "in.jsonl", [*bad, secret, *good])
     source = f"sources=[{{name: s, inputs: [{tmp_path / 'in.jsonl'}]}}]"
     small = ["tokenizer.vocab_size=400", "tokenizer.model_type=bpe", "shards.block_tokens=1000"]
 
@@ -555,7 +551,7 @@ def test_stage(prep_config: Path, corpus: Path, tmp_path: Path) -> None:
 
 
 def test_nothing_left_is_a_clear_error(prep_config: Path, tmp_path: Path) -> None:
-    write(tmp_path / "in.jsonl", ["too few words here"])
+    write_texts(tmp_path / "in.jsonl", ["too few words here"])
     arguments = [f"output_dir={tmp_path / 'data'}", "filters.quality.enabled=true",
                  f"sources=[{{name: s, inputs: [{tmp_path / 'in.jsonl'}]}}]"]  # fmt: skip
     with pytest.raises(DataError, match=r"the corpus is empty(.|\n)*quality: few words: 1"):

@@ -17,12 +17,7 @@ from data_prep.inputs import find
 from data_prep.readers.documents import read_file
 from data_prep.readers.items import Document, Rejected
 from pipeline.errors import DataError
-
-
-def _read(path: Path, max_bytes: int = 1_000_000, **settings: str) -> list[Document | Rejected]:
-    source = SourceConfig(name="s", inputs=(str(path),), **settings)  # type: ignore[arg-type]
-    [file] = find(source).files
-    return list(read_file(file, source, max_bytes))
+from tests.support.prepare import read_source
 
 
 @pytest.mark.parametrize(
@@ -39,16 +34,16 @@ def test_parquet_columns(tmp_path: Path, kind: Any) -> None:
         "n": [1, 2, 3], "body": pa.array(["一", None, "b\nc"]).cast(kind), "key": ["k1", "k2", None]
     })  # fmt: skip
     pq.write_table(table, path, row_group_size=2)
-    items = _read(path, text_field="body", id_field="key")
+    items = read_source(path, text_field="body", id_field="key")
     assert items == [
         Document("s/k1", "一"),
         Rejected("s/a.parquet@1", "no text in column 'body'", b""),
         Document("s/a.parquet@2", "b\nc"),
     ]
-    assert [item.id for item in _read(path, text_field="body")] == [
+    assert [item.id for item in read_source(path, text_field="body")] == [
         "s/a.parquet@0", "s/a.parquet@1", "s/a.parquet@2"
     ]  # fmt: skip
-    [item] = _read(path, text_field="n")
+    [item] = read_source(path, text_field="n")
     assert isinstance(item, Rejected)
     assert item.reason == "no text in column 'n'"
     assert item.raw == b"3 rows of ['n', 'body', 'key']"
@@ -59,14 +54,14 @@ def test_parquet_with_bytes_that_are_no_text(tmp_path: Path) -> None:
     raw = pa.array([b"good", b"one\nbad \xff\ntwo", b"\xff"])
     strings = pa.Array.from_buffers(pa.string(), 3, raw.buffers())  # unchecked, as many writers do
     pq.write_table(pa.table({"text": strings, "id": pa.array([7, 8, 9])}), path)
-    assert _read(path) == [
+    assert read_source(path) == [
         Document("s/7", "good"),
         Rejected("s/8", "invalid UTF-8 line", b"bad \xff"),
         Document("s/8", "one\ntwo"),
         Rejected("s/9", "invalid UTF-8 line", b"\xff"),
     ]
     with pytest.raises(DataError, match=r"a\.parquet, row 1: .*clean\.max_document_mb"):
-        _read(path, max_bytes=10)
+        read_source(path, max_bytes=10)
 
 
 def test_broken_parquet(tmp_path: Path) -> None:
@@ -74,14 +69,14 @@ def test_broken_parquet(tmp_path: Path) -> None:
     texts = [f"text {i} {i**7}" for i in range(4000)]
     pq.write_table(pa.table({"text": texts}), path, row_group_size=1000, use_dictionary=False)
     data = path.read_bytes()
-    whole = _read(path)
+    whole = read_source(path)
     assert [item.text for item in whole if isinstance(item, Document)] == texts
     for broken in (b"", b"nothing of the kind", data[: len(data) // 2], data[:-1]):
         path.write_bytes(broken)
-        assert _read(path) == [Rejected("s/a.parquet", "file damaged", b"")]
+        assert read_source(path) == [Rejected("s/a.parquet", "file damaged", b"")]
     middle = len(data) // 2
     path.write_bytes(data[: middle - 5000] + b"\xff" * 10_000 + data[middle + 5000 :])
-    items = _read(path)
+    items = read_source(path)
     assert isinstance(items[-1], Rejected)
     assert items[-1].reason == "file damaged"
     assert items[:1000] == whole[:1000]
@@ -135,9 +130,9 @@ WET_ITEMS = [
 @pytest.mark.parametrize("name", ["a.warc.wet", "a.warc.wet.gz", "a.wet", "a.warc.gz"])
 def test_wet_records(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(_warc(name.endswith(".gz"), TEXTS))
-    assert _read(tmp_path / name) == WET_ITEMS
+    assert read_source(tmp_path / name) == WET_ITEMS
     with pytest.raises(DataError, match=r"record urn:uuid:0: .*clean\.max_document_mb"):
-        _read(tmp_path / name, max_bytes=5)
+        read_source(tmp_path / name, max_bytes=5)
 
 
 def test_other_records_are_rejected_with_their_type(tmp_path: Path) -> None:
@@ -147,7 +142,7 @@ def test_other_records_are_rejected_with_their_type(tmp_path: Path) -> None:
         payload = io.BytesIO(start + b"\r\n\r\n<html>" + b"x" * 200_000)
         writer.write_record(writer.create_warc_record("http://e.com/a", kind, payload=payload))
     (tmp_path / "a.warc.gz").write_bytes(out.getvalue() + _warc(True, [b"text"]))
-    *rejected, document = _read(tmp_path / "a.warc.gz", max_bytes=1000)
+    *rejected, document = read_source(tmp_path / "a.warc.gz", max_bytes=1000)
     assert [(item.reason, item.raw) for item in rejected if isinstance(item, Rejected)] == [
         ("WARC request record, which holds no extracted text", b"http://e.com/a"),
         ("WARC response record, which holds no extracted text", b"http://e.com/a"),
@@ -161,7 +156,7 @@ def test_wet_cut_anywhere(tmp_path: Path, name: str) -> None:
     boundaries = 0
     for cut in range(len(data)):
         (tmp_path / name).write_bytes(data[:cut])
-        items = _read(tmp_path / name)
+        items = read_source(tmp_path / name)
         breaks = [item for item in items if isinstance(item, Rejected) and "file" in item.reason]
         boundaries += not breaks
         assert items == [*WET_ITEMS[: len(items) - len(breaks)], *breaks]
@@ -176,12 +171,12 @@ def test_wet_cut_anywhere(tmp_path: Path, name: str) -> None:
 def test_damaged_wet(tmp_path: Path) -> None:
     path = tmp_path / "a.wet"
     path.write_bytes(b"<html>no archive</html>")
-    assert _read(path) == [Rejected("s/a.wet", "file damaged", b"")]
+    assert read_source(path) == [Rejected("s/a.wet", "file damaged", b"")]
     data = _warc(False, [b"first", b"second one", b"third"])
     wrong = data.replace(b"Content-Length: 10", b"Content-Length: 4")
     assert wrong != data
     path.write_bytes(wrong)
-    items = _read(path)
+    items = read_source(path)
     assert items[0] == Document("s/urn:uuid:0", "first")
     assert items[-1] == Rejected("s/a.wet", "file damaged", b"")
 
@@ -215,7 +210,7 @@ def test_wikiextractor(tmp_path: Path, name: str) -> None:
     (tmp_path / name).parent.mkdir()
     (tmp_path / name).write_bytes(gzip.compress(WIKI) if name.endswith(".gz") else WIKI)
     place = f"s/{name}@"
-    assert _read(tmp_path) == [
+    assert read_source(tmp_path) == [
         Rejected(f"{place}{WIKI.index(b'bad')}", "invalid UTF-8 line", b"bad \xff"),
         Document(
             "s/12", 'A "quoted" &lt;title&gt;\n\nFirst paragraph.\n\nSecond {paragraph}.\n'
@@ -233,7 +228,7 @@ def test_wikiextractor_json_and_limits(tmp_path: Path) -> None:
     path = tmp_path / "wiki_00"
     lines = [json.dumps({"id": str(i), "title": "t", "text": f"t\n{i}"}) for i in range(3)]
     path.write_text("\n".join(lines))
-    assert _read(path) == [Document(f"s/{i}", f"t\n{i}") for i in range(3)]
+    assert read_source(path) == [Document(f"s/{i}", f"t\n{i}") for i in range(3)]
     path.write_text('<doc id="1" url="" title="">\n' + "some words\n" * 500 + "</doc>\n")
     with pytest.raises(DataError, match=r"wiki_00, byte 29: .*clean\.max_document_mb"):
-        _read(path, max_bytes=1000)
+        read_source(path, max_bytes=1000)

@@ -61,7 +61,7 @@ def test_another_run_is_refused_while_one_lives_and_let_in_when_it_was_killed(
     assert first.stdout.readline() == "held\n"
     for config in ("one config", "another"):
         with (
-            pytest.raises(BusyError, match=rf"process {first.pid}.*choose another output_dir"),
+            pytest.raises(BusyError, match=rf"process {first.pid}.*output_dir"),
             held(folder, this_process(config, None)),
         ):
             pass

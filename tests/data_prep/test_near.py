@@ -13,6 +13,7 @@ import sys
 import time
 from collections import defaultdict
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 
@@ -36,6 +37,7 @@ SENSITIVE = replace(DEFAULT, ngram=5, rows=4, threshold=0.3)
 SMALL = replace(DEFAULT, bands=40, rows=4)
 RUN = {"english": 5, "chinese": 2, "mixed": 2}
 COPIES = 200
+NIGHTLY = partial(pytest.param, marks=pytest.mark.slow)
 
 
 def _estimate(first: npt.NDArray[np.uint8], other: npt.NDArray[np.uint8]) -> float:
@@ -96,11 +98,11 @@ def _dropped(output: Path) -> dict[str, tuple[str, float]]:
     ("language", "style", "config"),
     [
         ("english", "words", DEFAULT),
-        ("chinese", "words", DEFAULT),
-        ("mixed", "words", DEFAULT),
         ("chinese", "characters", DEFAULT),
-        ("mixed", "characters", DEFAULT),
-        ("english", "characters", SENSITIVE),
+        NIGHTLY("chinese", "words", DEFAULT),
+        NIGHTLY("mixed", "words", DEFAULT),
+        NIGHTLY("mixed", "characters", DEFAULT),
+        NIGHTLY("english", "characters", SENSITIVE),
     ],
     ids=lambda value: value if isinstance(value, str) else "default" if value == DEFAULT else "",
 )
@@ -140,8 +142,13 @@ def _independent(shingles: int, bins: int = 256) -> float:
     return float(bins**2 / (full * ((1 + taken) ** 2 + taken)))
 
 
-@pytest.mark.parametrize("length", [250, 1500, 40_000])
-@pytest.mark.parametrize("language", ["english", "chinese"])
+@pytest.mark.parametrize(
+    ("language", "length"),
+    [
+        ("english", 250), ("chinese", 1500), ("english", 40_000),
+        NIGHTLY("chinese", 250), NIGHTLY("english", 1500), NIGHTLY("chinese", 40_000),
+    ],
+)  # fmt: skip
 def test_estimate_is_the_exact_similarity(
     texts: dict[str, list[str]], language: str, length: int
 ) -> None:

@@ -122,7 +122,12 @@ def texts() -> list[str]:
     return [*_random_texts(), *english()[:100], *islice(prose, 300)]
 
 
-@pytest.mark.parametrize("clean", OPTIONS, ids=str)
+@pytest.mark.parametrize(
+    "clean",
+    [pytest.param(clean, marks=pytest.mark.slow if i in (1, 2, 4, 7) else []) for i, clean in
+     enumerate(OPTIONS)],
+    ids=str,
+)  # fmt: skip
 def test_normalised_text_stays_as_it_is(clean: CleanConfig, texts: list[str]) -> None:
     for text in texts:
         once = normalise(text, clean)

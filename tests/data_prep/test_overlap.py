@@ -125,7 +125,7 @@ def test_datasets_that_clean_in_other_ways_are_counted_apart(tmp_path: Path) -> 
         prep = PrepConfig(output_dir=str(folder), sources=(source,), clean=clean)
         folder.mkdir()
         (folder / "resolved.yaml").write_text(resolved_text(prep))
-    with pytest.raises(DataError, match="the datasets clean text in different ways"):
+    with pytest.raises(DataError, match="different ways"):
         _count(tmp_path, [("a", ["text"])], [*map(str, folders)])
 
 
@@ -134,5 +134,5 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no document was found"):
         _count(tmp_path, [("a", ["text"])], [corpus])
     (tmp_path / "rows.jsonl").write_text('{"set": "a"}')
-    with pytest.raises(DataError, match=r"rows\.jsonl: KeyError: 'texts'; expected lines of"):
+    with pytest.raises(DataError, match=r"rows\.jsonl: .*'texts'"):
         write_overlap(tmp_path / "rows.jsonl", [corpus], CONFIG, tmp_path / "o.json")

@@ -204,9 +204,7 @@ def test_own_rules_that_fail_are_named(folder: Path) -> None:
     where = r"source 'manuals': filters\.1\.python = .*own_rules\.py:fails' raised AttributeError: "
     with pytest.raises(DataError, match=where + ".* at line 7, for document manuals/3;"):
         Chain(sets, "manuals").apply("text", Document("manuals/3", "text"))
-    with pytest.raises(
-        DataError, match="returned True for document d; expected None, or the reason"
-    ):
+    with pytest.raises(DataError, match=r"True .*document d; .*None"):
         OwnRule(f"{file}:true", "filters.python")(OwnDocument("d", "s", "text", {}))
     assert OwnRule(f"{file}:no_sudo", "k")(OwnDocument("d", "s", "text", {})) is None
     for text, said in {
@@ -217,7 +215,7 @@ def test_own_rules_that_fail_are_named(folder: Path) -> None:
     }.items():
         with pytest.raises(ConfigError, match=said):
             source_of(text, "filters.python")
-    with pytest.raises(ConfigError, match=r"importing .*broken\.py raised ModuleNotFoundError"):
+    with pytest.raises(ConfigError, match=r"broken\.py .*ModuleNotFoundError"):
         OwnRule(f"{folder}/broken.py:rule", "filters.python")
 
 
@@ -238,7 +236,7 @@ def test_languages_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_filters_null_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="filters must be a mapping, got None"):
+    with pytest.raises(ConfigError, match=r"filters .*None"):
         read(folder, "filters=null")
     text = (folder / "prep.yaml").read_text().replace("technical", "legl")
     (folder / "prep.yaml").write_text(text)
@@ -275,13 +273,11 @@ def told(path):
     ]
     told = source.replace("parts'", "told', metadata: [url]")
     assert documents(told) == [Document("book/k", "text", {"url": "u"})]
-    with pytest.raises(
-        DataError, match=r"named' failed behind document 1 of .*book\.xyz: TypeError"
-    ):
+    with pytest.raises(DataError, match=r"named' .* 1 of .*book\.xyz: TypeError"):
         documents(source.replace("parts", "named"))
-    with pytest.raises(DataError, match=r"none' failed behind document 0 .*not iterable"):
+    with pytest.raises(DataError, match=r"none' .* 0 .*not iterable"):
         documents(source.replace("parts", "none"))
-    with pytest.raises(ConfigError, match="an own reader takes files of any format"):
+    with pytest.raises(ConfigError, match=r"reader .*format"):
         documents(source.replace(", reader:", ", format: txt, reader:"))
 
     def key() -> str:

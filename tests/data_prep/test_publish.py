@@ -16,6 +16,7 @@ from pipeline.data.format import DatasetIndex, read_index
 from pipeline.data.objects import find_index, open_index
 from pipeline.errors import ConfigError, DataError
 from pipeline.runtime import remote
+from tests.support.damage import flip
 from tests.support.stores import BUCKET, Store
 
 
@@ -103,9 +104,7 @@ def test_a_killed_call_without_its_record_sends_nothing_twice(
     shards = sorted((target / "shards").glob("*.tar"))
     (target / "shards" / f"{shards[0].name}.part").write_bytes(b"half")
     shards[0].unlink()
-    content = bytearray(shards[1].read_bytes())
-    content[1000] ^= 1
-    shards[1].write_bytes(content)
+    flip(shards[1], 1000)
     uploaded.clear()
     publish(copy, f"file://{target}")
     assert set(uploaded) == {shards[0].name, shards[1].name, "index.json"}
@@ -118,9 +117,7 @@ def test_what_changed_after_it_was_read_back_is_sent_again(
     address = f"file://{tmp_path}/target"
     publish(copy, address)
     shard = next((tmp_path / "target" / "shards").glob("*.tar"))
-    content = bytearray(shard.read_bytes())
-    content[1000] ^= 1
-    shard.write_bytes(content)
+    flip(shard, 1000)
     [found] = problems(address)
     assert f"{shard.name} is damaged: its sha256 is" in found
     uploaded.clear()
@@ -139,24 +136,22 @@ def test_an_address_that_holds_something_else_is_refused(copy: Path, tmp_path: P
     body["fingerprint"] = dataset_format._fingerprint(body)
     (other / "index.json").write_text(json.dumps(body))
     ours, theirs = (read_index(folder).fingerprint for folder in (copy, other))
-    with pytest.raises(ConfigError, match=f"holds another dataset, of .* {ours}; .* {theirs}"):
+    with pytest.raises(ConfigError, match=f" {ours}; .* {theirs}"):
         publish(other, address)
     (target / "index.json").unlink()
     with pytest.raises(ConfigError, match="holds a part of another dataset"):
         publish(other, address)
     (target / RECEIPT_FILE).unlink()
-    with pytest.raises(ConfigError, match=r"holds \d+ files and no dataset, such as datasheet"):
+    with pytest.raises(ConfigError, match=r"\d+ files .*datasheet"):
         publish(copy, address)
-    with pytest.raises(ConfigError, match="'/tmp' is not an address: expected such as s3://"):
+    with pytest.raises(ConfigError, match=r"'/tmp' .*expected .*s3://"):
         publish(copy, "/tmp")
 
 
 def test_a_damaged_dataset_is_not_published(copy: Path, tmp_path: Path) -> None:
     shard = next((copy / "shards").glob("*.tar"))
-    content = bytearray(shard.read_bytes())
-    content[1000] ^= 1
-    shard.write_bytes(content)
-    with pytest.raises(DataError, match=rf"{shard.name} is damaged: .*prep verify"):
+    flip(shard, 1000)
+    with pytest.raises(DataError, match=rf"{shard.name} .*prep verify"):
         publish(copy, f"file://{tmp_path}/target")
     assert not (tmp_path / "target" / "index.json").exists()
 

@@ -18,20 +18,15 @@ from data_prep.export import export
 from data_prep.inputs import InputPiece, find
 from data_prep.metadata import FieldCounts, count, merged, shown
 from data_prep.readers import records
-from data_prep.readers.documents import ReadStats, encoding_of, read_file, read_piece
+from data_prep.readers.documents import ReadStats, read_piece
 from data_prep.readers.items import Document, Rejected
 from data_prep.run import run
 from data_prep.show import document_text, rejected_text
 from pipeline.config.load import load
 from pipeline.errors import ConfigError, DataError
+from tests.support.prepare import read_source
 
 _AWKWARD = ["", 'a "quote", a \\ and a \\" b', "[x], {y}", "雪\u2028,\n", "\\", "]}", "😀\ud800"]
-
-
-def _read(path: Path, **settings: Any) -> list[Document | Rejected]:
-    source = SourceConfig(name="s", inputs=(str(path),), **settings)
-    [file] = find(source).files
-    return list(read_file(file, source, 1_000_000, encoding_of(file, source)))
 
 
 @pytest.mark.parametrize("step", [1, 2, 7, 1 << 16])
@@ -50,7 +45,7 @@ def test_arrays_of_any_layout(
     path = tmp_path / "a.json"
     data = " " + json.dumps(rows, indent=indent, ensure_ascii=step == 2) + "\n"
     path.write_text(data)
-    items = _read(path)
+    items = read_source(path)
     assert [item.text for item in items if isinstance(item, Document)] == texts
     places = [int(item.id.rpartition("@")[2]) for item in items]
     found = [json.JSONDecoder().raw_decode(data.encode()[at:].decode())[0] for at in places]
@@ -70,7 +65,7 @@ def test_arrays_of_any_layout(
 def test_arrays_with_mistakes(tmp_path: Path, data: bytes, texts: list[str], reason: str) -> None:
     path = tmp_path / "a.json"
     path.write_bytes(data)
-    items = _read(path)
+    items = read_source(path)
     assert [item.text for item in items if isinstance(item, Document)] == texts
     assert [item.reason for item in items if isinstance(item, Rejected)] == [reason]
 
@@ -78,7 +73,7 @@ def test_arrays_with_mistakes(tmp_path: Path, data: bytes, texts: list[str], rea
 def test_a_json_file_of_lines_is_read_as_lines(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text('{"text": "a"}\n{"text": "b"}\n')
-    assert [item.id for item in _read(path)] == ["s/a.json@0", "s/a.json@14"]
+    assert [item.id for item in read_source(path)] == ["s/a.json@0", "s/a.json@14"]
 
 
 def test_tables(tmp_path: Path) -> None:
@@ -90,7 +85,7 @@ def test_tables(tmp_path: Path) -> None:
     writer.writerows(rows)
     path = tmp_path / "a.csv"
     path.write_bytes(b"\xef\xbb\xbf" + file.getvalue().encode() + b"\r\nx,short\r\n")
-    *documents, short = _read(path, metadata=("more",))
+    *documents, short = read_source(path, metadata=("more",))
     assert documents == [Document(f"s/k{i}", cell, {"more": "x"}) for i, cell in enumerate(cells)]
     assert isinstance(short, Rejected)
     assert (short.reason, short.detail) == ("row of another length", "2 cells, 3 columns")
@@ -99,17 +94,17 @@ def test_tables(tmp_path: Path) -> None:
     for name, encoding in (("b.tsv", "utf-8"), ("c.tsv", "gb18030")):
         path = tmp_path / name
         path.write_bytes('id\ttext\n1\t"雪\n2\t山"\n'.encode(encoding) + b"3\t\xff\xff\xff\n")
-        *documents, bad = _read(path, encoding=encoding)
+        *documents, bad = read_source(path, encoding=encoding)
         assert documents == [Document("s/1", '"雪'), Document("s/2", '山"')]
         assert isinstance(bad, Rejected)
         assert bad.reason.startswith("invalid ")
 
     path.write_text('text\n"never closed\nmore\n')
-    [broken] = _read(path, format="csv")
+    [broken] = read_source(path, format="csv")
     assert isinstance(broken, Rejected)
     assert (broken.reason, broken.raw) == ("file damaged", b'"never closed\nmore')
     path.write_text("body\nx\n")
-    [none] = _read(path)
+    [none] = read_source(path)
     assert isinstance(none, Rejected)
     assert none.reason == "no column 'text'"
 
@@ -127,7 +122,7 @@ def test_nested_fields_of_json_and_parquet(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "b.parquet")
     for name in ("a.jsonl", "b.parquet"):
-        first, *rejected, last = _read(tmp_path / name, **settings)
+        first, *rejected, last = read_source(tmp_path / name, **settings)
         assert first == Document("s/k", "a", {"meta.url": "u", "meta.n": 3, "x.y": "whole"})
         assert all(isinstance(item, Rejected) for item in rejected)
         assert len(rejected) == 2
@@ -214,7 +209,7 @@ def test_long_documents(tmp_path: Path) -> None:
         clean = CleanConfig(max_document_mb=1, on_long_document=how)
         return list(read_piece(piece, clean, remarks)), remarks
 
-    with pytest.raises(DataError, match="on_long_document to split or reject"):
+    with pytest.raises(DataError, match=r"on_long_document.*split.*reject"):
         read("stop")
     items, remarks = read("split")
     assert [item.id for item in items] == [
@@ -242,7 +237,7 @@ def test_a_document_without_an_end_stops_the_run(
     path.write_bytes(b"x" * 2_000_001)
     source = SourceConfig(name="s", inputs=(str(path),))
     clean = CleanConfig(max_document_mb=1, on_long_document="split")
-    with pytest.raises(DataError, match=r"a\.txt, byte 0: no end of a document within 2 MB"):
+    with pytest.raises(DataError, match=r"a\.txt, byte 0: .* 2 MB"):
         list(read_piece(InputPiece(source, find(source).files), clean, ReadStats()))
 
 

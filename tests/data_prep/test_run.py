@@ -16,21 +16,14 @@ import pytest
 import webdataset
 
 from data_prep import embedded
-from data_prep.config import PrepConfig
-from data_prep.pieces import read_lines
 from data_prep.run import run
 from data_prep.shards import plan
 from data_prep.verify import verify
-from pipeline.config.load import load
 from pipeline.data.format import MEMBERS, DatasetIndex, read_index
 from pipeline.data.reader import BlockReader
 from pipeline.errors import DataError
 from pipeline.tokenizer.sentencepiece import Tokenizer
-
-
-def _config(prep_config: Path, output: Path, source: Path | str, *overrides: str) -> PrepConfig:
-    inputs = f"sources=[{{name: topics, inputs: [{source}]}}]"
-    return load(PrepConfig, prep_config, [f"output_dir={output}", inputs, *overrides]).config
+from tests.support.prepare import config_of
 
 
 def _command(*arguments: str) -> list[str]:
@@ -108,7 +101,7 @@ def test_unigram_entropy_is_that_of_the_training_tokens(dataset: DatasetIndex) -
 def test_rebuilt_dataset_is_the_same_to_the_byte(
     dataset: DatasetIndex, prep_config: Path, corpus: Path, tmp_path: Path
 ) -> None:
-    run(_config(prep_config, tmp_path / "again", corpus, "workers=2"))
+    run(config_of(prep_config, tmp_path / "again", corpus, "workers=2"))
     assert read_index(tmp_path / "again").fingerprint == dataset.fingerprint
     assert _shard_bytes(tmp_path / "again") == _shard_bytes(dataset.folder)
 
@@ -152,7 +145,7 @@ def test_finished_tasks_are_not_run_again(
     shards = sorted((tmp_path / "data" / "shards").glob("*.tar"))
     before = {path: path.stat().st_mtime_ns for path in shards}
     shards[0].unlink()
-    run(_config(prep_config, tmp_path / "data", corpus))
+    run(config_of(prep_config, tmp_path / "data", corpus))
     after = {path: path.stat().st_mtime_ns for path in shards}
     # One task writes the train and the eval tar: both are new, and nothing else changed.
     assert all(after[path] > before.get(path, 0) for path in shards[:1])
@@ -160,59 +153,16 @@ def test_finished_tasks_are_not_run_again(
     assert tokenizer.stat().st_mtime_ns < after[shards[0]]
 
 
-def test_duplicates_are_dropped_once_across_files(prep_config: Path, tmp_path: Path) -> None:
-    text = "the quick brown fox jumps over a lazy dog while seven wizards make toxic brew"
-    words = text.split()
-    rng = np.random.default_rng(0)
-    texts = [" ".join(rng.choice(words, 40)) for _ in range(300)]
-    for name, part in (("a", texts[:200]), ("b", texts[100:])):
-        lines = [json.dumps({"text": text}) for text in part]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-    report = run(
-        _config(prep_config, tmp_path / "data", tmp_path, "tokenizer.vocab_size=320",
-                "shards.block_tokens=1000", "tokenizer.model_type=bpe")
-    )  # fmt: skip
-    dedup = report["stages"]["dedup"]
-    assert dedup["documents_in"] == 400
-    assert dedup["documents_out"] == 300
-    assert dedup["rejected"] == {"exact duplicate": [100, dedup["bytes_in"] - dedup["bytes_out"]]}
-
-
-@pytest.mark.usefixtures("processes")
-def test_invalid_lines_are_counted_and_kept_aside(
-    prep_config: Path, corpus: Path, tmp_path: Path
-) -> None:
-    lines = corpus.read_bytes().splitlines()
-    lines[10:10] = [b'{"text": "\xff\xfe"}', b"not json"]
-    dirty = tmp_path / "dirty.jsonl"
-    dirty.write_bytes(b"\n".join(lines))
-    done = _run_command(
-        "run", str(prep_config), f"output_dir={tmp_path}/data",
-        f"sources=[{{name: topics, inputs: [{dirty}]}}]",
-    )  # fmt: skip
-    assert done.returncode == 0
-    assert "invalid UTF-8 line: 1" in done.stdout
-    assert "invalid JSON line: 1" in done.stdout
-    kept = list(read_lines(tmp_path / "data/work/ingest/00000.rejected.jsonl.zst"))
-    places = [len(b"\n".join(lines[:i])) + 1 for i in (10, 11)]
-    assert [record["id"] for record in kept[:2]] == [
-        f"topics/dirty.jsonl@{place}" for place in places
-    ]
-    report = json.loads((tmp_path / "data" / "report.json").read_text())
-    assert report["stages"]["ingest"]["documents_out"] == len(lines) - 2
-
-
 @pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     ("content", "overrides", "message"),
     [
         (b"", [], "the corpus is empty"),
-        (b"\n\n  \n", [], "the corpus is empty"),
         (b"\xff\xff\n", [], "the corpus is empty"),
         (b"few words here\n", [], r"tokenizer.vocab_size=1000 does not fit"),
         (b"x" * 2_500_000, ["clean.max_document_mb=2"], "clean.max_document_mb = 2 MB"),
     ],
-    ids=["empty", "blank", "all invalid", "vocabulary", "too long"],
+    ids=["empty", "all invalid", "vocabulary", "too long"],
 )
 def test_bad_corpus_fails_and_leaves_an_earlier_dataset_alone(
     dataset: DatasetIndex,
@@ -225,13 +175,13 @@ def test_bad_corpus_fails_and_leaves_an_earlier_dataset_alone(
     bad = tmp_path / "bad.txt"
     bad.write_bytes(content)
     with pytest.raises(DataError, match=message):
-        run(_config(prep_config, tmp_path / "new", bad, *overrides))
+        run(config_of(prep_config, tmp_path / "new", bad, *overrides))
     assert not (tmp_path / "new" / "index.json").exists()
     (tmp_path / "old").mkdir()
     for name in ("index.json", "report.json"):
         shutil.copy(dataset.folder / name, tmp_path / "old")
-    with pytest.raises(DataError, match="holds a finished dataset made from other inputs"):
-        run(_config(prep_config, tmp_path / "old", bad, *overrides))
+    with pytest.raises(DataError, match="other inputs"):
+        run(config_of(prep_config, tmp_path / "old", bad, *overrides))
     before = (dataset.folder / "index.json").read_bytes()
     assert (tmp_path / "old" / "index.json").read_bytes() == before
 
@@ -251,7 +201,6 @@ def test_command_says_why_it_fails(prep_config: Path, tmp_path: Path) -> None:
 def test_verify_command(dataset: DatasetIndex, tmp_path: Path) -> None:
     good = _run_command("verify", str(dataset.folder))
     assert good.returncode == 0
-    assert "everything is as it was written" in good.stdout
     with pytest.raises(DataError, match="finished dataset"):
         verify(tmp_path)
 

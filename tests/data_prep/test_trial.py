@@ -16,7 +16,6 @@ from data_prep.config import PrepConfig
 from data_prep.filters.rules import Filters
 from data_prep.readers.items import Document
 from pipeline.config.load import load
-from pipeline.errors import DataError
 
 GOOD = "The miller and his wife went to the market of the town with grain that they had, day {}."
 
@@ -139,10 +138,7 @@ def test_examples_and_page(folder: Path, result: dict[str, Any]) -> None:
         40 * trial.place(10, result["scales"]["quality: few words"]), abs=0.01
     )
     text = trial.text_of(result)
-    assert (
-        "quality: few words  33.0%" in " ".join(text.split("\n")[1].split("  ", 1))
-        or "33.0%" in text
-    )
+    assert "33.0%" in text
     assert all(rule in text for rule in rules)
 
 
@@ -168,13 +164,3 @@ def test_command(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
         assert limit is not None
     assert run("--id", "pages/none")[0] == 2
     assert run("--documents", "0")[0] == 2
-
-
-def test_an_own_rule_that_raises_is_named(folder: Path) -> None:
-    (folder / "own_bad.py").write_text("def bad(document):\n    return 1 / 0\n")
-    config = read(folder, f"sources.1.filters=[{{python: '{folder}/own_bad.py:bad'}}]")
-    said = (
-        r"source 'songs': filters\.python = .* raised ZeroDivisionError: .* line 2, for .* songs/"
-    )
-    with pytest.raises(DataError, match=said):
-        trial.try_filters(config, 10)

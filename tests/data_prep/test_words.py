@@ -62,14 +62,6 @@ def test_english_is_as_the_tokenizer_has_it(tokenizer: Tokenizer) -> None:
     np.testing.assert_array_equal(word_starts(tokenizer, ids), tokenizer.word_starts(ids))
 
 
-def test_rare_characters_in_bytes_are_whole(tokenizer: Tokenizer) -> None:
-    ids = np.array(tokenizer.encode("龘的训练"), dtype=np.uint16)
-    starts = word_starts(tokenizer, ids)
-    assert len(ids) > 4  # the first character is spelt in bytes
-    assert not starts[1:3].any()
-    assert "训练" in _words(tokenizer, "龘的训练")
-
-
 def test_random_text_against_jieba_on_the_text_itself(tokenizer: Tokenizer) -> None:
     rng = random.Random(1)
     pool = "今天天气很好我们在北京大学学习计算机他喜欢喝咖啡模型训练数据语言的是和龘 the model."

@@ -1,9 +1,17 @@
-"""Data preparation up to a stage."""
+"""Texts in files, what is read from them, and their preparation, also up to a stage."""
+
+import json
+from pathlib import Path
+from typing import Any
 
 from data_prep import corpus
 from data_prep.chain import walk
-from data_prep.config import PrepConfig
+from data_prep.config import PrepConfig, SourceConfig
+from data_prep.inputs import find
+from data_prep.readers.documents import encoding_of, read_file
+from data_prep.readers.items import Document, Rejected
 from data_prep.stage import Done, Stage, run_tasks
+from pipeline.config.load import load
 
 
 def run_before(config: PrepConfig, stop: str) -> dict[str, list[Done]]:
@@ -18,3 +26,25 @@ def run_before(config: PrepConfig, stop: str) -> dict[str, list[Done]]:
 
     walk(corpus.find(config), visit)
     return records
+
+
+def config_of(prep_config: Path, output: Path, source: Path | str, *overrides: str) -> PrepConfig:
+    """The config of the tests' dataset, of another folder and other texts."""
+    inputs = f"sources=[{{name: topics, inputs: [{source}]}}]"
+    return load(PrepConfig, prep_config, [f"output_dir={output}", inputs, *overrides]).config
+
+
+def write_texts(path: Path, texts: list[str], first: int = 0) -> Path:
+    """Writes JSON lines, numbered from `first` on."""
+    rows = [json.dumps({"id": str(n), "text": text}) for n, text in enumerate(texts, start=first)]
+    path.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return path
+
+
+def read_source(
+    path: Path, max_bytes: int = 1_000_000, **settings: Any
+) -> list[Document | Rejected]:
+    """All items of a file, or of the one file in a folder."""
+    source = SourceConfig(name="s", inputs=(str(path),), **settings)
+    [file] = find(source).files
+    return list(read_file(file, source, max_bytes, encoding_of(file, source)))

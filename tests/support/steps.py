@@ -21,6 +21,7 @@ class Row(NamedTuple):
     sample_id: int
     tokens: bytes
     documents: bytes
+    positions: bytes
     masked: tuple[int, ...]
     targets: tuple[int, ...]
 
@@ -77,6 +78,7 @@ def rows_of_step(
                     int(ids.sample_ids[number]),
                     batch.input_ids[row].tobytes(),
                     batch.documents[row].tobytes(),
+                    batch.positions[row].tobytes(),
                     tuple((batch.inputs["masked_index"][mine] - first).tolist()),
                     tuple(batch.inputs["targets"][mine].tolist()),
                 )

@@ -166,7 +166,7 @@ def test_specials_that_a_file_does_not_mark(tmp_path: Path, bert: FastTokenizer)
 def test_vocabulary_without_a_mask_is_refused(tmp_path: Path, bert: FastTokenizer) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(bert.to_json().replace("[MASK]", "[OTHER]"), encoding="utf-8")
-    with pytest.raises(DataError, match=r"no MASK token: neither \[MASK\] nor <mask>"):
+    with pytest.raises(DataError, match=r"\[MASK\] nor <mask>"):
         FastTokenizer(path)
     (tmp_path / "bert").mkdir()
     (tmp_path / "bert/vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\na\n")
@@ -177,7 +177,7 @@ def test_vocabulary_without_a_mask_is_refused(tmp_path: Path, bert: FastTokenize
 def test_folders_without_a_usable_vocabulary(tmp_path: Path) -> None:
     assert build_tokenizer_json(tmp_path) is None
     _write_vocabulary(tmp_path, tokenizer_class="RoFormerTokenizerFast")
-    with pytest.raises(DataError, match="RoFormerTokenizer, which splits words with jieba"):
+    with pytest.raises(DataError, match=r"RoFormerTokenizer.*jieba"):
         build_tokenizer_json(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(DataError, match="cannot be read"):

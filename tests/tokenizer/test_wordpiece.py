@@ -205,7 +205,8 @@ def test_published_forms_are_read_alike(uncased: WordPieceTokenizer, tmp_path: P
     other = [*pieces[:200], pieces[201], pieces[200], *pieces[202:]]
     path.write_text(build(other, options, path), encoding="utf-8")
     found = difference_of_ids(FastTokenizer(path), uncased)
-    assert found == f"id 200 is {pieces[201]!r} there, {pieces[200]!r} here"
+    assert "200" in found
+    assert repr(pieces[201]) in found
     path.write_text(build(pieces[:-1], options, path), encoding="utf-8")
     assert "pieces there" in difference_of_ids(FastTokenizer(path), uncased)
 
