@@ -1,4 +1,4 @@
-"""Masking once more: the rules word by word, as written."""
+"""Masking twice more: the array code of the first runs, and the rules word by word, as written."""
 
 import math
 from fractions import Fraction
@@ -11,6 +11,7 @@ from pipeline.data.format import NUM_SPECIAL, Vocabulary
 from pipeline.data.masking import Sequences
 from pipeline.data.random import Purpose, Words, philox
 
+Arrays = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]
 VOCABULARY = Vocabulary(1000)
 
 
@@ -25,6 +26,29 @@ def draws_of(batch: Sequences, key: tuple[int, Purpose]) -> list[npt.NDArray[np.
     ids = batch.sample_ids[:, None].astype(np.uint64)
     low, high = ids & np.uint64(0xFFFFFFFF), ids >> np.uint64(32)
     return list(philox((positions[None, :], batch.epochs[:, None], low, high), key))
+
+
+def mask_by_arrays(
+    batch: Sequences, config: DataConfig, vocabulary: Vocabulary, key: tuple[int, Purpose]
+) -> Arrays:
+    """Tokens and whole words by Bernoulli, with floating-point comparisons."""
+    positions = np.arange(batch.tokens.shape[1], dtype=np.int64)
+    select, action, replacement, _ = draws_of(batch, key)
+    if config.masking == "whole_word":
+        first = np.maximum.accumulate(np.where(batch.word_starts, positions, 0), axis=1)
+        select = np.take_along_axis(select, first, axis=1)
+        action = np.take_along_axis(action, first, axis=1)
+    selected = (uniform(select) < config.mask_prob) & batch.maskable
+    share = uniform(action)
+    to_mask = selected & (share < config.replace_mask_prob)
+    to_random = (
+        selected & ~to_mask & (share < config.replace_mask_prob + config.replace_random_prob)
+    )
+    random_ids = vocabulary.in_text[replacement % np.uint32(len(vocabulary.in_text))]
+    return (
+        np.where(to_mask, vocabulary.mask, np.where(to_random, random_ids, batch.tokens)),
+        selected,
+    )
 
 
 def span_cdf(longest: int = 10) -> list[Fraction]:

@@ -37,6 +37,8 @@ _OWN = {
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTEST_CURRENT_TEST",
     "MKL_NUM_THREADS", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED",
     "POSTNORM_TEST_RUN",
+    # Imports set these themselves, in this process as well, whenever a test first imports them.
+    "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR", "_MLFLOW_TELEMETRY_SESSION_ID",
 }  # fmt: skip
 """Variables that no import reads: a fork may have others than its server. MKL reads its own when it
 first computes."""
