@@ -80,6 +80,10 @@ class SinkContext:
         return path.read_text(encoding="utf-8").strip()
 
 
+Start = SinkContext
+"""Earlier name of `SinkContext`, which sinks of users may import."""
+
+
 class Sink(Protocol):
     """Shows a run's numbers somewhere. All calls come from one thread; errors lose the record."""
 
