@@ -78,7 +78,7 @@ def full_documents(num_rows: int, length: int, device: torch.device) -> Tensor:
 
 
 class Inputs:
-    """Of one pass; the same ones each time for a case."""
+    """Inputs of one pass, the same for every run of a case."""
 
     def __init__(self, case: Case) -> None:
         """Draws them."""
@@ -141,7 +141,7 @@ class Pass:
 
 
 def expected(case: Case, name: str, dropout_BNSS: Tensor | None = None) -> dict[str, Tensor]:
-    """In float64: out, scores, and the gradients of q, k, v and carry; what no one sees is 0.
+    """Compute in float64 out, scores and the gradients of q, k, v and carry; 0 where nothing sees.
 
     Args:
         case: the micro-batch.

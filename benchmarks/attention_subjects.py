@@ -49,11 +49,11 @@ class Case:
 
     @property
     def scale(self) -> float:
-        """Of q k^T."""
+        """Factor of q k^T."""
         return 1.0 / math.sqrt(self.head_size)
 
     def layout(self) -> Layout:
-        """As the model makes it."""
+        """Attention layout as the model makes it."""
         positions = torch.zeros_like(self.documents)
         return rows(self.documents, positions)
 
@@ -76,7 +76,7 @@ class Attention:
     """A subject made for a case."""
 
     run: Callable[..., Result]
-    """Of q, k, v, and the carry if there is one."""
+    """Function of q, k, v, and the carry if there is one."""
     carry: "Carry | None" = None
     """None: nothing is carried."""
     is_packed: bool = False
@@ -88,7 +88,7 @@ class Carry:
     """How a subject stores scores."""
 
     make: Callable[[Tensor], Tensor]
-    """From (B, N, S, S) fp32."""
+    """Converts (B, N, S, S) fp32 to the subject's form."""
     values: Callable[[Tensor], Tensor]
     """Back to (B, N, S, S) fp32; what no one sees is anything."""
     gradient_values: Callable[[Tensor], Tensor]

@@ -56,7 +56,7 @@ from data_prep.pieces import read_documents  # noqa: E402
 from data_prep.readers.documents import ReadStats, read_piece  # noqa: E402
 from data_prep.readers.items import Document  # noqa: E402
 from data_prep.stage import Done, Stage, run_tasks  # noqa: E402
-from data_prep.words import word_starts_of  # noqa: E402
+from data_prep.word_boundaries import word_starts_of  # noqa: E402
 from pipeline.config.load import load  # noqa: E402
 from pipeline.data.format import SPLITS, read_index  # noqa: E402
 from pipeline.errors import DataError  # noqa: E402

@@ -160,7 +160,7 @@ class Finding:
     advice: str | None
     """Its first change: start, learning rate, batch or duplicates."""
     freed: list[str]
-    """Of a stuck run: the single changes that the grid holds and that let it learn."""
+    """Single changes in the grid that let a stuck run learn."""
 
 
 def findings(

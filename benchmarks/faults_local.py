@@ -90,7 +90,7 @@ class Run:
 
     @property
     def saved_step(self) -> int:
-        """Of the newest checkpoint; 0 without one."""
+        """Step of the newest checkpoint; 0 without one."""
         return max((int(path.name[5:]) for path in self._checkpoints()), default=0)
 
     def finish(self) -> None:
@@ -417,9 +417,9 @@ class Campaign:
         """One a fault: what was done, and what came of it."""
         self.problems: list[str] = []
         self.runs: list[dict[str, Any]] = []
-        """Of each run its stage and the batches that faults cost it."""
+        """Each run's ZeRO stage and the batches that faults cost it."""
         self.kinds = sorted(_KINDS)
-        """That can strike here."""
+        """Kinds of fault that can strike here."""
         self.losses_apart = 0.0
         """Largest difference after changes of the world, nats."""
 

@@ -114,7 +114,7 @@ class _Campaign:
         time.sleep(self._random.uniform(0, 0.03))
 
     def _startup_s(self) -> float:
-        """From the start of the newest script that came so far to its first step."""
+        """Seconds from the start of the newest script that reached a step to that step."""
         steps = records(self._run.run_dir)
         first_s = min(each["unix_s"] for each in steps if each["attempt"] == steps[-1]["attempt"])
         return float(first_s - max(each for each in self._run.begun().values() if each < first_s))

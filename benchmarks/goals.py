@@ -40,7 +40,7 @@ class Verdict:
 
     @property
     def text(self) -> str:
-        """In words."""
+        """The goal as a sentence."""
         if self.ratio is None:
             return "not measured"
         if self.ratio >= 1:

@@ -222,7 +222,7 @@ def _gradients(model: MaskedLanguageModel, batch: MicroBatch, device: torch.devi
 
 
 def _error(config: PretrainConfig, batch: MicroBatch, seed: int, device: torch.device) -> float:
-    """Of the gradients of a model in bf16, against the same model in float64."""
+    """Relative error of a bf16 model's gradients, against the same model in float64."""
     objective = MaskedLanguageModeling()
     model = make_model(replace(config, seed=seed), objective, device)
     narrow = model.to(device, torch.bfloat16).train()

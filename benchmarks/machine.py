@@ -31,7 +31,7 @@ _QUERIES = ("clocks.sm,clocks.mem,temperature.gpu,power.draw", "clocks_event_rea
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that are there; CUDA's and cuDNN's by torch."""
+    """Versions of Python and of installed packages; torch tells those of CUDA and cuDNN."""
     import torch
 
     found = {"python": platform.python_version()}

@@ -94,10 +94,10 @@ class Plan:
     rounds: int
     seconds: float
     limit_s: float
-    """For making a subject, and for compiling it at one length."""
+    """Most seconds for making a subject, and for compiling it at one length."""
     at_once: int
     deadline: float
-    """On the monotonic clock."""
+    """End of the measurement on the monotonic clock."""
     started: float = field(default_factory=time.monotonic)
 
     def left_s(self) -> float:
@@ -109,13 +109,13 @@ class Plan:
         return self.left_s() > (1 - _PREPARING_SHARE) * (self.deadline - self.started)
 
     def preparing_limit_s(self) -> float:
-        """For an answer while subjects are made and compiled."""
+        """Most seconds to wait for an answer while subjects are made and compiled."""
         left_s = self.left_s() - _MEASURING_SHARE * (self.deadline - self.started)
         return max(1.0, min(self.limit_s, left_s))
 
 
 def case_name(length: int, tokens: int) -> str:
-    """Of a length and the slots of a micro-batch that were asked for, the key of its results."""
+    """Key of the results for a length and a number of slots of a micro-batch."""
     return f"s{length} {tokens}"
 
 

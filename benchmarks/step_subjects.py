@@ -56,7 +56,7 @@ class Setting:
     num_batches: int
     """Different batches, used in turn."""
     tiny: bool = False
-    """For tests: two layers of 64."""
+    """Whether models have two layers of 64, for tests."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def parse(name: str) -> Subject:
 
 
 def model_config(subject: Subject, setting: Setting) -> ModelConfig:
-    """Of ours; a peer takes its size from the preset of its name."""
+    """Config of our model; a peer takes its size from the preset of its name."""
     preset, *changes = subject.model.split("+")
     config = load(ModelConfig, ROOT / f"configs/model/{preset}.yaml", changes).config
     config = replace(config, vocab_size=setting.vocab_size)

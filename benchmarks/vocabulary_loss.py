@@ -41,7 +41,7 @@ class Spec:
     vocabulary: int
     dtype: str
     budget_mib: float
-    """Of our chunks' logits."""
+    """Memory for the logits of one chunk of ours."""
     repeats: int
     device: str
 

@@ -41,9 +41,9 @@ class Step:
     """Makes the tasks from the progress so far and the stage's folder."""
     run: Function[Any]
     wanted: Callable[[PrepConfig], Any] = lambda config: True
-    gives: Literal["", "texts", "masks", "tokenizer", "shards"] = ""
+    produces: Literal["", "texts", "masks", "tokenizer", "shards"] = ""
     """Results that the report is about; empty if only the next stages use them."""
-    reads: str = ""
+    consumes: str = ""
     """Earlier stages of which it reads more than texts: names, or TEXTS and MASKS for the stages
     that wrote those last."""
 
@@ -91,26 +91,27 @@ _HAS_SETS = attrgetter("decontaminate.sets")
 STEPS = (
     # Evaluation sets come first, so that an unusable one stops a run before hours of work.
     Step("eval_sets", _eval_sets, evaluated.run_eval_sets, _HAS_SETS),
-    Step("ingest", _ingest, ingest.run, gives="texts"),
+    Step("ingest", _ingest, ingest.run, produces="texts"),
     Step("line_hashes", lines.hash_tasks, lines.run_hashes, _HAS_LINES),
-    Step("line_parts", _line_parts, lines.run_part, _HAS_LINES, reads="line_hashes"),
-    Step("lines", lines.rewrite_tasks, lines.run_rewrite, _HAS_LINES, gives="texts",
-         reads="ingest line_hashes line_parts"),
-    Step("exact", _exact, exact.run_exact, reads="TEXTS"),
-    Step("dedup", _dedup, exact.run_dedup, gives="masks", reads="TEXTS exact"),
-    Step("signatures", near.signature_tasks, near.run_signatures, _HAS_NEAR, reads="TEXTS"),
-    Step("buckets", near.bucket_tasks, near.run_buckets, _HAS_NEAR, reads="signatures MASKS"),
+    Step("line_parts", _line_parts, lines.run_part, _HAS_LINES, consumes="line_hashes"),
+    Step("lines", lines.rewrite_tasks, lines.run_rewrite, _HAS_LINES, produces="texts",
+         consumes="ingest line_hashes line_parts"),
+    Step("exact", _exact, exact.run_exact, consumes="TEXTS"),
+    Step("dedup", _dedup, exact.run_dedup, produces="masks", consumes="TEXTS exact"),
+    Step("signatures", near.signature_tasks, near.run_signatures, _HAS_NEAR, consumes="TEXTS"),
+    Step("buckets", near.bucket_tasks, near.run_buckets, _HAS_NEAR, consumes="signatures MASKS"),
     Step("candidates", _candidates, near.run_candidates, _HAS_NEAR,
-         reads="signatures buckets MASKS"),
-    Step("near", _near, near.run_near, _HAS_NEAR, gives="masks",
-         reads="TEXTS signatures candidates MASKS"),
+         consumes="signatures buckets MASKS"),
+    Step("near", _near, near.run_near, _HAS_NEAR, produces="masks",
+         consumes="TEXTS signatures candidates MASKS"),
     Step("overlaps", evaluated.overlap_tasks, evaluated.run_overlaps, _HAS_SETS,
-         reads="eval_sets MASKS"),
-    Step("decontaminate", evaluated.tasks, evaluated.run, _HAS_SETS, gives="masks",
-         reads="TEXTS eval_sets overlaps MASKS"),
-    Step("tokenizer", vocabulary.tasks, vocabulary.run, gives="tokenizer", reads="TEXTS MASKS"),
-    Step("shards", shards.tasks, shards.run, gives="shards", reads="MASKS tokenizer"),
-    Step("index", index.tasks, index.run, reads="tokenizer shards"),
+         consumes="eval_sets MASKS"),
+    Step("decontaminate", evaluated.tasks, evaluated.run, _HAS_SETS, produces="masks",
+         consumes="TEXTS eval_sets overlaps MASKS"),
+    Step("tokenizer", vocabulary.tasks, vocabulary.run, produces="tokenizer",
+         consumes="TEXTS MASKS"),
+    Step("shards", shards.tasks, shards.run, produces="shards", consumes="MASKS tokenizer"),
+    Step("index", index.tasks, index.run, consumes="tokenizer shards"),
 )  # fmt: skip
 
 
@@ -137,10 +138,10 @@ def walk(corpus: Corpus, visit: Callable[[Stage], list[Done] | None]) -> bool:
     num_documents = None
     for step in steps(corpus.config):
         tasks = step.tasks(progress, progress.folder(step.name))
-        records = visit(Stage(step.name, tasks, step.run, progress.files(step.reads.split())))
+        records = visit(Stage(step.name, tasks, step.run, progress.files(step.consumes.split())))
         if records is None:
             return False
-        progress.add(step.name, tasks, records, step.gives)
+        progress.add(step.name, tasks, records, step.produces)
         num_documents = _reconcile(step.name, records, num_documents)
         if step.name == "ingest":
             _refuse_empty(progress)

@@ -16,7 +16,7 @@ from pipeline.runtime.summary import FolderSummary
 
 
 def _load(arguments: argparse.Namespace) -> PrepConfig:
-    from data_prep.own import located
+    from data_prep.plugins import located
 
     config = load(PrepConfig, arguments.config, arguments.overrides).config
     return located(config, Path(arguments.config).parent)
@@ -94,18 +94,18 @@ def _try_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _try(arguments: argparse.Namespace) -> None:
-    from data_prep import trial
+    from data_prep import preview
 
     config = _load(arguments)
     if arguments.documents < 1:
         raise ConfigError(f"--documents {arguments.documents}: expected at least 1")
     if arguments.id is not None:
-        print(trial.document_text(config, arguments.id))
+        print(preview.document_text(config, arguments.id))
         return
-    result = trial.try_filters(config, arguments.documents)
-    page = arguments.page or Path(config.output_dir) / trial.PAGE_FILE
-    trial.write_page(config, result, page)
-    print(json.dumps(result, ensure_ascii=False) if arguments.json else trial.text_of(result))
+    result = preview.try_filters(config, arguments.documents)
+    page = arguments.page or Path(config.output_dir) / preview.PAGE_FILE
+    preview.write_page(config, result, page)
+    print(json.dumps(result, ensure_ascii=False) if arguments.json else preview.text_of(result))
     if not arguments.json:
         print(f"\n{page}")
 

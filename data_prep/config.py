@@ -456,7 +456,9 @@ class DecontaminateConfig:
     def __post_init__(self) -> None:
         names = [chosen.name for chosen in self.sets]
         if len(set(names)) < len(names):
-            raise ConfigError(f"decontaminate.sets = {names}: expected each with its own name")
+            raise ConfigError(
+                f"decontaminate.sets has names twice: {names}; give each set its own name"
+            )
         for least, most in (("min_chars", "ngram"), ("min_chars_cjk", "ngram_cjk")):
             if getattr(self, least) > getattr(self, most):
                 raise ConfigError(
@@ -541,7 +543,7 @@ class ShardsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PrepConfig:
-    """From text files to a dataset folder."""
+    """Settings of a preparation: text files to a dataset folder."""
 
     SHIPPED: ClassVar = ("prep",)
 

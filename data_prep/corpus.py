@@ -11,7 +11,7 @@ from data_prep.config import PrepConfig
 from data_prep.decontaminate import eval_items
 from data_prep.pieces import Pieces
 from data_prep.stage import Done, StageTask, make_key
-from data_prep.tokenizer.given import GivenTokenizer, read_given
+from data_prep.tokenizer.existing_tokenizer import GivenTokenizer, read_given
 from pipeline.errors import DataError
 
 SHARD_FOLDER = "shards"
@@ -149,7 +149,7 @@ class Progress:
     def add(
         self, stage: str, tasks: Sequence[StageTask[Any]], records: list[Done], gives: str
     ) -> None:
-        """Take the tasks and records of a complete stage; `gives` is that of `chain.Step`."""
+        """Take the tasks and records of a complete stage; `produces` is that of `chain.Step`."""
         self.tasks[stage], self.records[stage] = list(tasks), records
         if gives:
             self.results[stage] = records

@@ -51,7 +51,7 @@ def export(dataset: Path, out: Path, form: Format) -> tuple[int, list[Path]]:
     index = read_index(dataset)
     given = [f"output_dir={json.dumps(str(dataset))}"]
     config = load(PrepConfig, dataset / RESOLVED_FILE, given).config
-    folders = {step.gives: dataset / "work" / step.name for step in steps(config)}
+    folders = {step.produces: dataset / "work" / step.name for step in steps(config)}
     texts, masks = folders["texts"], folders["masks"]
     names = tuple(sorted(path.name.removesuffix(".keep.npy") for path in masks.glob("*.keep.npy")))
     wanted = sum(total["documents"] for total in index.totals.values())

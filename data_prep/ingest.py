@@ -20,8 +20,8 @@ from data_prep.config import CleanConfig, Filtering, FiltersConfig, rule_sets
 from data_prep.filters.rules import Chain, Dropped, key_parts
 from data_prep.inputs import InputPiece
 from data_prep.metadata import FieldCounts, count
-from data_prep.own import digest
 from data_prep.pieces import PieceWriter, id_hash, piece_paths, piece_writer
+from data_prep.plugins import digest
 from data_prep.readers.documents import ReadStats, read_piece
 from data_prep.readers.items import Document, Rejected
 from data_prep.stage import (
@@ -54,7 +54,7 @@ class IngestJob:
     piece: InputPiece
     clean: CleanConfig
     filters: tuple[FiltersConfig, ...]
-    """Those of the piece's source."""
+    """Filters of the piece's source."""
 
 
 def tasks(

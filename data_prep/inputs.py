@@ -291,7 +291,7 @@ def _files_below(folder: Path, unreadable: list[str]) -> Iterator[Path]:
 def input_file(path: str, name: str) -> InputFile:
     """Describe a whole file as it is now."""
     if remote.is_address(path):
-        file = remote.look(path)
+        file = remote.stat(path)
         return InputFile(path, name, file.num_bytes, file.version)
     path = os.path.abspath(path)
     try:

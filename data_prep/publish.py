@@ -183,7 +183,7 @@ class _Target:
             )
         address = f"{self.address}/{name}"
         remote.upload(file.path, address)
-        back = remote.look(address)
+        back = remote.stat(address)
         if back.num_bytes != file.num_bytes or _sha256_at(address) != file.sha256:
             raise StorageError(
                 f"{address} does not give back what was sent ({file.num_bytes} bytes of sha256 "

@@ -31,7 +31,7 @@ from data_prep.stage import (
     replacing,
     save_array,
 )
-from data_prep.words import word_starts_of
+from data_prep.word_boundaries import word_starts_of
 from pipeline.data.format import MEMBERS, SPLITS, token_dtype
 from pipeline.tokenizer.sentencepiece import Spelling
 from pipeline.tokenizer.wordpiece import DatasetTokenizer, load_tokenizer

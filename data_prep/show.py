@@ -325,7 +325,7 @@ def _texts(path: Path, document_id: str) -> Iterator[tuple[int, str]]:
 
 
 def _masks(work: Path, name: str, row: int, stages: list[str]) -> list[str]:
-    """Tell for each stage that drops whole documents whether it kept this one."""
+    """Whether each stage that drops whole documents kept this one."""
     lines = []
     for stage in stages:
         path = work / stage / f"{name}.keep.npy"

@@ -201,8 +201,8 @@ class PrepJobsConfig:
 
     array_tasks: int = param(
         64,
-        "array tasks of a stage, fewer where it has less to do; with more of them than run at "
-        "once, each is shorter",
+        "maximum number of array tasks of a stage; more tasks than run at once make each task "
+        "shorter",
         ge=1,
     )
     max_concurrent: int = param(

@@ -14,7 +14,8 @@ from typing import Any
 from launch import control, logs, prep, sweep
 from launch.cluster import ClusterConfig, cluster_of
 from launch.decide import JobAttempt, Limits, StorageRetry, verdict
-from launch.local import run_local, run_program, worst
+from launch.local import combined_exit_code, run_local, run_program
+from launch.notify import notify_end
 from launch.plan import mix_text, plan, plan_json, plan_mix, plan_text
 from launch.preflight.check import check_node
 from launch.preflight.judge import gather, judge_nodes
@@ -55,7 +56,6 @@ from launch.submit import (
     summary_text,
 )
 from launch.sweep_status import cancel_sweep, sweep_report, sweep_summary
-from launch.tell import tell
 from pipeline.checkpoints.manifest import FOLDER, published
 from pipeline.config.load import load, warn_of_unusual
 from pipeline.config.runs import PretrainConfig
@@ -287,7 +287,7 @@ def _submit_sweep(arguments: argparse.Namespace) -> int:
     if what.runs and arguments.local:
         _refuse_dry_run(arguments)
         codes = sweep.run_here(config, what, jobs, arguments.ranks, arguments.cluster, work_dir)
-        said["exit_codes"], code = codes, worst(codes.values())
+        said["exit_codes"], code = codes, combined_exit_code(codes.values())
     elif what.runs:
         cluster, source = profile_here(arguments.cluster), _source(arguments, arguments.config)
         text = check(cluster, config.verb, work_dir=work_dir, optional=arguments.dry_run)
@@ -410,7 +410,7 @@ def _decide(arguments: argparse.Namespace) -> int:
     patience = StorageRetry(arguments.patience, arguments.job_ends)
     decision = verdict(begun, arguments.kind, limits, arguments.run_dir, patience)
     print(f"{'requeue' if decision.word == 'requeue' else 'end'}: {decision.reason}", flush=True)
-    tell(arguments.run_dir, f"{arguments.job}.{arguments.restart}", decision)
+    notify_end(arguments.run_dir, f"{arguments.job}.{arguments.restart}", decision)
     return decision.exit_code
 
 

@@ -21,7 +21,7 @@ import psutil
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 from pipeline.errors import EXIT_INTERRUPTED, ConfigError, PostnormError
-from pipeline.runtime.env import module_command
+from pipeline.runtime.env import module_command, multiplies_bf16
 from pipeline.runtime.files import read_json_lines, write_json_atomic
 from pipeline.runtime.run_folder import RunFolder
 
@@ -54,6 +54,9 @@ def demo(out: str, *, corpus: str | None, quick: bool = False) -> int:
     folder = Path(out)
     _clear(folder)
     overrides = [f"run_dir={folder}/train", f"data.dir={folder}/data", *(_QUICK if quick else ())]
+    if not multiplies_bf16():
+        print("this processor does not multiply bf16: train.precision=fp32", flush=True)
+        overrides.append("train.precision=fp32")
     config = load(PretrainConfig, _CONFIG, overrides).config
     prep_overrides = [f"output_dir={folder}/data"]
     if corpus:

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import FrameType
 
 from launch.decide import JobAttempt, Limits, end_attempt, read_end
+from launch.notify import notify_end
 from launch.records import newest_checkpoint
-from launch.tell import tell
 from pipeline.errors import (
     EXIT_FAILED_DO_NOT_RETRY,
     EXIT_FAILED_RETRY,
@@ -60,7 +60,7 @@ def run_local(words: list[str], kind: str, run_dir: Path, num_ranks: int, limits
         attempt = read_end(begun, kind, run_dir)
         decision = end_attempt(attempt, limits, run_dir)
         has_saved = attempt.codes == (EXIT_PREEMPTED,) * num_ranks
-        tell(run_dir, start, decision, goes_on=not (has_saved or is_asked))
+        notify_end(run_dir, start, decision, goes_on=not (has_saved or is_asked))
         if has_saved:
             return EXIT_PREEMPTED  # asked to stop, of which rank 0 has told
         if decision.word != "requeue":
@@ -181,7 +181,7 @@ def run_side_by_side(
     return {**codes, **dict.fromkeys(waiting, EXIT_PREEMPTED)}
 
 
-def worst(codes: Iterable[int]) -> int:
+def combined_exit_code(codes: Iterable[int]) -> int:
     """Combine exit codes: 0 if all finished, else the most severe one.
 
     A run that cannot go on comes first, then one that failed otherwise, one that a person stopped,

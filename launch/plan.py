@@ -1,7 +1,7 @@
 """The plan of a run: its time, memory, jobs and disk, before it starts. Pure; needs no SLURM.
 
-Time and memory come from the closed forms of `pipeline.model.cost` and `launch.exchange`; speeds of
-the cluster come from `hardware` of its profile, and the text names each assumption.
+Time and memory come from the closed forms of `pipeline.model.cost` and `launch.comm_model`; speeds
+of the cluster come from `hardware` of its profile, and the text names each assumption.
 
 A multi-task run is planned without its data, so every row counts as long as its task allows, and an
 example as one row, also where it has more (choices, candidates, windows). `postnorm benchmark` and
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from launch.cluster import ClusterConfig
-from launch.exchange import bus_of, sent_bytes
+from launch.comm_model import bus_of, sent_bytes
 from pipeline.config.data import DataConfig
 from pipeline.config.load import load
 from pipeline.config.model import ModelConfig
@@ -276,7 +276,7 @@ class MixPlan:
     tasks: tuple[TaskPlan, ...]
     flops: float
     train_s: float | None
-    """At most; with the exchange of ranks, if its speed is known."""
+    """Upper bound of the training time; includes communication if its speed is known."""
     exchange_s: float | None
     """Part of a step in which ranks exchange gradients and weights; None: not known."""
     state_bytes: int

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.cluster import ClusterConfig, PrepJobsConfig
-from launch.handover import PendingSubmission, options_of, submitting
+from launch.pending_submission import PendingSubmission, options_of, submitting
 from launch.queue import Quota, still_queued
 from launch.records import (
     CLUSTER_FILE,

@@ -45,7 +45,7 @@ class Partition:
     available: str
     """up, down (jobs wait), drain or inact (jobs are refused)."""
     time_limit: str
-    """As `sinfo` shows it."""
+    """Time limit in the form that `sinfo` prints."""
     max_nodes: int | None
     """Largest number of nodes of one job; None has no limit."""
     nodes: list[NodeResources] = field(default_factory=list)
@@ -455,7 +455,7 @@ def _features(constraint: str) -> list[str]:
 
 
 def _has_features(node: NodeResources, constraint: str) -> bool:
-    """Say whether a node can be one of those asked for; brackets and counts are left to sbatch."""
+    """Whether a node can be one of those asked for; brackets and counts are left to sbatch."""
     names = _features(constraint)
     if set("[]()*!") & set(constraint):
         return True

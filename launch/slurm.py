@@ -114,7 +114,7 @@ def withheld() -> list[str]:
 
 
 def withheld_line() -> str:
-    """Say which variables of this shell a job does not get, as a comment of a script."""
+    """List the variables of this shell that a job does not get, as a comment of a script."""
     return f"# not passed on from this shell: {' '.join(withheld()) or 'nothing'}"
 
 

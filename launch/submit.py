@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.cluster import ClusterConfig
-from launch.handover import PendingSubmission, submitting
+from launch.pending_submission import PendingSubmission, submitting
 from launch.plan import plan
 from launch.queue import still_queued
 from launch.records import (

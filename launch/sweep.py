@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from launch.cluster import ClusterConfig
-from launch.handover import PendingSubmission, submitting
 from launch.local import run_side_by_side
+from launch.pending_submission import PendingSubmission, submitting
 from launch.queue import JobFacts, Quota, jobs_of
 from launch.records import (
     CLUSTER_FILE,
@@ -100,9 +100,9 @@ class SweepVerb:
     """Reads a metric of a run; None: not yet."""
     finished: str = "done.json"
     """The file that a finished run has."""
-    grows: str = ""
+    appendable_field: str = ""
     """A field that may get more values later; the run then does what it lacks."""
-    has_all: Callable[[Path, Any], bool] = lambda folder, config: True
+    is_complete: Callable[[Path, Any], bool] = lambda folder, config: True
     """Whether a finished run in a folder has all that its config asks for now."""
     options: Callable[[Path], tuple[str, ...]] = lambda folder: ()
     """Options of the verb in the sweep of a folder."""
@@ -162,8 +162,8 @@ KINDS: dict[str, SweepVerb] = {
         load=lambda path, words: load_task(str(path), tuple(words)),
         value=_score,
         finished=_RESULT,
-        grows="train.seeds",
-        has_all=_has_seeds,
+        appendable_field="train.seeds",
+        is_complete=_has_seeds,
         options=lambda folder: ("--tokens", str(folder / "tokens")),
     ),
 }
@@ -336,7 +336,9 @@ def changes(run: SweepRun, kind: SweepVerb) -> list[str]:
     old = {path: value for path, _, value in schema.walk(before) if path != kind.folder}
     now = {path: value for path, _, value in schema.walk(run.config) if path != kind.folder}
     paths = [path for path in old if path in now and old[path] != now[path]]
-    if paths == [kind.grows] and set(old[kind.grows]) <= set(now[kind.grows]):
+    if paths == [kind.appendable_field] and set(old[kind.appendable_field]) <= set(
+        now[kind.appendable_field]
+    ):
         paths = []
     if not paths:
         return []
@@ -370,7 +372,7 @@ def todo(runs: Sequence[SweepRun], kind: SweepVerb) -> Todo:
     alive: list[JobFacts] = []
     for run in runs:
         folder, job = RunFolder(run.folder), facts.get(queued[run.name])
-        if (run.folder / kind.finished).exists() and kind.has_all(run.folder, run.config):
+        if (run.folder / kind.finished).exists() and kind.is_complete(run.folder, run.config):
             left[run.name] = "finished"
         elif job is not None and job.is_alive and is_job_of(job, run.folder):
             left[run.name] = f"in the queue as job {job.job}"
@@ -693,6 +695,6 @@ def run_here(
 
 
 def left_lines(what: Todo) -> Iterator[str]:
-    """Say which runs are left alone, and why."""
+    """List the runs that are left alone, and why."""
     for name, why in what.left.items():
         yield f"left alone: {name}: {why}"

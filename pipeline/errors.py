@@ -52,7 +52,7 @@ class UnsoundStateError(CheckpointError):
     def __init__(self, message: str, cursor: int, found: list[str]) -> None:
         super().__init__(message)
         self.cursor = cursor
-        """Of the state."""
+        """Data cursor of the state."""
         self.found = found
         """Rank and tensor of each value, for people."""
 

@@ -214,7 +214,7 @@ def summaries(plan: StudyPlan, readings: Mapping[str, Reading]) -> list[CellSumm
 
 
 def verdicts(plan: StudyPlan, found: Sequence[Effect]) -> list[str]:
-    """Say for each part where which arm was better, in its first metric: at all X of a NAME@X."""
+    """Name for each part the better arm in its first metric, at all X of a NAME@X."""
     lines = []
     for name, part in plan.parts.items():
         metric = part.metrics[0].partition("@")[0]

@@ -446,7 +446,7 @@ class _Layout:
         self.runs: dict[str, StudyRun] = {}
         self._study, self._base = study, base
         self._names: dict[str, str] = {}
-        """Of runs, by what they compute."""
+        """Names of runs, by what they compute."""
         self._configs: dict[StudyCell, PretrainConfig] = {}
         """Without their seeds."""
 

@@ -31,9 +31,9 @@ class ProbeResult:
     values: dict[str, float]
     """Values by metric."""
     profiles: dict[str, list[float]] = field(default_factory=dict)
-    """By quantity: a number a layer, from the lowest, the mean over heads."""
+    """Quantity -> its mean over heads for each layer, the lowest first."""
     maps: dict[str, list[list[float]]] = field(default_factory=dict)
-    """By quantity: a number for each layer and head."""
+    """Quantity -> its value for each layer and head."""
 
 
 Measure = Callable[[Path, PretrainConfig, Mapping[str, Any]], ProbeResult]
@@ -76,12 +76,12 @@ def read_masks(run: Path, config: PretrainConfig) -> dict[str, float]:
     import torch
 
     from pipeline.objectives.choose import make_objective
-    from pipeline.train.evaluate import own_sums
+    from pipeline.train.evaluate import local_sums
 
     model, loader = trained_model(run), held_out(config)
     device = next(model.parameters()).device
     objective = make_objective(config.objective)
-    sums = own_sums(model, device, objective, loader.batches(), len(loader.sources))
+    sums = local_sums(model, device, objective, loader.batches(), len(loader.sources))
     totals = {name: of.sum(0).tolist() for name, of in sums.items()}
     assert all(torch.isfinite(of).all() for of in sums.values()), "a finished model is finite"
     return {name: totals[name][0] / totals[name][1] for name in ("loss", "accuracy")}
@@ -100,7 +100,7 @@ def sparsity(run: Path, config: PretrainConfig, _: Mapping[str, Any]) -> ProbeRe
 
     from pipeline.model.layers import Trace
     from pipeline.model.layout import rows
-    from pipeline.train.observe import divergence_of, entropy_of
+    from pipeline.train.attention_stats import divergence_of, entropy_of
 
     model = trained_model(run)
     batch = held_out(config).spread(_SEQUENCES).to(next(model.parameters()).device)

@@ -37,7 +37,7 @@ class Where:
     """Where runs are started."""
 
     jobs: int = 1
-    """At the same time."""
+    """Number of runs at the same time."""
     cluster: str | None = None
     """Profile; None: this machine."""
 

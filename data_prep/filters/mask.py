@@ -152,7 +152,7 @@ def _is_time(digits: str) -> bool:
 
 
 def _is_version(match: re.Match[str]) -> bool:
-    """Tell by the text around four numbers whether they are a version or a section, not an address.
+    """Whether four numbers are a version or a section, not an address, by the text around them.
 
     What stands directly beside them decides, then the nearest word before them on the line; a
     heading begins with its section. Without any hint, four small numbers are not an address.

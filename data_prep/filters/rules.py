@@ -7,16 +7,16 @@ Sources, with the papers' values as defaults in `data_prep.config`:
 - C4: Raffel et al. 2020, arXiv 1910.10683, section 2.2. Group `c4`; also the idea of `bad_words`.
 - Groups `shape` and `script` are our own. Han and Latin letters tell Chinese from English, kana
   count against `zh` and so show Japanese, and Gopher's English stop words reject other languages in
-  Latin letters; who wants more has `language` (`data_prep.own`), for which a package is needed.
+  Latin letters; who wants more has `language` (`data_prep.plugins`), for which a package is needed.
 - `reads: prose`, of the presets for technical and legal text: `data_prep.filters.prose`.
 
 Where the papers leave it open: a duplicate line, paragraph or n-gram is one that equals an earlier
 one of the document (as in the datatrove library); shares of lines are of lines that are not empty;
 shares of n-grams are of the characters other than spaces, each counted once.
 
-Chinese has no spaces. A word (a "unit" in `data_prep.filters.units`) is one Chinese character or
-kana, or a run of other characters between spaces; a document is Chinese if half of its units are
-Chinese characters or kana. In a Chinese document
+Chinese has no spaces. A word (a "unit" in `data_prep.filters.text_stats`) is one Chinese
+character or kana, or a run of other characters between spaces; a document is Chinese if half of its
+units are Chinese characters or kana. In a Chinese document
 - word counts, the ratios of hash signs and ellipses, and C4's words of a line count characters;
 - an n-gram has 2n characters, since a Chinese word has nearly two. Duplicate 5-grams of 5
   characters reject 4.2% of 4,935 real texts (translated articles, reviews, a wiki, Lu Xun), of 10
@@ -43,8 +43,8 @@ from typing import Any, NamedTuple
 from data_prep.config import C4Config, FiltersConfig
 from data_prep.filters.mask import Masker
 from data_prep.filters.prose import prose
-from data_prep.filters.units import DIGIT, HAN, KANA, LATIN, LETTER, SYMBOL, NGrams, TextStats
-from data_prep.own import Languages, OwnDocument, OwnRule, digest
+from data_prep.filters.text_stats import DIGIT, HAN, KANA, LATIN, LETTER, SYMBOL, NGrams, TextStats
+from data_prep.plugins import Languages, OwnDocument, OwnRule, digest
 from data_prep.readers.items import Document
 from pipeline.errors import ConfigError
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from data_prep import embedded
 from data_prep.config import CleanConfig, SourceConfig
 from data_prep.inputs import InputFile, InputPiece, format_of, refuse_changed
-from data_prep.own import load_function, raised, source_of
+from data_prep.plugins import load_function, raised, source_of
 from data_prep.readers import records, text, wiki
 from data_prep.readers.items import (
     MOST_BYTES,

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data_prep.pieces import Pieces, hash_share, read_documents
-from data_prep.words import HAN
+from data_prep.word_boundaries import HAN
 from pipeline.tokenizer.sentencepiece import Spelling
 from pipeline.tokenizer.wordpiece import CONTINUES, DatasetTokenizer
 
@@ -136,7 +136,7 @@ class _Measured:
     differences: Counter[str] = field(default_factory=Counter)
     """First character that does not come back -> lines."""
     examples: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """That character -> (normalised text, decoded text) around it."""
+    """Lost character -> (normalised text, decoded text) around it."""
 
 
 def measure(

@@ -14,7 +14,7 @@ from data_prep.corpus import Progress
 from data_prep.pieces import Pieces
 from data_prep.stage import Estimate, Result, Size, StageTask, make_key
 from data_prep.tokenizer import sample
-from data_prep.tokenizer.given import GivenTokenizer
+from data_prep.tokenizer.existing_tokenizer import GivenTokenizer
 from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.tokenizer import sentencepiece
 from pipeline.tokenizer.wordpiece import load_tokenizer

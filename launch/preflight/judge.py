@@ -253,7 +253,7 @@ def _judge_silence(evidence: Evidence, config: PreflightConfig, verdict: Verdict
 
 
 def _judge_findings(evidence: Evidence, verdict: Verdict) -> None:
-    """Tell what is wrong with a node from what is wrong with all."""
+    """Separate what is wrong with one node from what is wrong with all."""
     records = evidence.records
     having = Counter(name for r in records.values() for name in {f.check for f in r.findings})
     reported = set()

@@ -185,7 +185,7 @@ def all_problems(paths: list[Path]) -> Iterator[tuple[Path, list[str]]]:
             found = list(problems(path, advance))
             if read and not found:
                 try:
-                    found = list(read(path).unsound())
+                    found = list(read(path).non_finite())
                 except CheckpointError as error:
                     found = [str(error)]
             yield path, found

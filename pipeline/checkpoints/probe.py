@@ -72,7 +72,7 @@ def probe(path: Path) -> ProbeReport:
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     beside = {name: each for name, each in saved.shapes.items() if name.startswith(TASK_HEADS)}
     saved.require_shapes(shapes | beside)
-    for text in saved.unsound():
+    for text in saved.non_finite():
         raise CheckpointError(text)
     elements = sum(math.prod(shape) for shape in saved.shapes.values())
     return ProbeReport(elements, manifest.num_bytes, time.perf_counter() - started)

@@ -247,7 +247,7 @@ class CheckpointStore:
                 self._process.world_size,
             )
         counters = {name: getattr(manifest, name) for name in COUNTERS}
-        losses = LossHistory.read(manifest.losses)
+        losses = LossHistory.from_dict(manifest.losses)
         return TrainState(**counters, losses=losses, weights=manifest.weights)
 
     def _choose(self) -> Path | None:
@@ -259,7 +259,7 @@ class CheckpointStore:
         for folder in folders:
             _remove_spoiled(folder, ledger)
             good, rejected = newest_good(
-                folder, require_usable, lambda _: dist.get_on("verifying checkpoints")
+                folder, require_usable, lambda _: dist.heartbeat_all("verifying checkpoints")
             )
             for text in rejected:
                 logger.warning("checkpoint rejected: %s", text)
@@ -330,5 +330,5 @@ def require_usable(path: Path) -> None:
     if any((path / STATE_FOLDER).glob("rank-*")):
         saved = SavedState(path)
         if not read_manifest(path).is_sound:
-            for text in saved.unsound():
+            for text in saved.non_finite():
                 raise CheckpointError(text)

@@ -252,7 +252,9 @@ class Saver:
         self._report(save, save.stall_s + time.perf_counter() - started)
         self._tidying_step = manifest.step
         if self._process.is_first:
-            self._tidying = BackgroundTask(lambda: self._tidy(self.folder / name_of(manifest.step)))
+            self._tidying = BackgroundTask(
+                lambda: self._post_save(self.folder / name_of(manifest.step))
+            )
 
     def _give_up(self, save: _Writing, errors: list[tuple[str | None, bool]]) -> None:
         """Remove the failed save once no rank writes any more, then raise on all ranks."""
@@ -312,7 +314,7 @@ class Saver:
         values = {"save_s": stall_s, "save_share": share, "save_written_s": save.task.took_s}
         self._numbers.append(SaveNumbers(save.manifest.step, values))
 
-    def _tidy(self, path: Path) -> float | None:
+    def _post_save(self, path: Path) -> float | None:
         """Probe a published checkpoint if due, remove superseded ones, request a copy. On rank 0.
 
         Returns:

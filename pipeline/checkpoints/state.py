@@ -177,7 +177,7 @@ class SavedState:
                 )
         return values
 
-    def unsound(self) -> Iterator[str]:
+    def non_finite(self) -> Iterator[str]:
         """Read all values and yield a text for each tensor with one that no training gives."""
         for name, stretches in self._stretches.items():
             for kind in KINDS:
@@ -365,7 +365,7 @@ class LossHistory:
     """(batch, loss) of the last steps, all above the limit."""
 
     @classmethod
-    def read(cls, values: dict[str, Any]) -> "LossHistory":
+    def from_dict(cls, values: dict[str, Any]) -> "LossHistory":
         """Build it from a manifest; manifests of earlier versions have no losses."""
         high = [(batch, loss) for batch, loss in values.get("high", [])]
         return cls(list(values.get("usual", [])), high)

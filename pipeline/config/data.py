@@ -50,7 +50,7 @@ class BatchSpec(NamedTuple):
     """One batch of a run."""
 
     number: int
-    """From 0, skipped ones included."""
+    """Batch number from 0; skipped batches count."""
     cursor: int
     """Sequences in the batches before it."""
     size: int
@@ -305,7 +305,7 @@ class EvalDataConfig:
 
     data: DataConfig
     sequences: int
-    """At most so many, of all ranks together."""
+    """Largest number of sequences, over all ranks."""
     micro_batch: int
     """Sequences of a forward pass of one rank."""
     objective: ObjectiveConfig = MLM

@@ -139,7 +139,7 @@ def _count(index: DatasetIndex, seq_len: int, specials: int) -> BlockCounts:
         try:
             for row, found in enumerate(pool.map(count, range(total))):
                 counts.sequences[row], counts.pieces[row] = found
-                watchdog.beat("counting sequences")
+                watchdog.heartbeat("counting sequences")
                 if time.monotonic() - reported > _PROGRESS_EVERY_S:
                     reported = time.monotonic()
                     logger.info("counted %s of %s blocks", f"{row + 1:,}", f"{total:,}")

@@ -50,7 +50,7 @@ class CacheCounts(NamedTuple):
     """What happened to a cache, over all processes and since it was made."""
 
     kept_bytes: int
-    """Of its files; too high by what killed processes left, until room is made again."""
+    """Bytes of its files; too high by what killed processes left, until room is made again."""
     fetched_blocks: int
     fetched_bytes: int
     damaged_blocks: int

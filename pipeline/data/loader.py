@@ -65,7 +65,7 @@ class MicroBatch:
     """(D + 1,) int32, of `document_bounds`."""
     inputs: dict[str, Tensor]
     weights: dict[str, float]
-    """On the host, as all that is no tensor."""
+    """Loss weights by name, on the host like everything that is not a tensor."""
     counts: dict[str, int]
     num_tokens: int
     hash: int
@@ -143,7 +143,7 @@ class TrainLoader:
         found, _ = self.steps.located(place.cursor, DataRank(0, 1))
         return [list(map(int, pair)) for pair in zip(found.epochs, found.sample_ids, strict=True)]
 
-    def places(self, place: BatchSpec, share: DataRank) -> list[int]:
+    def positions_in_batch(self, place: BatchSpec, share: DataRank) -> list[int]:
         """Return which sequences of a batch a rank computes, counted from its first."""
         return list(map(int, self.steps.located(place.cursor, share)[1]))
 
@@ -289,7 +289,7 @@ class EvalLoader:
                 yield source, MicroBatch.of(batch)
 
     def spread(self, count: int) -> MicroBatch:
-        """At most `count` of all ranks' sequences, evenly spaced: the same on every rank."""
+        """Select at most `count` of all ranks' sequences, evenly spaced: the same on every rank."""
         total = len(self._source)
         count = min(count, total)
         return MicroBatch.of(self._made(np.arange(count) * total // count))

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ObjectStore:
-    """As `pipeline.data.format.BlockStore`."""
+    """A `pipeline.data.format.BlockStore` in an object store."""
 
     address: str
     cache: DiskCache
@@ -44,7 +44,7 @@ class ObjectStore:
 
     def size(self, file: str) -> int:
         """Ask how many bytes a shard has now."""
-        return remote.look(f"{self.address}/{file}").num_bytes
+        return remote.stat(f"{self.address}/{file}").num_bytes
 
     def block(
         self, sha256: bytes, fetch: Callable[[], Bytes], check: Callable[[Bytes], None]

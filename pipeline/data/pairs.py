@@ -69,7 +69,7 @@ class PairRule(NamedTuple):
 
 
 def sentence_marks(pieces: Iterable[str]) -> npt.NDArray[np.uint8]:
-    """Say of each piece of a vocabulary, (V,), if it ends a sentence (1) or closes a quote (2).
+    """Mark each piece of a vocabulary, (V,): 1 if it ends a sentence, 2 if it closes a quote.
 
     A piece shows the space before it; a quote behind a space opens one.
     """

@@ -175,7 +175,7 @@ class Segment:
     mix: Mix
     orders: tuple[Order, ...]
     leftovers: dict[int, Packing]
-    """By block: the rest of windows that were not finished when the segment began."""
+    """Block -> rest of the windows that were not finished when the segment began."""
 
     def locate(self, first: int, count: int) -> Locations:
         """Find the sequences at `count` places of the run from `first` on."""

@@ -39,11 +39,11 @@ _REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 
 def stage(
-    index: DatasetIndex, stage_dir: str | Path, get_on: Callable[[], None] = lambda: None
+    index: DatasetIndex, stage_dir: str | Path, heartbeat: Callable[[], None] = lambda: None
 ) -> DatasetIndex:
     """Copy the missing shards of both splits, together with the other ranks of the node.
 
-    `get_on` is called after each part of the work, which may take hours.
+    `heartbeat` is called after each part of the work, which may take hours.
 
     Returns:
         The index with shards read from that folder.
@@ -53,7 +53,7 @@ def stage(
         ConfigError: the folder cannot be used or has too little space.
         StorageError: a shard cannot be read or written at the moment.
     """
-    staging = _Staging(index, Path(stage_dir), get_on)
+    staging = _Staging(index, Path(stage_dir), heartbeat)
     staging.run()
     return staging.staged
 
@@ -64,7 +64,7 @@ def stage(
 class _Staging:
     index: DatasetIndex
     stage_dir: Path
-    get_on: Callable[[], None]
+    heartbeat: Callable[[], None]
 
     @property
     def staged(self) -> DatasetIndex:
@@ -94,7 +94,7 @@ class _Staging:
             # From the front each time, so that a shard that cannot be copied stops every process
             # and not only the first that tried it.
             while missing := self._incomplete(missing):
-                self.get_on()
+                self.heartbeat()
                 # If all are locked, wait for the first: its process may have failed.
                 copied += any(self._copy(shard) for shard in missing) or self._copy(
                     missing[0], wait=True
@@ -141,7 +141,7 @@ class _Staging:
             hasher.update(chunk)
             while chunk:
                 chunk = chunk[file.write(chunk) :]
-            self.get_on()
+            self.heartbeat()
         if hasher.hexdigest() != info.sha256:
             raise DataError(
                 f"shard {self.index.shard_path(shard)} is damaged: its sha256 is "

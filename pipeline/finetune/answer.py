@@ -57,7 +57,7 @@ def load_fine_tuned(folder: Path) -> FineTuned:
             f"{source} has no head of a task; pass the --out of `postnorm finetune`"
         )
     require_intact(source, facts)
-    spec = HeadSpec.read(facts["task"])
+    spec = HeadSpec.from_dict(facts["task"])
     model = TaskModel(config, spec)
     found = tensors.read_file(source / WEIGHTS_FILE)
     weights = {name: tensor for name, tensor in found.items() if name.startswith("encoder.")}
@@ -102,7 +102,7 @@ def predict(
     tuned.model.to(device, DTYPES[task.train.precision])
     predictor = Predictor(tuned.model.task, tuned.model, device, int(tuned.tokenizer.pad_id))
     data = TaskRows(examples, rows, counts)
-    decided, _ = predictor.decide(data, DataRank(0, 1))
+    decided, _ = predictor.decode(data, DataRank(0, 1))
     made = predictions(spec, data, decided)
     if form == "clue":
         texts = [example.text for example in examples]

@@ -51,7 +51,7 @@ class TaskRows:
     counts: dict[str, int] = field(default_factory=dict)
     """What tokens cannot express, in words."""
 
-    def units(self, kind: str) -> list[list[int]]:
+    def scoring_groups(self, kind: str) -> list[list[int]]:
         """Return the rows that are scored together: those of an example's choices, or one."""
         if kind not in CHOOSES:
             return [[row] for row in range(len(self.rows))]
@@ -299,7 +299,7 @@ class TaskStream:
         self._spec, self._data, self._plan, self._share = spec, data, plan, share
         self._seed, self._pad_id, self._row_weights = seed, pad_id, row_weights
         self._corrupt = corrupt
-        self._units = data.units(spec.kind)
+        self._units = data.scoring_groups(spec.kind)
         if not self._units:
             raise DataError("train has no rows; see data.train of the task")
         lengths = [max(len(data.rows[row].ids) for row in unit) for unit in self._units]
@@ -337,7 +337,7 @@ class TaskStream:
         """Return [epoch, unit] of each unit of a batch."""
         return [list(pair) for pair in self._located(place.cursor, place.size)]
 
-    def places(self, place: BatchSpec, share: DataRank) -> list[int]:
+    def positions_in_batch(self, place: BatchSpec, share: DataRank) -> list[int]:
         """Return which units of a batch a rank computes, counted from its first."""
         size = place.size // share.world_size
         return list(range(share.rank * size, (share.rank + 1) * size))
@@ -385,7 +385,9 @@ class TaskStream:
 
 def by_length(data: TaskRows, kind: str, most: int) -> list[list[list[int]]]:
     """Return all units in batches of at most `most` rows, the longest first."""
-    units = sorted(data.units(kind), key=lambda unit: -max(len(data.rows[r].ids) for r in unit))
+    units = sorted(
+        data.scoring_groups(kind), key=lambda unit: -max(len(data.rows[r].ids) for r in unit)
+    )
     batches: list[list[list[int]]] = []
     for unit in units:
         if not batches or sum(map(len, batches[-1])) + len(unit) > most:

@@ -32,7 +32,7 @@ class TaskCost:
     """FLOPs of the runs of `search`, which one seed has."""
 
     def hours(self, device: str, num_seeds: int = 1, *, search: bool = False) -> float:
-        """On one device at `SHARE_OF_PEAK`; small models need more, as they wait for the host."""
+        """Hours on a device at `SHARE_OF_PEAK`; small models need more: they wait for the host."""
         searched = search and self.search_flops > 0  # the best trial is the first seed's run
         flops = (num_seeds - searched) * self.flops + searched * self.search_flops
         return flops / (KNOWN[device].bf16_flops * SHARE_OF_PEAK) / _S_PER_HOUR
@@ -62,7 +62,7 @@ def _cost(prepared: Prepared, folder: Path) -> TaskCost:
         for split, rows in prepared.rows.items()
     }
     sums = {split: int(of.sum()) for split, of in lengths.items()}
-    seen = steps * config.train.batch / len(prepared.rows["train"].units(config.task.kind))
+    seen = steps * config.train.batch / len(prepared.rows["train"].scoring_groups(config.task.kind))
     train_tokens = round(seen * sums["train"])
     scored = sums.get("dev", 0) * (-(-steps // each_epoch) + 1) + sums.get("test", 0)
     mean_length = sum(int((of * of).sum()) for of in lengths.values()) / max(1, sum(sums.values()))

@@ -98,7 +98,7 @@ def export_hf(source: Path, out: Path) -> ExportReport:
 
 
 def _cut(task: TaskConfig) -> str:
-    """Say how the run read long texts where a tokenizer alone reads them otherwise; "" if not."""
+    """Note on how the run read long texts, if a tokenizer alone reads them otherwise; else ""."""
     read = ""
     if task.task.kind == "qa":
         read = f"the run reads long passages in windows, {task.input.stride} tokens apart"
@@ -150,7 +150,7 @@ def _probe_rows(tuned: FineTuned) -> tuple[list[list[Tensor]], str]:
         except DataError:  # the files are elsewhere by now
             break
         data = TaskRows(examples, encode(task, tuned.tokenizer, examples)[0])
-        found = data.units(spec.kind)[:_PROBE_ROWS]
+        found = data.scoring_groups(spec.kind)[:_PROBE_ROWS]
         ids = [[torch.from_numpy(data.rows[row].ids).long() for row in unit] for unit in found]
         return ids, f"rows of {file}"
     generator = torch.Generator().manual_seed(0)

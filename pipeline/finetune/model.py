@@ -43,7 +43,7 @@ class HeadSpec:
     """None: every question has an answer."""
 
     @classmethod
-    def of(cls, name: str, config: TaskConfig, labels: tuple[str, ...]) -> "HeadSpec":
+    def from_task(cls, name: str, config: TaskConfig, labels: tuple[str, ...]) -> "HeadSpec":
         """Read it from a task file."""
         kind, head = config.task.kind, config.head
         usual = "pointer" if kind in ("spans", "qa") else "softmax"
@@ -53,11 +53,11 @@ class HeadSpec:
         )  # fmt: skip
 
     @classmethod
-    def read(cls, values: Mapping[str, Any]) -> "HeadSpec":
-        """Read what `plain` wrote."""
+    def from_dict(cls, values: Mapping[str, Any]) -> "HeadSpec":
+        """Read what `to_dict` wrote."""
         return cls(**{**values, "labels": tuple(values["labels"])})
 
-    def plain(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return values for JSON."""
         return {**asdict(self), "labels": list(self.labels)}
 
@@ -139,7 +139,7 @@ class TaskHead(nn.Module):
         return losses * inputs["row_weights"] if "row_weights" in inputs else losses
 
     @torch.no_grad()
-    def decide(self, scores: Tensor, inputs: dict[str, Tensor]) -> list[Any]:
+    def decode(self, scores: Tensor, inputs: dict[str, Tensor]) -> list[Any]:
         """Return what each row says, before it is put into the terms of the file.
 
         Returns:
@@ -205,7 +205,7 @@ class TaskObjective:
     def __init__(self, spec: HeadSpec) -> None:
         self._spec = spec
 
-    def followed(self, means: Mapping[str, float]) -> float:
+    def tracked_loss(self, means: Mapping[str, float]) -> float:
         """Return the loss."""
         return first_loss(self.losses, means)
 

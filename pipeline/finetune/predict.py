@@ -51,7 +51,7 @@ class Predictor:
         self._forward, self._more = forward, more
 
     @torch.no_grad()
-    def decide(self, data: TaskRows, share: DataRank) -> tuple[dict[int, Any], float]:
+    def decode(self, data: TaskRows, share: DataRank) -> tuple[dict[int, Any], float]:
         """Return this rank's decisions by the number of a unit's first row, and its sum of losses.
 
         The sum has the units whose examples all have gold in their batch. Not collective.
@@ -62,7 +62,7 @@ class Predictor:
         total = 0.0
         most = _ROWS_OF_SPANS if spec.kind == "spans" else _ROWS
         for units in by_length(data, spec.kind, most)[share.rank :: share.world_size]:
-            watchdog.beat("evaluating")
+            watchdog.heartbeat("evaluating")
             golds = [data.examples[data.rows[unit[0]].example].gold for unit in units]
             with_gold = all(gold is not None for gold in golds)
             made = collate(spec, data, units, pad_id=self._pad_id, with_gold=with_gold)
@@ -78,7 +78,7 @@ class Predictor:
             of_tokens = scores[batch.inputs["mask"]] if spec.kind in ("tag", "qa") else scores
             if bool(of_tokens.isnan().any()):
                 raise DataError("the model's scores are NaN: it has diverged; lower train.lr")
-            found = self._head.decide(scores, batch.inputs)
+            found = self._head.decode(scores, batch.inputs)
             decided |= {unit[0]: each for unit, each in zip(units, found, strict=True)}
             total += float(losses.sum()) if losses is not None else 0.0
         return decided, total

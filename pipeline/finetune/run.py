@@ -111,7 +111,7 @@ class Prepared:
 
     name: str
     config: TaskConfig
-    """With the labels that were found."""
+    """The task's config, with the labels read from its data."""
     source: str
     trained: TrainedModel
     data: TaskData
@@ -127,7 +127,7 @@ class Prepared:
     @cached_property
     def spec(self) -> HeadSpec:
         """The head."""
-        spec = HeadSpec.of(self.name, self.config, self.data.labels)
+        spec = HeadSpec.from_task(self.name, self.config, self.data.labels)
         has_none = any(example.gold == () for example in self.data.splits.get("train", ()))
         # Where every question has an answer, none may stay without.
         return spec if has_none else replace(spec, null_threshold=None)
@@ -185,7 +185,7 @@ def finetune(
     folders = seed_folders(out, given)
     if config.search.points:
         prepared, found, trial = _searched(prepared, given[0], out)
-        _take_trial(trial, folders[0], found)
+        _adopt_best_trial(trial, folders[0], found)
     for seed, folder in zip(given, folders, strict=True):
         _finetune_seed(prepared, seed, folder, found)
     if not env.process_info_or_alone().is_first:
@@ -235,7 +235,7 @@ def _searched(
     return best, [found for _, found, _ in tried], folder
 
 
-def _take_trial(trial: Path, folder: Path, searched: list[dict[str, Any]]) -> None:
+def _adopt_best_trial(trial: Path, folder: Path, searched: list[dict[str, Any]]) -> None:
     """Make the run of the first seed out of the best trial, which is the same run."""
     process = env.process_info_or_alone()
     if (folder / TASK_FILE).is_file():
@@ -329,13 +329,13 @@ def hash_of(values: Any) -> str:
 
 
 def run_config(prepared: Prepared, seed: int, folder: Path, world_size: int) -> PretrainConfig:
-    """Say in the trainer's terms what a task file asks for.
+    """Translate a task file into the trainer's config.
 
     Raises:
         ConfigError: the batch does not split over the ranks.
     """
     task, train = prepared.config, prepared.config.train
-    num_units = len(prepared.rows["train"].units(task.task.kind))
+    num_units = len(prepared.rows["train"].scoring_groups(task.task.kind))
     epoch = math.ceil(num_units / train.batch)
     steps = train.steps or max(1, math.ceil(train.epochs * num_units / train.batch))
     model = prepared.trained.model.config
@@ -377,7 +377,7 @@ def run_config(prepared: Prepared, seed: int, folder: Path, world_size: int) -> 
 
 
 class TaskWork:
-    """As `pipeline.train.run.Workload`."""
+    """The `pipeline.train.run.Workload` of a task."""
 
     unigram_entropy = None
 
@@ -476,7 +476,7 @@ class DevScores:
             return None
         process = env.process_info_or_alone()
         share = DataRank(process.rank, process.world_size)
-        gathered = dist.gather(self._predictor.decide(dev, share))
+        gathered = dist.gather(self._predictor.decode(dev, share))
         decided = {row: each for part, _ in gathered for row, each in part.items()}
         loss = sum(total for _, total in gathered) / len(decided)
         made = predictions(prepared.spec, dev, decided)
@@ -620,7 +620,7 @@ def _finish(
     found: dict[str, list[PredictionRow]] = {}
     for split in SPLITS:
         if split in prepared.rows:
-            decided, _ = predictor.decide(prepared.rows[split], DataRank(0, 1))
+            decided, _ = predictor.decode(prepared.rows[split], DataRank(0, 1))
             found[split] = predictions(prepared.spec, prepared.rows[split], decided)
             write_predictions(predictions_file(folder, split), found[split])
     scored = score_run(prepared.config, prepared.data.labels, found)
@@ -673,7 +673,7 @@ def _write_folder(
     if out.exists():  # of an attempt that was killed before it had a result
         shutil.rmtree(out)
     with publishing(out) as new:
-        task = {"task": prepared.spec.plain(), "from": prepared.source}
+        task = {"task": prepared.spec.to_dict(), "from": prepared.source}
         if MADE_NEW in prepared.trained.facts:
             task[MADE_NEW] = prepared.trained.facts[MADE_NEW]
         tensors.write_file(head_weights(weights), new / HEAD_FILE)

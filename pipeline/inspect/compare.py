@@ -82,7 +82,7 @@ class RunScore:
     step: int
     tokens: float | None
     loss: float | None
-    """In the last log line."""
+    """Loss in the last log line."""
     best_loss: float | None
     held_out_loss: float | None
     best_held_out_loss: float | None

@@ -97,8 +97,8 @@ class RunStatus:
     tokens_per_s: float | None
     """Speed in the last log line, without evaluations and saves."""
     eta_s: float | None
-    """At the pace of the last log lines, evaluations and saves included; less where the run's time
-    budget ends earlier."""
+    """Seconds left at the pace of the last log lines, evaluations and saves included; less
+    where the run's time budget ends earlier."""
     idle_s: float | None
     checkpoint: NewestCheckpoint | None
     starts: list[StartRecord]
@@ -419,6 +419,6 @@ def progress_lines(status: RunStatus) -> Iterator[Line]:
 
 
 def begin_text(start: StartRecord) -> str:
-    """Say where a start began."""
+    """Describe where a start began."""
     step = start.resumed_from_step
     return "from step 0" if step is None else f"from step {step:,}"

@@ -202,8 +202,8 @@ class Sizes(NamedTuple):
     value: int = 2
     """Bytes of a weight or an activation: 2 for bf16, 4 for fp32."""
     mask: int = 1
-    """Of dropout's mask for each value: a bool on a GPU; PyTorch on a CPU keeps a factor in the
-    dtype of the activations."""
+    """Bytes of dropout's mask for each value: a bool on a GPU; PyTorch on a CPU keeps a factor in
+    the dtype of the activations."""
 
 
 BF16_ON_GPU = Sizes()

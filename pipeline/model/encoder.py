@@ -157,7 +157,7 @@ class Encoder(nn.Module):
     # 512 tokens, 3308 MiB without, 1444, 1104 and 1172 with groups of 1, 2 and 3; fused 1847, 794,
     # 620, 663 (`cost.activation_bytes`, which tests hold against what autograd keeps).
     def checkpoint_activations(self, group_size: int | None) -> None:
-        """From now on, training passes keep the inputs of groups of layers and not what is inside.
+        """Make training passes keep the inputs of groups of layers and not what is inside.
 
         The backward pass computes a group again, dropout included, so that gradients stay the same
         to the bit. The input of a group is x, and the scores if they are carried.
@@ -169,18 +169,18 @@ class Encoder(nn.Module):
         self._group_size = group_size
 
     def run_layers_by(self, runner: LayerRunner) -> None:
-        """From now on, passes without a trace call layers in another way, such as compiled."""
+        """Make passes without a trace call layers through `runner`, such as a compiled one."""
         self._runner = runner
 
     def fuse_attention(self) -> None:
-        """From now on, fused kernels compute attention, with carried scores or without.
+        """Compute attention by fused kernels, with carried scores or without.
 
         Not in passes that trace probabilities, nor over layouts that do not say what kernels need.
         """
         self._fuses = True
 
     def fuse_residual_norms(self) -> None:
-        """From now on, residual, alpha, dropout and the norm behind them are one fused kernel.
+        """Compute residual, alpha, dropout and the norm behind them in one fused kernel.
 
         Raises:
             ConfigError: there is no kernel for this architecture.
@@ -297,7 +297,7 @@ class EncoderModel(nn.Module):
             encoder.set_alpha(value)
 
     def fuse_loss(self) -> None:
-        """From now on, losses over the vocabulary are computed by the fused kernel."""
+        """Compute losses over the vocabulary by the fused kernel."""
         raise NotImplementedError
 
     def head(self, x_MD: Tensor) -> Tensor:
@@ -358,7 +358,7 @@ class MaskedLanguageModel(EncoderModel, MaskedHead):
         self._fuses_loss = False
 
     def fuse_loss(self) -> None:
-        """From now on, cross-entropies are computed by the fused kernel."""
+        """Compute cross-entropies by the fused kernel."""
         self._fuses_loss = True
 
     def forward(

@@ -161,7 +161,7 @@ class Crf(nn.Module):
     def __init__(self, num_tags: int) -> None:
         super().__init__()
         self.transitions = nn.Parameter(torch.zeros(num_tags, num_tags))
-        """From the tag of the row to that of the column."""
+        """Score of a transition from the row's tag to the column's."""
         self.start = nn.Parameter(torch.zeros(num_tags))
         self.end = nn.Parameter(torch.zeros(num_tags))
 

@@ -19,7 +19,7 @@ _KINDS_OF_WORDS = 4
 
 
 class MixedStream:
-    """As `pipeline.train.run.TrainingData`; a draw is a sequence of the run's plan."""
+    """The `pipeline.train.run.TrainingData` of a mix; a draw is a sequence of the run's plan."""
 
     def __init__(
         self,
@@ -63,11 +63,13 @@ class MixedStream:
             self._streams[task][1].samples(drawn)
         ]  # fmt: skip
 
-    def places(self, place: BatchSpec, share: DataRank) -> list[int]:
+    def positions_in_batch(self, place: BatchSpec, share: DataRank) -> list[int]:
         """Return which of these examples a rank computes."""
         first, found = 0, list[int]()
         for task, drawn in self._drawn(place):
-            found += [first + one for one in self._streams[task][1].places(drawn, share)]
+            found += [
+                first + one for one in self._streams[task][1].positions_in_batch(drawn, share)
+            ]
             first += drawn.size
         return found
 

@@ -44,7 +44,7 @@ class MultiTaskModel(MaskedLanguageModel):
         return self.tasks[task](self.encoder, input_ids, layout, inputs, with_losses=with_losses)
 
     def measure_output(self) -> None:
-        """From now on, add up squares of the gradient of the encoder's output."""
+        """Begin to add up squares of the gradient of the encoder's output."""
 
         def measure(gradient: Tensor) -> None:
             square = gradient.detach().double().square().sum()
@@ -93,7 +93,7 @@ class MultiTaskObjective:
 
     # A mean of shares of what each loss begins with: losses of tasks are not alike, and the mix
     # changes from step to step.
-    def followed(self, means: Mapping[str, float]) -> float:
+    def tracked_loss(self, means: Mapping[str, float]) -> float:
         """Return the mean of the losses, each as a share of what it begins with, if that is known.
 
         Losses of tasks are not alike, and a step has other tasks than the next one; the shares are.

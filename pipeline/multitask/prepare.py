@@ -16,8 +16,8 @@ from pipeline.finetune.batches import labelled
 from pipeline.finetune.model import CHOOSES, NAMES
 from pipeline.finetune.run import Prepared, prepare_rows
 from pipeline.multitask import balance
+from pipeline.multitask.balancer import LossBaseline
 from pipeline.multitask.config import TaskMix
-from pipeline.multitask.weigh import LossBaseline
 from pipeline.tasks.readers import Example, TaskData, read_task
 from pipeline.tasks.task import load_task
 from pipeline.use.folder import TrainedModel

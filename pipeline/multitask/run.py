@@ -36,6 +36,7 @@ from pipeline.finetune.run import (
 )
 from pipeline.model.architecture import TASK_HEADS, tokenizer_path
 from pipeline.model.encoder import EncoderModel
+from pipeline.multitask.balancer import Balancer, LossBaseline, StepWeighing
 from pipeline.multitask.config import (
     MIX_FILE,
     MLM,
@@ -49,7 +50,6 @@ from pipeline.multitask.data import Corruption, MixedStream
 from pipeline.multitask.draws import Draws, shares
 from pipeline.multitask.model import MultiTaskModel, MultiTaskObjective
 from pipeline.multitask.prepare import known_losses, prepare_mix, read_mix
-from pipeline.multitask.weigh import Balancer, LossBaseline, StepWeighing
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime import dist, env
 from pipeline.runtime.files import write_atomic, write_json_atomic
@@ -122,7 +122,7 @@ def _require_tokenizer(index: DatasetIndex, source: Path, name: str) -> None:
 
 
 def run_config(mix: TaskMix, trained: TrainedModel) -> PretrainConfig:
-    """Say in the trainer's terms what a mix asks for; a sequence of its batches is a draw."""
+    """Translate a mix into the trainer's config; a sequence of its batches is a draw."""
     config = mix.config
     lengths = [task.input.max_length for task in mix.tasks.values()]
     data = config.data or DataConfig(dir=config.run_dir)
@@ -143,7 +143,7 @@ def run_config(mix: TaskMix, trained: TrainedModel) -> PretrainConfig:
 
 
 class MultiTaskWork:
-    """As `pipeline.train.run.Workload`."""
+    """The `pipeline.train.run.Workload` of multi-task training."""
 
     unigram_entropy = None
 
@@ -211,7 +211,7 @@ class MultiTaskWork:
         if name == MLM:
             return f"sequence {unit}"
         rows = self._prepared[name].rows["train"]
-        first = rows.units(self._prepared[name].config.task.kind)[unit][0]
+        first = rows.scoring_groups(self._prepared[name].config.task.kind)[unit][0]
         return rows.examples[rows.rows[first].example].where
 
     def piece(self, token: int) -> str:

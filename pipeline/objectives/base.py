@@ -42,7 +42,7 @@ class Objective(Protocol):
         weight are added up over the whole global batch first.
         """
 
-    def followed(self, means: Mapping[str, float]) -> float:
+    def tracked_loss(self, means: Mapping[str, float]) -> float:
         """Return the loss that is logged and watched for spikes; NaN if nothing was predicted.
 
         `means` are the quotients of those sums whose weight is not 0.

@@ -38,7 +38,7 @@ class MaskedLanguageModeling:
         """Make inputs that are the same for every run."""
         return inputs.eval_inputs(config, index)
 
-    def followed(self, means: Mapping[str, float]) -> float:
+    def tracked_loss(self, means: Mapping[str, float]) -> float:
         """Return the loss of masked tokens, which objectives have in common."""
         return first_loss(self.losses, means)
 

@@ -41,7 +41,7 @@ class PairModel(MaskedLanguageModel):
         *,
         pair_first: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
-        """As `MaskedLanguageModel`; with pairs also their logits.
+        """Run `MaskedLanguageModel.forward`; with pairs return their logits too.
 
         Args:
             input_ids: as in `Encoder.forward`.

@@ -124,7 +124,7 @@ class ReplacedTokenModel(EncoderModel):
         return self.encoder, self.objective.generator.encoder
 
     def fuse_loss(self) -> None:
-        """From now on, the generator's cross-entropies are computed by the fused kernel."""
+        """Compute the generator's cross-entropies by the fused kernel."""
         self._fuses_loss = True
 
     def forward(

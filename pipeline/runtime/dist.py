@@ -101,13 +101,13 @@ def wait_for(ranks: Collection[int], what: str) -> None:
 
     For what may take longer than `train.collective_timeout_s`: a collective would end by it, even
     though the other ranks work. This asks the store of the process group, which has no timeout, and
-    counts for this rank's watchdog as long as any rank calls `get_on`. All ranks call it together
-    or not at all.
+    counts for this rank's watchdog as long as any rank calls `heartbeat_all`. All ranks call it
+    together or not at all.
 
     Raises:
         DistError: rank 0, which keeps the store, is gone.
     """
-    watchdog.beat(f"waiting for other ranks: {what}")
+    watchdog.heartbeat(f"waiting for other ranks: {what}")
     store = dist.distributed_c10d._get_default_store()
     key = f"postnorm/wait-{next(_waits)}"
     here = dist.get_rank() in ranks
@@ -118,20 +118,20 @@ def wait_for(ranks: Collection[int], what: str) -> None:
         arrived = store.add(key, 0)
         seen = store.add(_PROGRESS, 0)
         if seen != progress:
-            watchdog.beat(f"waiting for other ranks: {what}")
+            watchdog.heartbeat(f"waiting for other ranks: {what}")
         progress = seen
 
 
-def get_on(phase: str) -> None:
+def heartbeat_all(phase: str) -> None:
     """Beat for this rank's watchdog, and for those of the ranks that `wait_for` it."""
     global _reported_s
-    watchdog.beat(phase)
+    watchdog.heartbeat(phase)
     if time.monotonic() - _reported_s > _REPORT_EVERY_S:
         _reported_s = time.monotonic()
         dist.distributed_c10d._get_default_store().add(_PROGRESS, 1)
 
 
-def mark(name: str) -> None:
+def set_flag(name: str) -> None:
     """Leave a mark that all ranks can see from now on. Not collective."""
     dist.distributed_c10d._get_default_store().add(f"postnorm/mark-{name}", 1)
 
@@ -162,23 +162,23 @@ def from_first(value: T) -> T:
 def on_first(function: Callable[[], T], what: str) -> T:
     """Run on rank 0 only and give every rank the result, or raise its PostnormError on all.
 
-    The function may take long if it calls `get_on`; `what` names it for the watchdog.
+    The function may take long if it calls `heartbeat_all`; `what` names it for the watchdog.
     """
     result: T | None = None
-    with together([0], what):
+    with raise_on_all_ranks([0], what):
         if dist.get_rank() == 0:
             result = function()
     return from_first(result)  # type: ignore[return-value]
 
 
 @contextmanager
-def together(slow: Collection[int] = (), what: str = "") -> Iterator[None]:
+def raise_on_all_ranks(slow: Collection[int] = (), what: str = "") -> Iterator[None]:
     """Raise the first rank's PostnormError on all ranks at the end of a block. Collective.
 
     The only way in which ranks agree on an error. Otherwise those that have none would wait for the
     one that left, in their next collective, until it times out.
 
-    Ranks in `slow` may take longer than `train.collective_timeout_s`; they call `get_on`.
+    Ranks in `slow` may take longer than `train.collective_timeout_s`; they call `heartbeat_all`.
     """
     error: PostnormError | None = None
     try:

@@ -1,4 +1,4 @@
-"""The only reader (and writer) of environment variables."""
+"""The only reader (and writer) of environment variables, and what the processor can do."""
 
 import os
 import socket
@@ -179,3 +179,12 @@ def module_command(name: str) -> list[str]:
 def set_default(name: str, value: str) -> None:
     """Set a variable for libraries that read it, unless the user already has."""
     os.environ.setdefault(name, value)
+
+
+def multiplies_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the processor multiplies bf16 itself; others take 5 to 40 times as long as in fp32.
+
+    True where the system does not tell.
+    """
+    words = cpuinfo.read_text().split() if cpuinfo.exists() else []
+    return not words or not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(words)

@@ -1,4 +1,4 @@
-"""Tells the user's own command of changes of a run's state, such as one that posts to a chat.
+"""Runs the user's own command, such as one that posts to a chat, when a run's state changes.
 
 The command gets one JSON object on its standard input:
 

@@ -146,7 +146,7 @@ class AgreedStop:
         from pipeline.runtime import dist
 
         if self._signals.requested and not self._told:
-            dist.mark(_MARK)
+            dist.set_flag(_MARK)
             self._told = True
         now_s = time.monotonic()
         if now_s - self._looked_s >= _LOOK_EVERY_S:

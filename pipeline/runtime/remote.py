@@ -53,7 +53,7 @@ def is_address(text: str) -> bool:
     return bool(_ADDRESS.match(text))
 
 
-def look(address: str) -> RemoteFile:
+def stat(address: str) -> RemoteFile:
     """Ask for a file's size and version.
 
     Raises:
@@ -62,7 +62,7 @@ def look(address: str) -> RemoteFile:
         ConfigError: no package for such addresses is installed.
     """
     store, path = _store(address)
-    return _described(address, _tried(lambda: store.info(path), address))
+    return _described(address, _with_retries(lambda: store.info(path), address))
 
 
 def list_files(address: str) -> list[tuple[RemoteFile, str]]:
@@ -73,17 +73,17 @@ def list_files(address: str) -> list[tuple[RemoteFile, str]]:
         sorted; none if there is none.
 
     Raises:
-        As `look`.
+        As `stat`.
     """
     store, path = _store(address)
     if glob.has_magic(path):
         parts = PurePosixPath(path).parts
         fixed = next(number for number, part in enumerate(parts) if glob.has_magic(part))
         root = str(PurePosixPath(*parts[:fixed]))
-        found = _tried(lambda: store.glob(path, detail=True), address)
+        found = _with_retries(lambda: store.glob(path, detail=True), address)
     else:
         root = path.rstrip("/")
-        found = _tried(lambda: store.find(path, detail=True), address)
+        found = _with_retries(lambda: store.find(path, detail=True), address)
     kind = address[: address.index("://")]
     files = []
     for name, info in sorted(found.items()):
@@ -99,16 +99,16 @@ def open_file(address: str) -> IO[bytes]:
     """Open a file to read it; it can be sought.
 
     Raises:
-        As `look`; reading raises them, too.
+        As `stat`; reading raises them, too.
     """
-    return io.BufferedReader(_Ranges(look(address)), _RANGE_BYTES)
+    return io.BufferedReader(_Ranges(stat(address)), _RANGE_BYTES)
 
 
 def read_range(address: str, start: int, end: int) -> bytes:
     """Read bytes of a file from `start` up to `end`, which it must have.
 
     Raises:
-        As `look`.
+        As `stat`.
     """
 
     def read() -> bytes:
@@ -118,14 +118,14 @@ def read_range(address: str, start: int, end: int) -> bytes:
             raise ConnectionError(f"{len(data)} bytes came of {end - start} from {start} on")
         return data
 
-    return _tried(read, address) if end > start else b""
+    return _with_retries(read, address) if end > start else b""
 
 
 def download(address: str, path: Path) -> None:
     """Copy a file to this machine; `path` is then complete, or as it was.
 
     Raises:
-        OSError: it cannot be written here; else as `look`.
+        OSError: it cannot be written here; else as `stat`.
     """
     temporary = temporary_beside(path)
     try:
@@ -141,7 +141,7 @@ def upload(path: Path, address: str) -> None:
     """Send a file, which others see when it is complete.
 
     Raises:
-        As `look`.
+        As `stat`.
     """
 
     def send() -> None:
@@ -154,7 +154,7 @@ def upload(path: Path, address: str) -> None:
         store.put_file(str(path), f"{target}.part")
         os.replace(f"{target}.part", target)
 
-    _tried(send, address, "written")
+    _with_retries(send, address, "written")
 
 
 class _Ranges(io.RawIOBase):
@@ -217,7 +217,7 @@ def _described(address: str, info: dict[str, Any]) -> RemoteFile:
     )
 
 
-def _tried(ask: Callable[[], T], address: str, done: str = "read") -> T:
+def _with_retries(ask: Callable[[], T], address: str, done: str = "read") -> T:
     for wait in (*_WAITS_S, None):
         try:
             return ask()

@@ -1,7 +1,7 @@
 """Ends this process, with its stacks on record, when it has not got on for too long.
 
-Whoever works calls `beat` with what it is about to do. A thread looks at the last beat; where it is
-too old, it writes the stacks of all threads to `RUN/hangs/`, says so in the log and ends the
+Whoever works calls `heartbeat` with what it is about to do. A thread looks at the last one; where
+it is too old, it writes the stacks of all threads to `RUN/hangs/`, says so in the log and ends the
 process with exit code 1. It runs while the main thread waits in a collective, in a file system that
 does not answer, or in any other C code that has released the interpreter's lock. Where C code keeps
 that lock, no Python thread runs: then faulthandler's timer, a thread without Python that ours winds
@@ -47,8 +47,8 @@ class _Beat:
 _last = _Beat("starting", None, time.monotonic(), 0)
 
 
-def beat(phase: str, step: int | None = None) -> None:
-    """Say that this process gets on; costs an assignment.
+def heartbeat(phase: str, step: int | None = None) -> None:
+    """Record that this process makes progress; costs an assignment.
 
     Without a `step` it is that of the last beat.
     """
@@ -66,7 +66,7 @@ def watching(run_dir: Path, process: Callable[[], ProcessInfo], timeout_s: float
     once a step is done.
     """
     ended = threading.Event()
-    beat("starting")
+    heartbeat("starting")
     with RunFolder(run_dir).log(process().rank).open("ab") as rank_log:
         thread = threading.Thread(
             target=_watch,

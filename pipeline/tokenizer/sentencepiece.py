@@ -74,7 +74,7 @@ class Definition:
     scores: tuple[float, ...]
     """Log-probability of each token id (unigram), or minus the rank of its merge (bpe)."""
     in_text: tuple[bool, ...]
-    """By token id: whether text can contain the piece; False for specials and bytes."""
+    """Whether text can contain the piece, by token id; False for specials and bytes."""
     charsmap: bytes
     """Normalisation rules: a uint32 length, a darts-clone trie of that many bytes, and the
     replacements that the trie's values point to (normalizer.cc in google/sentencepiece)."""
@@ -271,7 +271,7 @@ class Tokenizer:
 
     @cached_property
     def _surface_tables(self) -> tuple[list[bytes], npt.NDArray[np.int64]]:
-        """By token id: its bytes of text, and the number of characters that start in it."""
+        """Bytes of text of each token id, and the number of characters that start in it."""
         pieces = [
             bytes([int(self._processor.IdToPiece(token)[3:5], 16)])
             if self._processor.IsByte(token)

@@ -42,7 +42,7 @@ class BatchLog:
         """Bytes of the file that this attempt has written or found equal."""
         self._earlier: deque[bytes] = deque()
         """Complete lines of earlier attempts after these bytes."""
-        with dist.together():
+        with dist.raise_on_all_ranks():
             try:
                 if is_first:
                     self._open(cursor)
@@ -77,7 +77,7 @@ class BatchLog:
             record._replace(hash=total) for record, total in zip(self._pending, hashes, strict=True)
         ]
         self._pending = []
-        with dist.together():
+        with dist.raise_on_all_ranks():
             try:
                 if self._is_first:
                     self._write(records)

@@ -43,7 +43,7 @@ from pipeline.train.loop import Attempt, train
 from pipeline.train.replicas import Replicas
 from pipeline.train.requests import Requests
 from pipeline.train.run import RunContext, Workload
-from pipeline.train.watch import RunLogger
+from pipeline.train.run_logger import RunLogger
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +191,12 @@ def _run(
         device.type,
         data.description,
     )
-    watchdog.beat("making the engine")
+    if device.type == "cpu" and config.train.precision == "bf16" and not env.multiplies_bf16():
+        logger.warning(
+            "this processor does not multiply bf16, which takes 5 to 40 times as long as fp32: set "
+            "train.precision=fp32"
+        )
+    watchdog.heartbeat("making the engine")
     engine = Engine(model, config.train, process, device, work.lr_scale)
     run = RunContext(
         config=config,
@@ -219,7 +224,7 @@ def _run(
 def _attempt(run: RunContext, resumed_from: Path | None, *, rewound: bool) -> int | None:
     """Train from a checkpoint or from step 0; see `train` for what it returns and raises."""
     config, process = run.config, run.process
-    watchdog.beat("loading the state")
+    watchdog.heartbeat("loading the state")
     state = run.store.load(run.engine, resumed_from) if resumed_from else TrainState()
     logger.info("%s", f"resumed from {resumed_from}" if resumed_from else "from step 0")
     if resumed_from is None and process.is_first:

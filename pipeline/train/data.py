@@ -24,9 +24,9 @@ def open_data(
         lambda: sequences_at(index, config.batches.seq_lens, config.run_dir, config.objective),
         "counting sequences",
     )
-    watchdog.beat("opening the data")
+    watchdog.heartbeat("opening the data")
     train, held_out = config.train_data, config.eval_data
-    with dist.together():
+    with dist.raise_on_all_ranks():
         loaders = (
             TrainLoader(index, train, objective.train_inputs(train, index), share, counts),
             EvalLoader(index, held_out, objective.eval_inputs(held_out, index), share, counts),
@@ -43,11 +43,11 @@ def _where_shards_are_read(
 ) -> DatasetIndex:
     """Copy the shards to this node if the config asks for it. Collective."""
     staging = config.data.stage_dir is not None and index.store is None
-    with dist.together(range(share.world_size if staging else 0), "staging shards"):
+    with dist.raise_on_all_ranks(range(share.world_size if staging else 0), "staging shards"):
         if share.rank == 0:
             refuse_unlisted(index)
         if staging:
             assert config.data.stage_dir is not None
             folder = env.expand(config.data.stage_dir, "data.stage_dir")
-            index = stage(index, folder, lambda: dist.get_on("staging shards"))
+            index = stage(index, folder, lambda: dist.heartbeat_all("staging shards"))
     return index

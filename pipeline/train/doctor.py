@@ -1,4 +1,4 @@
-"""Tells a run that has learned how frequent tokens are and nothing more, and what to change.
+"""Detects a run that has learned token frequencies and nothing more, and what to change.
 
 A plateau is told once, at the first log line where all of this holds for a window of steps behind
 both warm-ups (learning rate and alpha) that this attempt has seen. The window is the last half of

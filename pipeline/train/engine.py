@@ -37,8 +37,8 @@ from pipeline.train.optimizer import (
     share_of_rank,
     squared_norm,
 )
-from pipeline.train.replicated import Replicated
 from pipeline.train.timing import UPDATE, LocalComputeTimer, mark
+from pipeline.train.zero0_engine import Replicated
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,9 @@ def init_process_group(
         process: this rank.
         timeout_s: also of the wait for all ranks to start.
     """
-    watchdog.beat("importing DeepSpeed")
+    watchdog.heartbeat("importing DeepSpeed")
     deepspeed = _import_deepspeed()
-    watchdog.beat("waiting for all ranks to start")
+    watchdog.heartbeat("waiting for all ranks to start")
     _give_groups_a_timeout(timedelta(seconds=timeout_s))
     device = dist.own_device(process)
     deepspeed.init_distributed(
@@ -130,7 +130,7 @@ def close_process_group(*, together: bool = True) -> None:
     """Leave the group of `init_process_group`, as `dist.close_group` leaves that of `open_group`.
 
     torch's own way leaves DeepSpeed its old groups, on which the next run of the process fails.
-    Not `together` where the run failed: no other rank may be there to wait for.
+    Not `raise_on_all_ranks` where the run failed: no other rank may be there to wait for.
     """
     if together:
         dist.barrier()
@@ -235,10 +235,10 @@ class Engine:
             group["lr"] = lr * group.get("lr_scale", 1.0)
         self._engine.train()
         names = list(objective.losses)
-        watchdog.beat("first collective of the step")
+        watchdog.heartbeat("first collective of the step")
         scales, summed = self._scales(batches, objective, notes)
         noted = _Fetched(summed[len(names) :])
-        watchdog.beat("forward and backward")
+        watchdog.heartbeat("forward and backward")
         stage = self._engine.zero_optimization_stage()
         if stage == 3 and weighing is not None:
             # It overwrites what has a gradient; a task that is not drawn keeps its last one.
@@ -255,7 +255,7 @@ class Engine:
             of_losses = _Fetched(
                 torch.cat([dist.sum_over_ranks(totals), summed[: len(names)].to(totals.dtype)])
             )
-        watchdog.beat("gradient collectives and update")
+        watchdog.heartbeat("gradient collectives and update")
         mark(UPDATE)
         self._engine.step()
         # DeepSpeed has compared the norm with infinity on the host by now: no further sync.
@@ -295,7 +295,7 @@ class Engine:
         named = dict(module.named_parameters())
         finite = torch.ones(len(named), dtype=torch.bool, device=self.device)
         for batch in batches:
-            watchdog.beat("computing gradients again")
+            watchdog.heartbeat("computing gradients again")
             sums = objective(module, batch.to(self.device))
             loss = torch.stack([sums[name].total * scale for name, scale in scales.items()]).sum()
             # Without hooks of the engine, which would add them to the next step's.

@@ -60,11 +60,11 @@ def evaluate(
     model: nn.Module, device: torch.device, objective: Objective, loader: EvalLoader
 ) -> EvalResult:
     """Evaluate a model at the alpha that it has, without dropout. Collective."""
-    sums = own_sums(model, device, objective, loader.batches(), len(loader.sources))
-    return combine(sums, objective, loader.sources)
+    sums = local_sums(model, device, objective, loader.batches(), len(loader.sources))
+    return reduce_sums(sums, objective, loader.sources)
 
 
-def own_sums(
+def local_sums(
     model: nn.Module,
     device: torch.device,
     objective: Objective,
@@ -80,7 +80,7 @@ def own_sums(
     model.eval()
     with torch.no_grad():
         for source, batch in batches:
-            watchdog.beat("evaluating")
+            watchdog.heartbeat("evaluating")
             for name, part in objective(model, batch.to(device)).items():
                 if name not in sums:
                     sums[name] = torch.zeros(num_sources, 2, dtype=torch.float64, device=device)
@@ -88,8 +88,10 @@ def own_sums(
     return sums
 
 
-def combine(sums: dict[str, Tensor], objective: Objective, sources: Sequence[str]) -> EvalResult:
-    """Add up the `own_sums` of all ranks. Collective.
+def reduce_sums(
+    sums: dict[str, Tensor], objective: Objective, sources: Sequence[str]
+) -> EvalResult:
+    """Add up the `local_sums` of all ranks. Collective.
 
     Raises:
         DataError: nothing was to be predicted.
@@ -122,6 +124,8 @@ def combine(sums: dict[str, Tensor], objective: Objective, sources: Sequence[str
 
 def _score(sums: dict[str, tuple[float, float]], objective: Objective) -> EvalScore:
     means = {name: total / weight if weight else math.nan for name, (total, weight) in sums.items()}
-    loss = objective.followed({name: means[name] for name, (_, weight) in sums.items() if weight})
+    loss = objective.tracked_loss(
+        {name: means[name] for name, (_, weight) in sums.items() if weight}
+    )
     weight = sums[next(iter(objective.losses))][1]
     return EvalScore({**means, "loss": loss}, {f"num_{objective.targets}": int(weight)})

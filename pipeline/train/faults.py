@@ -48,7 +48,7 @@ from pipeline.train.batch_log import BatchLog
 from pipeline.train.engine import StepResult
 from pipeline.train.metrics import LogInterval
 from pipeline.train.run import TrainingData
-from pipeline.train.watch import RunLogger
+from pipeline.train.run_logger import RunLogger
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class FaultHandler:
         own = all(math.isfinite(float(each.total)) for each in result.sums.values())
         is_finite = dist.gather(own)
         ranks = {
-            str(rank): self._data.places(place, DataRank(rank, len(is_finite)))
+            str(rank): self._data.positions_in_batch(place, DataRank(rank, len(is_finite)))
             for rank, finite in enumerate(is_finite)
             if not finite
         }
@@ -225,7 +225,7 @@ class FaultHandler:
         except UnsoundStateError as other:
             logger.warning("%s", other)
 
-    def must_go_back(self, state: TrainState, interval: LogInterval, *, decide: bool) -> bool:
+    def detect_spike(self, state: TrainState, interval: LogInterval, *, decide: bool) -> bool:
         """Follow the losses and return whether the run must rewind because of a spike. Collective.
 
         `decide` says whether spikes are looked for at this step.
@@ -320,7 +320,7 @@ class FaultHandler:
                 manifest = read_manifest(path)
                 if manifest.cursor > cursor:
                     continue
-                verify(path, lambda _: dist.get_on("verifying checkpoints"))
+                verify(path, lambda _: dist.heartbeat_all("verifying checkpoints"))
                 require_usable(path)
             except CheckpointError as error:
                 logger.warning("checkpoint rejected: %s", error)

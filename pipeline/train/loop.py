@@ -20,8 +20,8 @@ from pipeline.train.metrics import LogInterval, Meter
 from pipeline.train.replicas import Replicas
 from pipeline.train.requests import Wanted
 from pipeline.train.run import RunContext
+from pipeline.train.run_logger import RunLogger, StepNumbers
 from pipeline.train.timing import Clock
-from pipeline.train.watch import RunLogger, StepNumbers
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def _train(attempt: Attempt, state: TrainState) -> int | None:
         # A checkpoint holds the losses of all steps before it.
         log = regular or save or next_step == config.num_steps
         meter.begin_step()
-        watchdog.beat("waiting for data", next_step)
+        watchdog.heartbeat("waiting for data", next_step)
         batches = next(steps)
         meter.have_data(measure_layers=log)
 
@@ -100,7 +100,7 @@ def _train(attempt: Attempt, state: TrainState) -> int | None:
         if log or wanted.saves:
             numbers = StepNumbers(alpha, lr, result.grad_norm, more)
             interval = _close_interval(attempt, state, place, numbers, meter, clock)
-            if attempt.rescue.must_go_back(state, interval, decide=regular):
+            if attempt.rescue.detect_spike(state, interval, decide=regular):
                 return None
             last = schedule.is_over(state.step, config, state.elapsed_s)
         saves = save or last or wanted.saves
@@ -170,7 +170,7 @@ def _leave_out(
     attempt: Attempt, state: TrainState, place: BatchSpec, batches: list[MicroBatch]
 ) -> None:
     """Pass over a batch: it is read and logged, so that its hash tells which one it was."""
-    watchdog.beat("leaving out a batch")
+    watchdog.heartbeat("leaving out a batch")
     logger.info("batch %d is left out", place.number)
     state.leave_out(place.size)
     _log_batch(attempt, place, batches, None)
@@ -200,7 +200,7 @@ def _close_interval(
     clock: Clock,
 ) -> LogInterval:
     """Log the interval since the last line, and publish saves that are written."""
-    watchdog.beat("logging")
+    watchdog.heartbeat("logging")
     attempt.batch_log.flush()
     interval = meter.close_interval(
         numbers.grad_norm, clock_s=clock.read_s() if attempt.run.process.is_first else 0.0
@@ -213,12 +213,12 @@ def _close_interval(
 
 
 def _save(attempt: Attempt, state: TrainState) -> None:
-    watchdog.beat("saving")
+    watchdog.heartbeat("saving")
     attempt.batch_log.flush()  # it must reach to the checkpoint's cursor
     attempt.run.saver.save(attempt.run.engine, state)
 
 
 def _finish_saves(attempt: Attempt, *, stopping: bool) -> None:
-    watchdog.beat("waiting for saves")
+    watchdog.heartbeat("waiting for saves")
     attempt.run.saver.finish(stopping=stopping)
     attempt.watch.saves(attempt.run.saver.take_numbers())

@@ -83,7 +83,7 @@ class Meter:
         self._step_s: list[float] = []
 
     def begin_step(self) -> None:
-        """To be called before data is asked for."""
+        """Start the clock of a step; call it before data is asked for."""
         self._began_s = time.perf_counter()
 
     def have_data(self, *, measure_layers: bool) -> None:
@@ -186,7 +186,7 @@ class Meter:
 
     def _minimised(self, sums: dict[str, tuple[float, float]]) -> float:
         """Return what a step minimises, from sums over all ranks."""
-        return self._objective.followed({n: total / w for n, (total, w) in sums.items() if w})
+        return self._objective.tracked_loss({n: total / w for n, (total, w) in sums.items() if w})
 
 
 def _mean(total: float, weight: float) -> float:

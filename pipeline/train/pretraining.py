@@ -18,6 +18,7 @@ from pipeline.objectives.choose import make_objective
 from pipeline.runtime.rank import Rank
 from pipeline.sinks.base import find_sinks
 from pipeline.tasks.task import probe_tasks
+from pipeline.train.attention_stats import Observer, examples_text
 from pipeline.train.build import train_run
 from pipeline.train.data import open_data
 from pipeline.train.deepspeed import deepspeed_config
@@ -25,10 +26,9 @@ from pipeline.train.engine import Engine
 from pipeline.train.evaluate import evaluate
 from pipeline.train.figures import heat_map
 from pipeline.train.initial import InitialWeights, start_from
-from pipeline.train.observe import Observer, examples_text
 from pipeline.train.probes import Probes
 from pipeline.train.run import HeldOutResult
-from pipeline.train.watch import means_text
+from pipeline.train.run_logger import means_text
 
 
 def pretrain(
@@ -72,7 +72,7 @@ def with_vocabulary(config: PretrainConfig, index: DatasetIndex) -> PretrainConf
 
 
 class Pretraining:
-    """As `pipeline.train.run.Workload`."""
+    """The `pipeline.train.run.Workload` of pre-training."""
 
     def __init__(
         self,

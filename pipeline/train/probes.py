@@ -160,7 +160,7 @@ class Probes:
     @torch.no_grad()
     def _vectors(self, each: _Pass) -> Tensor:
         """(R, D) fp32 means over the tokens of rows, [CLS] and [SEP] included."""
-        watchdog.beat("probing")
+        watchdog.heartbeat("probing")
         ends = each.ends.to(self._device)
         layout = packed(ends, each.longest, len(each.ids_T))
         # Passes with a trace are not compiled: lengths vary, and each could be a new graph.
@@ -222,7 +222,7 @@ def _cut(task: TaskConfig, length: int) -> TaskConfig:
 
 def _read(name: str, task: TaskConfig, tokenizer: DatasetTokenizer) -> Rows:
     """Read and tokenise the same sample of train and dev whenever the run starts."""
-    dist.get_on(f"reading the rows of probe {name}")
+    dist.heartbeat_all(f"reading the rows of probe {name}")
     data = read_task(task, ("train", "dev"))
     train, dev = (
         limited(list(data.splits[split]), most)
@@ -233,7 +233,7 @@ def _read(name: str, task: TaskConfig, tokenizer: DatasetTokenizer) -> Rows:
             f"monitor.probes: {name} has {len(train)} rows of train and {len(dev)} of dev to use; "
             "expected rows in both, of two classes or more in train"
         )
-    dist.get_on(f"tokenising the rows of probe {name}")
+    dist.heartbeat_all(f"tokenising the rows of probe {name}")
     rows, _ = encode(task, tokenizer, [*train, *dev])
     golds = [row.gold for row in dev]
     baseline = majority(task.task.kind, golds, labels=data.labels)["accuracy"]

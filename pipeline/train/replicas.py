@@ -46,7 +46,7 @@ class Replicas:
         copies = self._engine.replicas()
         if not copies:
             return
-        watchdog.beat("comparing replicas")
+        watchdog.heartbeat("comparing replicas")
         if len(set(dist.gather(_digests(_storages(tensor for _, tensor in copies))))) == 1:
             return
         of_ranks = dist.gather(_digests(_aligned(tensor) for _, tensor in copies))
@@ -63,7 +63,7 @@ class Replicas:
 def differences(
     names: Sequence[str], of_ranks: Sequence[tuple[int, ...]], hosts: Sequence[str]
 ) -> list[str]:
-    """Say which ranks hold which tensors with other bits than most ranks.
+    """Name the ranks and tensors whose bits differ from those of most ranks.
 
     Args:
         names: of the tensors.

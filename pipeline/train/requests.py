@@ -63,7 +63,7 @@ class Requests:
         Raises:
             StoppedError: there is a STOP file.
         """
-        with dist.together():
+        with dist.raise_on_all_ranks():
             if self._is_first and self._stop_file.exists():
                 raise StoppedError(
                     f"{self._stop_file} exists, so the run does not train; expected no such file: "

@@ -37,7 +37,7 @@ class TrainingData(Protocol):
     def samples(self, place: BatchSpec) -> list[list[int]]:
         """Return [epoch, sample] of each sequence of a batch, over all ranks."""
 
-    def places(self, place: BatchSpec, share: DataRank) -> list[int]:
+    def positions_in_batch(self, place: BatchSpec, share: DataRank) -> list[int]:
         """Return which samples of a batch a rank computes, counted from its first."""
 
     def epochs(self, cursor: int) -> dict[str, float]:
@@ -55,12 +55,12 @@ class HeldOutResult:
     loss: float
     """What `checkpoint.keep_best` compares, the lower the better."""
     text: str
-    """For the console."""
+    """Line for the console."""
     values: Mapping[str, float]
     images: Mapping[str, npt.NDArray[np.uint8]] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
     probes: Mapping[str, float] = field(default_factory=dict)
-    """As `pipeline.train.probes.Probes` returns; a record of its own."""
+    """Values that `pipeline.train.probes.Probes` returns, written as their own record."""
 
 
 class HeldOutEvaluator(Protocol):

@@ -101,6 +101,6 @@ BEGIN, END, DATA, FORWARD, HEAD, BODY, UPDATE = (
 
 
 def mark(phase: str) -> None:
-    """From now on the host is in another phase; costs microseconds where nothing is profiled."""
+    """Begin another phase of the host; costs microseconds where nothing is profiled."""
     with record_function(PREFIX + phase):
         pass

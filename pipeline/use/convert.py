@@ -55,7 +55,7 @@ class ConvertReport:
     made_new: list[str]
     """Names of our parameters that the checkpoint lacks: those of the MLM head, or none."""
     keys: dict[str, list[str]]
-    """As `foreign_config.Translated.keys`."""
+    """Config keys by how they were translated, as in `foreign_config.Translated.keys`."""
     assumed: list[str]
     """What neither config nor overrides say, `field=value: reason`."""
     no_tokenizer: str

@@ -45,7 +45,7 @@ class TextLines:
         self._skip_bad = skip_bad
         self._bad_rows: list[int] = []
         self.digest = hashlib.sha256()
-        """Of the lines so far."""
+        """SHA-256 of the lines so far."""
         self.num_lines = self.num_rows = self.num_bad = 0
 
     def pass_over(self, num_lines: int, num_rows: int, num_bad: int) -> None:

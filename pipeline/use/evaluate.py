@@ -31,7 +31,7 @@ from pipeline.runtime import dist
 from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.rank import AgreedStop
 from pipeline.runtime.summary import duration
-from pipeline.train.evaluate import EvalResult, combine, own_sums
+from pipeline.train.evaluate import EvalResult, local_sums, reduce_sums
 from pipeline.train.initial import tokenizer_differences
 from pipeline.use.folder import load_model, load_objective
 
@@ -83,7 +83,7 @@ class Evaluator:
             lambda: sequences_at(self.index, [seq_len], run, config.objective),
             "counting sequences",
         )
-        with dist.together():
+        with dist.raise_on_all_ranks():
             share = DataRank(process.rank, process.world_size)
             inputs = self._objective.eval_inputs(config, self.index)
             self._loader = EvalLoader(self.index, config, inputs, share, counts)
@@ -125,7 +125,7 @@ class Evaluator:
             return
         for path in _good_checkpoints(source, step, every, passed_over):
             self._stop.check()
-            with dist.together():
+            with dist.raise_on_all_ranks():
                 try:
                     model, manifest = load_objective(path, self._objective)
                 except (CheckpointError, OSError) as error:
@@ -164,9 +164,9 @@ class Evaluator:
         batches = self._stop.until(
             _with_progress(loader.batches(), loader.num_batches, loader.num_sequences)
         )
-        sums = own_sums(model, self._device, objective, batches, len(loader.sources))
+        sums = local_sums(model, self._device, objective, batches, len(loader.sources))
         self._stop.check()
-        return combine(sums, objective, loader.sources)
+        return reduce_sums(sums, objective, loader.sources)
 
 
 def _with_progress(items: Iterable[T], num_items: int, num_sequences: int) -> Iterator[T]:
@@ -219,7 +219,7 @@ def _good_checkpoints(
 
 def _problem(path: Path, *, tell: bool) -> str | None:
     try:
-        verify(path, lambda _: dist.get_on("verifying checkpoints"))
+        verify(path, lambda _: dist.heartbeat_all("verifying checkpoints"))
     except CheckpointError as error:
         if tell:
             logger.warning("checkpoint rejected: %s", error)

@@ -75,7 +75,7 @@ class Card:
     """A model card's own part."""
 
     metadata: str
-    """For model hubs."""
+    """Metadata for model hubs."""
     text: str
     rows: dict[str, Any]
     """Rows of the table, below the number of parameters."""

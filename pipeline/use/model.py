@@ -45,7 +45,7 @@ class Candidate(NamedTuple):
     """A token that may fill a mask."""
 
     token: str
-    """With its leading space, if it has one."""
+    """Text of the token, with its leading space if it has one."""
     probability: float
 
 

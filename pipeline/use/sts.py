@@ -112,7 +112,7 @@ class StsScore:
     size: int
     spearman: float
     auc: float | None
-    """Of binary gold: how often the cosine of a similar pair is above that of another."""
+    """Share of (similar, other) pairs ranked right by cosine; None unless gold is binary."""
     num_zero: int
     """Pairs with a vector of zeros; their cosine counts as 0."""
 

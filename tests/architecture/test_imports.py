@@ -99,7 +99,7 @@ DOORS = {
     "backports.zstd": {"data_prep.readers.text", "data_prep.pieces"},
     "pyarrow": {"data_prep.readers.parquet"},
     "warcio": {"data_prep.readers.wet"},
-    "rjieba": {"data_prep.words"},
+    "rjieba": {"data_prep.word_boundaries"},
     "jinja2": {"data_prep.datasheet.page"},
     "opencc": {"data_prep.clean.normalise"},
     "psutil": {"launch.demo"},

@@ -16,7 +16,7 @@ import pytest
 
 from data_prep.config import FiltersConfig, PrepConfig, rule_sets
 from data_prep.filters import mask as filter_mask
-from data_prep.filters import units as filter_units
+from data_prep.filters import text_stats as filter_units
 from data_prep.filters.rules import Dropped, Filters, Kept, key_parts
 from data_prep.pieces import read_lines
 from data_prep.run import run

@@ -13,7 +13,7 @@ from data_prep.export import export
 from data_prep.pieces import read_lines
 from data_prep.run import run
 from data_prep.stage import make_key
-from data_prep.tokenizer.given import read_given
+from data_prep.tokenizer.existing_tokenizer import read_given
 from pipeline.data.format import DatasetIndex, read_index
 from pipeline.data.reader import BlockReader
 from pipeline.errors import ConfigError

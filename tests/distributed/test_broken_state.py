@@ -52,7 +52,7 @@ def test_goes_back_and_is_the_run_without_the_batch(
         assert TENSOR in "".join(rewind.unsound)
     assert f"back to the checkpoint of step {batch // 10 * 10}, " in ranks.output
     for path in published(tmp_path / "run/checkpoints"):
-        assert not list(SavedState(path).unsound())
+        assert not list(SavedState(path).non_finite())
         assert read_manifest(path).is_sound
 
     ranges = [f"{{first: {each.first_batch}, last: {each.last_batch}}}" for each in rewinds]
@@ -78,7 +78,7 @@ def test_a_state_that_breaks_again_and_again_ends_the_run_with_the_truth(
     assert first.first_batch - second.first_batch == 2
     [path] = published(tmp_path / "run/checkpoints")
     assert path.name == "step-00000010"
-    assert not list(SavedState(path).unsound())
+    assert not list(SavedState(path).non_finite())
 
 
 def test_a_checkpoint_of_an_earlier_version_is_looked_at(

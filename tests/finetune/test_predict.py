@@ -24,11 +24,11 @@ def _predicted(
     config: TaskConfig, model: Any, examples: list[Example], decide: Callable[[Any], list[Any]],
     folder: Path,
 ) -> list[Any]:  # fmt: skip
-    """Make predictions of what `decide` says of the inputs of all rows."""
+    """Make predictions of what `decode` returns for the inputs of all rows."""
     for _ in range(2):  # the second time from the file of the first
         tokens = tokenised(config, model.tokenizer, "", examples, folder / "tokens")
-    spec = HeadSpec.of("t", config, ("ORG",))
-    units, pad_id = tokens.units(spec.kind), model.tokenizer.pad_id
+    spec = HeadSpec.from_task("t", config, ("ORG",))
+    units, pad_id = tokens.scoring_groups(spec.kind), model.tokenizer.pad_id
     batch = collate(spec, tokens, units, pad_id=pad_id, with_gold=True)
     decided = dict(enumerate(decide(batch.inputs)))
     return [row.prediction for row in predictions(spec, tokens, decided)]
@@ -80,8 +80,8 @@ def test_model_that_gives_nan_is_refused(tiny_model: Path, tmp_path: Path) -> No
     source = load(tiny_model)
     examples = read_file(config, "spans.jsonl", needs_gold=True)[:3]
     tokens: TaskRows = tokenised(config, source.tokenizer, "", examples, None)
-    model = TaskModel(source.config, HeadSpec.of("t", config, ("all", "name", "place")))
+    model = TaskModel(source.config, HeadSpec.from_task("t", config, ("all", "name", "place")))
     torch.nn.init.constant_(model.task.pointer.query_key.bias, float("nan"))
     predictor = Predictor(model.task, model, torch.device("cpu"), source.tokenizer.pad_id)
     with pytest.raises(DataError, match="scores are NaN: it has diverged"):
-        predictor.decide(tokens, DataRank(0, 1))
+        predictor.decode(tokens, DataRank(0, 1))

@@ -30,8 +30,8 @@ def test_loss_without_scores(
         torch.nn.init.zeros_(parameter)
     predictor = Predictor(model.task, model, torch.device("cpu"), 0)
     rows = prepared.rows["train"]
-    _, total = predictor.decide(rows, DataRank(0, 1))
-    measured = total / len(rows.units(kind))
+    _, total = predictor.decode(rows, DataRank(0, 1))
+    measured = total / len(rows.scoring_groups(kind))
     found = known_losses(prepared, 3.0)
     assert found.initial == pytest.approx(3 * measured, rel=1e-5)
     if kind in ("classify", "pair", "coref", "regress"):

@@ -254,10 +254,10 @@ def test_no_boundary_gives_zero_with_a_gradient() -> None:
 
 def test_the_followed_loss_is_that_of_mlm_unless_the_other_breaks() -> None:
     objective = make_objective(SBO)
-    assert objective.followed({"loss": 2.0, "sbo": 5.0}) == 2.0
-    assert objective.followed({"loss": 2.0}) == 2.0  # a batch without boundaries
-    assert math.isnan(objective.followed({"loss": 2.0, "sbo": math.nan}))
-    assert objective.followed({"loss": 2.0, "sbo": math.inf}) == math.inf
+    assert objective.tracked_loss({"loss": 2.0, "sbo": 5.0}) == 2.0
+    assert objective.tracked_loss({"loss": 2.0}) == 2.0  # a batch without boundaries
+    assert math.isnan(objective.tracked_loss({"loss": 2.0, "sbo": math.nan}))
+    assert objective.tracked_loss({"loss": 2.0, "sbo": math.inf}) == math.inf
 
 
 def test_what_does_not_fit_is_told() -> None:

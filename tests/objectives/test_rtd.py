@@ -325,9 +325,9 @@ def test_sums_of_the_discriminator_written_out() -> None:
 
 
 def test_a_loss_that_is_not_finite_is_followed() -> None:
-    assert OBJECTIVE.followed({"loss": 3.0, "discriminator": 0.4}) == 3.0
-    assert math.isnan(OBJECTIVE.followed({"loss": 3.0, "discriminator": math.nan}))
-    assert math.isnan(OBJECTIVE.followed({"loss": math.nan, "discriminator": 0.4}))
+    assert OBJECTIVE.tracked_loss({"loss": 3.0, "discriminator": 0.4}) == 3.0
+    assert math.isnan(OBJECTIVE.tracked_loss({"loss": 3.0, "discriminator": math.nan}))
+    assert math.isnan(OBJECTIVE.tracked_loss({"loss": math.nan, "discriminator": 0.4}))
 
 
 def _made(

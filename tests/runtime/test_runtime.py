@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ConfigError
-from pipeline.runtime.env import process_info, process_info_or_alone
+from pipeline.runtime.env import multiplies_bf16, process_info, process_info_or_alone
 from pipeline.runtime.files import sha256_file, write_atomic
 from tests.support.processes import output, python
 
@@ -118,3 +118,17 @@ def test_memory_of_freed_tensors_is_used_again() -> None:
         faults[word] = int(python("-c", _FAULTS, word, env=hidden))
     # Ten times 105 MB in pages of 4 KB are 256,000; a system with huge pages has fewer.
     assert faults["own"] < faults["plain"] / 10
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "multiplies"),
+    [
+        ("processor : 0\nflags : fpu avx2 avx512f avx512_bf16 amx_tile", True),
+        ("processor : 0\nFeatures : fp asimd bf16 i8mm", True),
+        ("processor : 0\nflags : fpu avx2 avx512f", False),
+    ],
+)
+def test_processors_that_multiply_bf16(tmp_path: Path, cpuinfo: str, multiplies: bool) -> None:
+    (tmp_path / "cpuinfo").write_text(cpuinfo)
+    assert multiplies_bf16(tmp_path / "cpuinfo") == multiplies
+    assert multiplies_bf16(tmp_path / "no such file")

@@ -50,6 +50,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Run(config), "the run as a whole")
     sys.addaudithook(_refuse_python)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # `make test &` of a script
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # programs of tests inherit it
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m is looked at

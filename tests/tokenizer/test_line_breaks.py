@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 from data_prep.clean.normalise import normalise
-from data_prep.words import word_starts
+from data_prep.word_boundaries import word_starts
 from pipeline.data.format import MASK_ID
 from pipeline.tokenizer.fast import FastTokenizer
 from pipeline.tokenizer.sentencepiece import Tokenizer, keep_line_breaks, tidied, train

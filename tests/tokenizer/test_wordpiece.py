@@ -14,7 +14,7 @@ import pytest
 import rjieba
 import transformers
 
-from data_prep.words import word_starts
+from data_prep.word_boundaries import word_starts
 from pipeline.config.data import DataConfig
 from pipeline.data.format import DatasetIndex, Source, Vocabulary, index_bytes, read_index
 from pipeline.data.masking import Sequences, mask_tokens

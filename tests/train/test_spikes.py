@@ -90,7 +90,7 @@ def test_a_history_goes_on_as_it_was_when_it_is_saved_at_any_step() -> None:
         history = LossHistory()
         for batch, loss in enumerate(losses.tolist()):
             if batch == saved:
-                history = LossHistory.read(json.loads(json.dumps(asdict(history))))
+                history = LossHistory.from_dict(json.loads(json.dumps(asdict(history))))
             history.add(batch, loss, config)
         assert history == straight
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_prep import corpus, ingest, trial
+from data_prep import corpus, ingest, preview
 from data_prep.__main__ import main
 from data_prep.clean.normalise import normalise
 from data_prep.config import PrepConfig
@@ -50,7 +50,7 @@ def read(folder: Path, *overrides: str) -> PrepConfig:
 
 @pytest.fixture(scope="module")
 def result(folder: Path) -> dict[str, Any]:
-    return trial.try_filters(read(folder), 400)
+    return preview.try_filters(read(folder), 400)
 
 
 def test_counts_are_those_of_a_run(folder: Path, result: dict[str, Any]) -> None:
@@ -81,7 +81,7 @@ def test_distributions_are_those_of_the_documents(folder: Path, result: dict[str
     assert not is_logarithmic
     songs = [7 * 9, *[len(GOOD.split())] * 9]
     assert largest == pytest.approx(np.quantile(words + songs, 0.995))
-    expected = np.zeros(trial.BINS, dtype=int)
+    expected = np.zeros(preview.BINS, dtype=int)
     np.add.at(expected, [min(39, int(word / largest * 40)) for word in words], 1)
     assert of["histogram"] == expected.tolist()
     top = result["sources"]["songs"]["rules"]["repetition: top 2-gram"]
@@ -90,8 +90,8 @@ def test_distributions_are_those_of_the_documents(folder: Path, result: dict[str
 
 def test_the_sample_is_a_fixed_part_of_each_source(folder: Path) -> None:
     config = read(folder)
-    drawn = trial.sample(config, config.sources[0], 20)
-    again = trial.sample(config, config.sources[0], 20)
+    drawn = preview.sample(config, config.sources[0], 20)
+    again = preview.sample(config, config.sources[0], 20)
     assert [item.id for item in drawn] == [item.id for item in again]
     assert len(drawn) == 20
     numbers = [int(item.id.partition("/")[2]) for item in drawn if isinstance(item, Document)]
@@ -102,14 +102,14 @@ def test_the_sample_is_a_fixed_part_of_each_source(folder: Path) -> None:
 def test_compressed_files_are_not_read_to_their_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trial, "_MAX_BYTES", 1000)
+    monkeypatch.setattr(preview, "_MAX_BYTES", 1000)
     lines = [json.dumps({"id": i, "text": GOOD.format(i)}) for i in range(20_000)]
     path = tmp_path / "large.jsonl.gz"
     path.write_bytes(gzip.compress("\n".join(lines).encode()))
     end = path.stat().st_size - 8  # where the checksum is
     path.write_bytes(path.read_bytes()[:end] + bytes(8))
     config = load(PrepConfig, _config_of(tmp_path, path)).config
-    items = trial.sample(config, config.sources[0], 5)
+    items = preview.sample(config, config.sources[0], 5)
     # A run that looks for the damage first gives nothing of such a file.
     assert [isinstance(item, Document) for item in items] == [True] * 5
 
@@ -121,11 +121,11 @@ def _config_of(folder: Path, inputs: Path) -> Path:
 
 
 def test_examples_and_page(folder: Path, result: dict[str, Any]) -> None:
-    assert len(result["examples"]["quality: few words"]) == trial.EXAMPLES == 10
+    assert len(result["examples"]["quality: few words"]) == preview.EXAMPLES == 10
     [own] = result["examples"]["day_seven: a <b>"]
     assert own == {"source": "pages", "id": "pages/7", "text": GOOD.format(7), "detail": ""}
     page = folder / "pages" / "try.html"
-    trial.write_page(read(folder), result, page)
+    preview.write_page(read(folder), result, page)
     root = ET.fromstring(page.read_text(encoding="utf-8"))
     texts = " ".join(root.itertext())
     assert "day_seven: a <b>" in texts
@@ -135,9 +135,9 @@ def test_examples_and_page(folder: Path, result: dict[str, Any]) -> None:
     assert len(limits) == len(rules) > 10
     at = float((limits[0].get("d") or "").removeprefix("M").split()[0])
     assert at == pytest.approx(
-        40 * trial.place(10, result["scales"]["quality: few words"]), abs=0.01
+        40 * preview.place(10, result["scales"]["quality: few words"]), abs=0.01
     )
-    text = trial.text_of(result)
+    text = preview.text_of(result)
     assert "33.0%" in text
     assert all(rule in text for rule in rules)
 

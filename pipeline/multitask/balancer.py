@@ -82,7 +82,7 @@ class Balancer:
 
 @dataclass
 class StepWeighing:
-    """As `pipeline.train.engine.LossBalancer`."""
+    """The `pipeline.train.engine.LossBalancer` of one step."""
 
     balancer: Balancer
     memory: Memory

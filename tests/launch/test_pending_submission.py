@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.handover import INTENT_FILE, differences, options_of, submitting
+from launch.pending_submission import INTENT_FILE, differences, options_of, submitting
 from launch.slurm import NoAnswerError, passed_on, withheld
 from pipeline.errors import BusyError, ConfigError
 from tests.support.fake_slurm import FakeSlurm

@@ -137,7 +137,9 @@ def submitting(
     home.mkdir(parents=True, exist_ok=True)
     path = home / INTENT_FILE
     if ignored := [name for name in withheld() if name.startswith("SBATCH_")]:
-        logger.warning("%s has no effect: the profile decides", ", ".join(ignored))
+        logger.warning(
+            "ignoring %s from the environment: the cluster profile decides", ", ".join(ignored)
+        )
     with (home / _LOCK_FILE).open("a") as lock:
         _take(lock.fileno(), of, path)
         if path.exists():

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from launch.cluster import ClusterConfig, HardwareConfig, PreflightConfig
-from launch.exchange import Bus, bus_of, exchanged_bytes, sent_bytes
+from launch.comm_model import Bus, bus_of, exchanged_bytes, sent_bytes
 from launch.plan import RunPlan, plan, plan_text
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig

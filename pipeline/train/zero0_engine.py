@@ -183,7 +183,7 @@ class TaskGradients:
         self._totals = [torch.zeros_like(group.sums) for group in groups]
         self._kept: list[list[Tensor]] = []
         self._shared: list[list[tuple[int, int]]] = [[] for _ in groups]
-        """By group: (start, stop) of the shared elements."""
+        """(start, stop) of the shared elements of each group."""
         for name, parameter in module.named_parameters():
             for group, places in zip(groups, self._shared, strict=True):
                 offset = group.offsets.get(parameter)

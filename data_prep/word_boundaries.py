@@ -29,7 +29,7 @@ Tokens = npt.NDArray[np.unsignedinteger]
 
 
 def word_starts(spelling: Spelling, ids: Tokens) -> npt.NDArray[np.bool_]:
-    """Tell for each token of a whole document whether it starts a word; (n,) bool.
+    """Whether each token of a whole document starts a word; (n,) bool.
 
     A token that starts with a Chinese character starts a word where one of jieba's words starts;
     `Tokenizer.word_starts` decides about all other tokens. A token that starts inside a word and
@@ -40,7 +40,7 @@ def word_starts(spelling: Spelling, ids: Tokens) -> npt.NDArray[np.bool_]:
 
 
 def word_starts_of(documents: Sequence[tuple[Spelling, Tokens]]) -> npt.NDArray[np.bool_]:
-    """Tell the same for all tokens of several documents.
+    """Compute `word_starts` of several documents at once.
 
     Many at once are faster: tokenizer and jieba both have tables of megabytes, which push each
     other out of the processor's cache if they take turns from document to document.

@@ -1,4 +1,4 @@
-"""Tells a run's `notify.command` how an attempt ended, which the ranks may not live to tell."""
+"""Runs `notify.command` when an attempt has ended; its ranks may be dead by then."""
 
 import logging
 from pathlib import Path
@@ -16,11 +16,11 @@ logger = logging.getLogger(__name__)
 _EVENTS = {"finished": FINISHED, "requeue": REQUEUED, "stopped": STOPPED, "failed": FAILED}
 
 
-def tell(run_dir: Path, job: str, decision: Decision, *, goes_on: bool = True) -> None:
-    """Tell of a decision; waits for the command, for at most ten seconds.
+def notify_end(run_dir: Path, job: str, decision: Decision, *, goes_on: bool = True) -> None:
+    """Report a decision to `notify.command` and wait for it, at most ten seconds.
 
-    Where a requeued run does not go on by itself, it has stopped. The decision stands where storage
-    fails, and nobody can be told.
+    A requeued run that does not go on by itself is reported as stopped. The decision stands where
+    storage fails and nothing can be reported.
     """
     event = _EVENTS[decision.word]
     if event == REQUEUED and not goes_on:
@@ -30,7 +30,7 @@ def tell(run_dir: Path, job: str, decision: Decision, *, goes_on: bool = True) -
         notifier.send(event, decision.reason)
         notifier.finish()
     except OSError as error:
-        logger.warning("notify.command was not told: %s", error)
+        logger.warning("notify.command was not run: %s", error)
 
 
 def _command_of(run_dir: Path) -> str:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import rjieba
 
-from data_prep import words
-from data_prep.words import HAN, word_starts, word_starts_of
+from data_prep import word_boundaries
+from data_prep.word_boundaries import HAN, word_starts, word_starts_of
 from pipeline.tokenizer.sentencepiece import Tokenizer, train
 
 CHINESE = (
@@ -79,7 +79,7 @@ def test_random_text_against_jieba_on_the_text_itself(tokenizer: Tokenizer) -> N
 
 def _jieba_words(text: str) -> list[str]:
     """Cuts where `words` has a word begin at a Chinese character."""
-    han, begins = words._chinese(text)
+    han, begins = word_boundaries._chinese(text)
     bounds = [0, *(np.flatnonzero(han & begins).tolist()), len(text)]
     return [text[a:b] for a, b in itertools.pairwise(dict.fromkeys(bounds))]
 
@@ -97,7 +97,7 @@ def test_mixed_words_by_hand() -> None:
 @pytest.mark.parametrize("chunk", [1 << 20, 7])
 def test_words_depend_on_chinese_runs_only(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     """All of Unicode around Chinese: the words in Chinese are those of the whole text."""
-    monkeypatch.setattr(words, "_CHUNK", chunk)
+    monkeypatch.setattr(word_boundaries, "_CHUNK", chunk)
     rng = random.Random(2)
     other = [chr(c) for c in range(0x30000) if not 0xD800 <= c < 0xE000]
     joined = "abcTOK0123456789+#&._%-"
@@ -106,7 +106,7 @@ def test_words_depend_on_chinese_runs_only(monkeypatch: pytest.MonkeyPatch, chun
         pools = (other, joined, chinese, chinese, " ，。\n")
         text = "".join(rng.choice(rng.choice(pools)) for _ in range(rng.randint(1, 40)))
         begins = {0, *itertools.accumulate(map(len, rjieba.cut(text)))}
-        han, found = words._chinese(text)
+        han, found = word_boundaries._chinese(text)
         for i, character in enumerate(text):
             assert han[i] == any(a <= ord(character) <= b for a, b in HAN)
             if han[i]:

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from pipeline.config.train import TrainConfig
 from pipeline.data.loader import MicroBatch
 from pipeline.multitask import balance
+from pipeline.multitask.balancer import Balancer, LossBaseline, StepWeighing
 from pipeline.multitask.config import BalanceConfig, Method
 from pipeline.multitask.draws import Draws
-from pipeline.multitask.weigh import Balancer, LossBaseline, StepWeighing
 from pipeline.objectives.base import Sum, Sums
 from pipeline.runtime import env
-from pipeline.train import replicated
+from pipeline.train import zero0_engine
 from pipeline.train.engine import Engine, init_process_group
 from pipeline.use.pretrain import own_process
 
@@ -198,7 +198,7 @@ def test_ranks_average_as_often_as_plans_say(
     monkeypatch: pytest.MonkeyPatch, method: Method
 ) -> None:
     times = []
-    monkeypatch.setattr(replicated, "_average", lambda *_: times.append(1))
+    monkeypatch.setattr(zero0_engine, "_average", lambda *_: times.append(1))
     given = rows(["a", "b", "c"])
     taken(method, given)
     assert len(times) == (len(given) if BalanceConfig(method=method).averages_each else 1)
