@@ -10,6 +10,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -149,6 +150,33 @@ def test_bf16_is_nearer_than_plain_pytorch(size: int) -> None:
             assert mine <= min(of_plain, 2**-9), (alpha, keep, found, floor)
 
 
+def test_chain_of_layers_in_bf16_is_nearer_than_plain_pytorch() -> None:
+    """Four sub-layers with weights and relu, dropout off: the error that a model sees."""
+    generator = torch.Generator().manual_seed(3)
+    weights = [torch.randn(64, 64, generator=generator).bfloat16() / 8 for _ in range(4)]
+    x, given, _ = draw(50, 64, dtype=torch.bfloat16)
+    alpha = torch.tensor(0.7)
+    residual, norm = Residual(ModelConfig(dropout=0.0)), RMSNorm(64, EPS, affine=False)
+
+    def fused(x: Tensor, update: Tensor) -> Tensor:
+        return residual_norm(x, update, alpha, keep=1.0, dropout=0.0, eps=EPS)
+
+    def reference(x: Tensor, update: Tensor) -> Tensor:
+        return norm(residual(x, update, alpha.to(torch.promote_types(x.dtype, torch.float32))))
+
+    def chain(join: Callable[..., Tensor], dtype: torch.dtype) -> Results:
+        leaves = [leaf.to(dtype).requires_grad_() for leaf in (x.clone(), *weights)]
+        hidden = leaves[0]
+        for weight in leaves[1:]:
+            hidden = join(hidden, torch.relu(hidden @ weight))
+        return [hidden, *torch.autograd.grad(hidden, leaves, given.to(dtype))]
+
+    wanted = chain(reference, torch.float64)
+    found = [error(f, w) for f, w in zip(chain(fused, x.dtype), wanted, strict=True)]
+    floor = [error(f, w) for f, w in zip(chain(reference, x.dtype), wanted, strict=True)]
+    assert all(mine <= of_plain for mine, of_plain in zip(found, floor, strict=True))
+
+
 def test_shapes_and_strides() -> None:
     x, update, given = draw(3, 5, 48, dtype=torch.float32)
     flat = computed([each.flatten(0, 1) for each in (x, update, given)], 0.3, 1.0)
@@ -215,6 +243,22 @@ def test_dropout_depends_on_the_place_alone(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.equal(_kept(SEED, 20, 96, 0.3), kept)
     assert torch.equal(_kept(SEED, 20, 40, 0.3), kept[:, :40])
     assert torch.equal(_kept(SEED, 7, 96, 0.3), kept[:7])
+
+
+def test_dropout_looks_random() -> None:
+    kept = np.stack([_kept(SEED + n, 64, 768, 0.1).double().numpy() for n in range(2)])
+    # 98,304 draws: the deviation of their mean is 0.3 / sqrt(98,304) = 0.00096.
+    assert kept.mean() == pytest.approx(0.9, abs=5 * 0.00096)
+    centred = (kept - 0.9) / 0.3
+    for axis in range(3):  # seeds, tokens and columns next to each other
+        one, other = (
+            centred.take(range(1, centred.shape[axis]), axis),
+            centred.take(range(centred.shape[axis] - 1), axis),
+        )
+        assert abs((one * other).mean()) <= 5 / np.sqrt(one.size)
+    # Tokens and columns keep as many as independent draws do.
+    assert kept.mean(2).std() == pytest.approx(0.3 / np.sqrt(768), rel=0.2)
+    assert kept.mean((0, 1)).std() == pytest.approx(0.3 / np.sqrt(128), rel=0.2)
 
 
 def test_the_operator_is_registered_as_torch_wants_it() -> None:
