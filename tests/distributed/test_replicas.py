@@ -2,8 +2,6 @@
 
 import json
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from pipeline.data.format import DatasetIndex
 from pipeline.data.ledger import read_ledger
 from pipeline.data.record import read_batches
 from tests.distributed.flipping_main import TENSOR
+from tests.support import warm
 from tests.support.ranks import Ranks, newest_state
 
 FLIPPING = ("-m", "tests.distributed.flipping_main")
@@ -62,10 +61,7 @@ def test_run_goes_back_and_is_the_undisturbed_one(
     assert [each["event"] for each in told] == ["started", "went_back", "finished"]
     assert told[1]["text"].startswith("run: went back: to step 6: copies of the state differed: ")
     assert record.reason in told[1]["text"]
-    shown = subprocess.run(
-        [sys.executable, "-m", "pipeline", "inspect", tmp_path / "run", "--skip"],
-        capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
+    shown = warm.run("pipeline", "inspect", tmp_path / "run", "--skip").stdout
     assert f"{record.reason}; back from step {seen_at} to 6, without" in shown
     other = start_ranks(tmp_path / "other", dataset, *given, world_size=world_size)
     assert other.wait() == [0] * world_size, other.output

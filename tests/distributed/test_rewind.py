@@ -1,8 +1,6 @@
 """A loss that jumps: the run goes back, leaves batches out, and is the run that never saw them."""
 
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from pipeline.data.format import DatasetIndex
 from pipeline.data.ledger import Rewind, read_ledger
 from pipeline.data.record import read_batches
 from pipeline.data.run_order import DataRank
+from tests.support import warm
 from tests.support.ranks import CONFIG, Ranks, losses, newest_state, records
 from tests.support.steps import train_loader
 
@@ -88,8 +87,9 @@ def test_commands_tell_what_was_left_out(spiking: Path) -> None:
 
 
 def _pipeline(*arguments: object) -> str:
-    command = [sys.executable, "-m", "pipeline", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    done = warm.run("pipeline", *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_a_run_that_left_them_out_from_the_start_is_the_same(

@@ -1,8 +1,6 @@
 """Benchmarks over folders written by hand, whose scores, differences and intervals are known."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +26,7 @@ from pipeline.runtime.files import write_json_atomic
 from pipeline.tasks.readers import Example, read_task
 from pipeline.tasks.task import TaskConfig
 from tests.finetune.result_folders import write_run
+from tests.support import warm
 from tests.support.tiny_tasks import write_tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -317,10 +316,10 @@ def test_real_models_go_on_where_they_were_interrupted(tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.jsonl"
     documents = ["nothing in common", "so I wrote about 6, Ann of row 17 and others"]
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
-    command = [sys.executable, "-m", "pipeline", "benchmark", str(tmp_path / "mine.yaml")]
+    command = ["pipeline", "benchmark", tmp_path / "mine.yaml"]
     command += [*limits, "--from", model, "--out", str(plan.out), "--seeds", "1,2"]
     command += ["--overlap", str(corpus)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = warm.run(*command)
     assert done.returncode == 0, done.stderr
     assert "step 1/" not in done.stderr
     assert model not in done.stdout.splitlines()[1], "a short name in the header"

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -40,6 +39,7 @@ from pipeline.tasks.task import KINDS, load_task
 from pipeline.use.folder import load_model, write_model
 from pipeline.use.model import load
 from pipeline.use.pretrain import pretrain
+from tests.support import warm
 from tests.support.processes import Processes
 from tests.support.ranks import CONFIG, start
 from tests.support.tiny_tasks import rows_of, write_rows, write_task
@@ -274,10 +274,10 @@ def test_killed_run_continues_to_the_same_answers(
     task_file: Make, tiny_model: Path, tmp_path: Path, processes: Processes
 ) -> None:
     path = task_file("classify", train={"epochs": 10}, head={"dropout": 0.1})
-    command = [sys.executable, "-m", "postnorm", "finetune", str(path), "--from", str(tiny_model)]
+    words = ["postnorm", "finetune", str(path), "--from", str(tiny_model), "--out"]
     straight, out = tmp_path / "straight", tmp_path / "out"
-    subprocess.run([*command, "--out", str(straight)], cwd=ROOT, check=True)
-    process = processes.start([*command, "--out", str(out)], cwd=ROOT)
+    assert warm.run(*words, straight).returncode == 0
+    process = processes.start([sys.executable, "-m", *words, str(out)], cwd=ROOT)
     deadline = time.monotonic() + 400
     while not published(out / "checkpoints"):
         assert process.poll() is None, "it ended before it had a checkpoint"
@@ -286,10 +286,7 @@ def test_killed_run_continues_to_the_same_answers(
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert not (out / "result.json").exists(), "it was not fast enough to finish"
-    again = subprocess.run(
-        [*command, "--out", str(out)], cwd=ROOT, check=True, capture_output=True, text=True
-    )
-    assert "resumed from" in again.stdout
+    assert "resumed from" in warm.run(*words, out).stdout
     for name in ("predictions-dev.jsonl", "predictions-test.jsonl"):
         assert (out / name).read_bytes() == (straight / name).read_bytes()
 

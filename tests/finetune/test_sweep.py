@@ -1,25 +1,18 @@
 """Fine-tunings side by side on this machine: scores compared, and a second call does nothing."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support import warm
 from tests.support.processes import Processes
 from tests.support.tiny_tasks import write_task, write_tiny_model
 
-ROOT = Path(__file__).parents[2]
-
 
 def _launch(*words: str, code: int = 0, module: str = "launch") -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", module, *words], capture_output=True, text=True, cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    done = warm.run(module, *words)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 

@@ -1,8 +1,6 @@
 """What a run will take: the arithmetic against other ways to it, and every refusal."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +25,7 @@ from pipeline.model import cost
 from pipeline.model.architecture import read_architecture
 from pipeline.multitask.config import TaskMix, load_mix
 from pipeline.use.folder import write_config
+from tests.support import warm
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "configs/train/roformer_v2-base.yaml"
@@ -171,12 +170,12 @@ def test_unknown_gpu_is_refused() -> None:
 @pytest.mark.usefixtures("processes")
 def test_command(tmp_path: Path) -> None:
     command = [
-        sys.executable, "-m", "launch", "plan", str(RECIPE), "model.vocab_size=12000", "--cluster",
-        str(ROOT / "configs/cluster/example.yaml"), f"run_dir={tmp_path}",
+        "launch", "plan", RECIPE, "model.vocab_size=12000", "--cluster",
+        ROOT / "configs/cluster/example.yaml", f"run_dir={tmp_path}",
     ]  # fmt: skip
-    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
+    done = warm.run(*command, "--json")
     assert json.loads(done.stdout)["ranks"] == 16
-    done = subprocess.run([*command, "checkpoint.keep=100000000"], capture_output=True, text=True)
+    done = warm.run(*command, "checkpoint.keep=100000000")
     assert done.returncode == 2
     assert done.stdout.splitlines()[-1].startswith("problem ")
 

@@ -2,8 +2,6 @@
 
 import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from launch.preflight.record import Bandwidth, BandwidthRound, Blame, Finding, R
 from launch.records import exclude_nodes, excluded_nodes
 from pipeline.data.format import DatasetIndex, read_index
 from pipeline.errors import DataError
+from tests.support import warm
 from tests.support.checkpoints import make_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -198,11 +197,11 @@ def _command(run_dir: Path, dataset: Path, records: Path, *more: str) -> tuple[i
     profile = records.parent / "cluster.yaml"
     profile.write_text("gpus_per_node: 0\nranks_per_node: 2\nmax_excluded_nodes: 2\n")
     command = [
-        sys.executable, "-m", "launch", "preflight", "judge", str(ROOT / "configs/demo.yaml"),
+        "launch", "preflight", "judge", str(ROOT / "configs/demo.yaml"),
         f"run_dir={run_dir}", f"data.dir={dataset}", "--cluster", str(profile),
         "--records", str(records), "--nodes", "n1 n2 n3 n4", "--job", "7", "--restart", "0", *more,
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    done = warm.run(*command)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -3,7 +3,6 @@
 import json
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -147,7 +146,7 @@ def test_killed_run_continues_bit_for_bit(
     whole = run(path, f"run_dir={tmp_path / 'whole'}")
     killed = tmp_path / "killed"
     command = [sys.executable, "-m", "postnorm", "multitask", str(path), f"run_dir={killed}"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    [process] = start(command, 1, tmp_path / "output.txt")
     deadline = time.monotonic() + 120
     while not published(killed / FOLDER) and process.poll() is None:
         assert time.monotonic() < deadline

@@ -1,24 +1,19 @@
 """A mix is handed over as a pre-training is."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import yaml
 
 from pipeline.multitask.config import load_mix
 from tests.multitask.test_run import furthest, run, weights, write_mix
+from tests.support import warm
 from tests.support.processes import Processes
 
 ROOT = Path(__file__).parents[2]
 
 
 def submit(*words: str, code: int = 0) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "postnorm", "submit", *words], capture_output=True, text=True,
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    done = warm.run("postnorm", "submit", *words)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 

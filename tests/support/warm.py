@@ -108,11 +108,12 @@ class _Server:
         self.forks: list[Fork] = []
 
     def start(
-        self, words: list[str], variables: dict[str, str], folder: str, outputs: tuple[int, int]
+        self, words: list[str], variables: dict[str, str], folder: str, files: tuple[int, int, int]
     ) -> Fork:
+        """`files` are stdin, stdout and stderr."""
         request = {"words": words, "variables": variables, "folder": folder}
         status, theirs = os.pipe()
-        socket.send_fds(self._socket, [json.dumps(request).encode()], [*outputs, theirs])
+        socket.send_fds(self._socket, [json.dumps(request).encode()], [*files, theirs])
         os.close(theirs)
         self.forks.append(Fork(words, status))
         return self.forks[-1]
@@ -140,22 +141,27 @@ def start(
 ) -> Fork:
     """Fork a rank that runs `python -m MODULE WORDS`, with both outputs into a file descriptor."""
     folder = str(cwd or Path.cwd())
-    return _started().start(command[2:], variables, folder, (output, output))
+    with open(os.devnull) as nothing:
+        files = (nothing.fileno(), output, output)
+        return _started().start(command[2:], variables, folder, files)
 
 
-def run(*words: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def run(*words: object, cwd: Path = ROOT, stdin: str = "") -> subprocess.CompletedProcess[str]:
     """Run `python -m WORDS` in a fork of one thread, as `subprocess.run` with texts captured."""
     command = [str(word) for word in words]
     variables = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+    with contextlib.ExitStack() as stack:
+        given, out, err = (stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(3))
+        given.write(stdin)
+        given.seek(0)
         if can_fork([sys.executable, "-m"], variables):
-            files = (out.fileno(), err.fileno())
+            files = (given.fileno(), out.fileno(), err.fileno())
             code = _started().start(command, variables, str(cwd), files).wait()
         else:
-            program = [sys.executable, "-m", *command]
             code = subprocess.run(
-                program, cwd=cwd, env=variables, stdout=out, stderr=err, check=False
-            ).returncode
+                [sys.executable, "-m", *command], cwd=cwd, env=variables, stdin=given, stdout=out,
+                stderr=err, check=False,
+            ).returncode  # fmt: skip
         texts = [(file.seek(0), file.read())[1] for file in (out, err)]
     return subprocess.CompletedProcess(command, code, *texts)
 
@@ -197,24 +203,24 @@ def _serve(connection: socket.socket) -> dict[str, object]:
         _report(status_of)
         if connection not in ready:
             continue
-        message, files, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 3)
+        message, files, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 4)
         if not message:  # pytest has closed its end, or has ended
             for pid in status_of:
                 os.kill(pid, signal.SIGKILL)
             os._exit(0)
-        out, err, status = files
+        *standard, status = files
         pid = os.fork()
         if pid:
             os.write(status, f"{pid}\n".encode())
-            os.close(out)
-            os.close(err)
+            for number in standard:
+                os.close(number)
             status_of[pid] = status
             continue
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.dup2(out, 1)
-        os.dup2(err, 2)
-        for number in (wake, woken, out, err, status, *status_of.values()):
+        for number, file in enumerate(standard):
+            os.dup2(file, number)
+        for number in (wake, woken, *files, *status_of.values()):
             os.close(number)
         connection.close()
         request: dict[str, object] = json.loads(message)

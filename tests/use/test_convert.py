@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from pipeline.model.layout import padded
 from pipeline.use.convert import convert
 from pipeline.use.folder import build_model, load_model
 from pipeline.use.tf_checkpoint import TfCheckpoint
+from tests.support import warm
 
 FIXTURE = Path(__file__).parent / "tf_fixture"
 CONFIG = {
@@ -371,27 +370,24 @@ def test_command_and_encode(tmp_path: Path) -> None:
     source = _community_v2(tmp_path / "pt")
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "on", "mat", "##s"]
     (source / "vocab.txt").write_text("\n".join([*words, *"abcdefghi"]) + "\n")
-    command = [sys.executable, "-m", "pipeline"]
-    arguments = ["convert", str(source), str(tmp_path / "out"), "dropout=0.2"]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True)
+    done = warm.run("pipeline", "convert", source, tmp_path / "out", "dropout=0.2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "roformer_v2, 1,072 parameters" in done.stdout
     assert load_model(tmp_path / "out").model.config.dropout == 0.2
     texts = "the cat sat on the mat\n\nthe mats\n"
-    arguments = ["encode", str(tmp_path / "out"), "--pooling", "mean", "--batch-size", "2"]
-    done = subprocess.run([*command, *arguments], input=texts, capture_output=True, text=True)
+    encode = ["pipeline", "encode", tmp_path / "out", "--pooling", "mean", "--batch-size", 2]
+    done = warm.run(*encode, stdin=texts)
     assert done.returncode == 0, done.stdout + done.stderr
     vectors = [json.loads(line) for line in done.stdout.splitlines()]
     assert [len(vector) for vector in vectors] == [8, 8, 8]
-    arguments += ["--out", str(tmp_path / "v.npy"), "--max-length", "4"]
-    done = subprocess.run([*command, *arguments], input=texts, capture_output=True, text=True)
+    encode += ["--out", tmp_path / "v.npy", "--max-length", 4]
+    done = warm.run(*encode, stdin=texts)
     assert "3 texts, vectors of 8; 2 were cut at 4 tokens" in done.stderr
     saved = np.load(tmp_path / "v.npy")
     assert saved.shape == (3, 8)
     np.testing.assert_allclose(saved[1], vectors[1], rtol=1e-4, atol=1e-5)
-    fill = [*command, "fill-mask", str(tmp_path / "out"), "the [MASK] sat"]
-    done = subprocess.run(fill, capture_output=True, text=True)
+    done = warm.run("pipeline", "fill-mask", tmp_path / "out", "the [MASK] sat")
     assert done.stdout.startswith("[MASK] 1: "), done.stdout + done.stderr
-    done = subprocess.run([*command, *arguments], input="", capture_output=True, text=True)
+    done = warm.run(*encode)
     assert done.returncode == 2
     assert "no text to encode" in done.stderr

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +17,7 @@ from pipeline.use.folder import export, initial_weights, load_model, load_traine
 from pipeline.use.grow import grow
 from pipeline.use.model import load
 from tests.model import reference
+from tests.support import warm
 from tests.support.ranks import Ranks, newest_state
 
 
@@ -166,21 +165,13 @@ def test_damaged_export_is_refused(exported: Path, tmp_path: Path, name: str) ->
 
 
 def test_commands(straight_run: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pipeline"]
-    done = subprocess.run(
-        [*command, "export", str(straight_run), str(tmp_path / "out")],
-        capture_output=True, text=True,
-    )  # fmt: skip
+    done = warm.run("pipeline", "export", straight_run, tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert "largest difference of logits" in done.stdout
-    done = subprocess.run(
-        [*command, "fill-mask", str(tmp_path / "out"), "a [MASK] b", "--top", "2"],
-        capture_output=True, text=True,
-    )  # fmt: skip
+    done = warm.run("pipeline", "fill-mask", tmp_path / "out", "a [MASK] b", "--top", 2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("[MASK] 1: ")
-    done = subprocess.run([*command, "export", str(tmp_path / "nothing"), str(tmp_path / "x")],
-                          capture_output=True, text=True)  # fmt: skip
+    done = warm.run("pipeline", "export", tmp_path / "nothing", tmp_path / "x")
     assert done.returncode == 2
     assert "nothing does not exist. Pass the run_dir of a started run" in done.stderr
     assert Tokenizer(tmp_path / "out" / "tokenizer.model").vocab_size == 1000

@@ -20,6 +20,7 @@ from pipeline.use import hf
 from pipeline.use.folder import load_model, load_trained, publishing, write_model
 from pipeline.use.hf import export_hf, modeling_source, native_family
 from tests.model import reference
+from tests.support import warm
 from tests.support.grids import first_in_ci
 
 # A process in which nothing of this project, nor what only it needs, can be imported.
@@ -201,8 +202,7 @@ def test_difference_is_refused(
 
 def test_model_folder_is_copied_to_this_project_s_form(straight_run: Path, tmp_path: Path) -> None:
     source = _model_folder(tmp_path / "ours", straight_run)
-    command = [sys.executable, "-m", "pipeline", "export", str(source), str(tmp_path / "copy")]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = warm.run("pipeline", "export", source, tmp_path / "copy")
     assert done.returncode == 0, done.stdout
     one, two = load_model(source), load_model(tmp_path / "copy")
     assert one.model.config == two.model.config
