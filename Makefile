@@ -14,7 +14,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; ok = (3, 11) <= sys.version_info < (3, 14); \
 	  sys.exit(None if ok else f"Python {sys.version.split()[0]} found, 3.11 to 3.13 needed: make setup PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 gpu-kit: $(STAMP) ## gpu-kit/ for benchmarks/run_gpu.sh on a GPU machine without a network

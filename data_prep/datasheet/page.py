@@ -104,6 +104,12 @@ def fill(template: str, context: dict[str, Any], form: Literal["html", "md"] = "
     Raises:
         jinja2.UndefinedError: the context lacks a name that the page uses.
     """
+    functions = {"count": count, "short": short, "percent": percent, "bar": bar, "spark": spark}
+    return _environment(form).get_template(template).render(**functions, **context)
+
+
+@functools.cache  # it keeps compiled templates
+def _environment(form: str) -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -118,8 +124,7 @@ def fill(template: str, context: dict[str, Any], form: Literal["html", "md"] = "
     environment.filters["one_line"] = lambda text: Markup(" ".join(text.split()))
     environment.filters["not_blank"] = lambda text: Markup(re.sub(r"\s*\n\s*", "\n", text.strip()))
     environment.filters["fenced"] = _fenced
-    functions = {"count": count, "short": short, "percent": percent, "bar": bar, "spark": spark}
-    return environment.get_template(template).render(**functions, **context)
+    return environment
 
 
 def _masked(settings: dict[str, Any]) -> list[str]:

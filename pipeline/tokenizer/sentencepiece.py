@@ -15,7 +15,7 @@ import re
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -152,7 +152,7 @@ class Tokenizer:
 
     @cached_property
     def _plain_text(self) -> "_PlainText":
-        return _PlainText(self._processor.serialized_model_proto())
+        return _plain_text_of(self._processor.serialized_model_proto())
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Encode a text like `encode`, with the characters [start, end) of it that a token covers.
@@ -359,6 +359,11 @@ class _PlainText:
     def encode(self, text: str) -> npt.NDArray[np.int32]:
         ids: npt.NDArray[np.int32] = self._processor.Encode(text, return_type="numpy")
         return ids
+
+
+@lru_cache(maxsize=2)  # it takes a second or two, and a command makes several tokenizers of a model
+def _plain_text_of(model: bytes) -> _PlainText:
+    return _PlainText(model)
 
 
 class VocabularyTooLargeError(DataError):

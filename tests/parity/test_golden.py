@@ -19,8 +19,9 @@ from tests.parity.write_golden import golden_of
 from tests.support.grids import first_in_ci
 
 EXPECTED = json.loads(LOSSES.read_text())
-# fp32 and bf16, LayerNorm and RMSNorm, one process and two; the rest is for the night.
-IN_CI = ("demo", "continued", "realformer-sum", "roformer_v2-zero3", "bert", "phases-lamb")
+# fp32 and bf16, LayerNorm and RMSNorm, one process and two; the rest is for the night. The demo's
+# bf16 takes four minutes of a CPU that does not multiply it.
+IN_CI = ("continued", "realformer-sum", "roformer_v2-zero3", "bert", "phases-lamb")
 # Of losses and of gradient norms. Dropout, masks and the random start are the same on every x86-64
 # CPU; what differs is how its vector units round sums. With torch, oneDNN and MKL held to SSE 4
 # (ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41) in place of AVX-512, 50 steps moved losses
