@@ -16,6 +16,7 @@ import gc
 import importlib
 import json
 import os
+import re
 import runpy
 import select
 import signal
@@ -33,15 +34,12 @@ _IMPORTED = (
     "deepspeed.module_inject.auto_ep_layer", "deepspeed.ops.op_builder.all_ops",
     "scipy.linalg", "numba",  # what DeepSpeed and the loader import when they are first used
 )  # fmt: skip
-_OWN = {
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTEST_CURRENT_TEST",
-    "MKL_NUM_THREADS", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED",
-    "POSTNORM_TEST_RUN",
-    # Imports set these themselves, in this process as well, whenever a test first imports them.
-    "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR", "_MLFLOW_TELEMETRY_SESSION_ID",
-}  # fmt: skip
-"""Variables that no import reads: a fork may have others than its server. MKL reads its own when it
-first computes."""
+_READ_BY_IMPORTS = re.compile(
+    "OMP|KMP|GOMP|MKL_(?!NUM_THREADS)|ATEN|ONEDNN|OPENBLAS|TORCH_|PYTORCH_(?!NVML)|TRITON|NUMBA|DS_"
+    "|LD_|PYTHON(?!PATH|DONTWRITE|UNBUFFERED)"
+)
+"""Variables that Python, torch and their like read as they start: a fork has those of its server.
+MKL reads its number of threads when it first computes."""
 _MESSAGE_BYTES = 1 << 20
 
 
@@ -133,7 +131,8 @@ def can_fork(command: list[str], variables: dict[str, str]) -> bool:
         name for name in {*variables, *server.variables}
         if variables.get(name) != server.variables.get(name)
     }  # fmt: skip
-    return command[:2] == [sys.executable, "-m"] and changed <= _OWN
+    is_other = any(map(_READ_BY_IMPORTS.match, changed))
+    return command[:2] == [sys.executable, "-m"] and not is_other
 
 
 def start(
