@@ -112,11 +112,11 @@ def _table(*, nfkc: bool) -> npt.NDArray[np.uint32]:
     vowels and final consonants are such halves by rule instead of by table). The characters that
     may combine with one before them are marked.
     """
-    characters = [chr(code) for code in range(0x110000)]
+    characters = [chr(code) for code in range(0x30000)]  # no rule of Unicode changes others
     table = np.arange(0x110000, dtype=np.uint32)
     if nfkc:
         _add_nfkc(table, characters)
-    table[[c.isspace() for c in characters]] = ord(" ")
+    table[[ord(c) for c in characters if c.isspace()]] = ord(" ")
     table[[ord(c) for c in _NEWLINE_LIKE]] = ord("\n")
     table[[ord(c) for c in _REMOVED.findall("".join(characters[:0x10000]))]] = _REMOVE
     return table

@@ -27,6 +27,7 @@ from pipeline.errors import ConfigError, DataError, RunFolderError
 from pipeline.runtime import cli
 from pipeline.runtime.files import remove_abandoned, temporary_beside, write_atomic
 from postnorm.__main__ import groups
+from tests.support import warm
 
 # Every stage that there is.
 ALL_STAGES = [
@@ -83,10 +84,13 @@ def _files(folder: Path) -> dict[str, bytes]:
     }
 
 
-def _start(config: Path, overrides: list[str], stage: str, rank: int, world: int) -> Any:
+def _start(
+    config: Path, overrides: list[str], stage: str, rank: int, world: int, log: Path
+) -> warm.Fork:
     command = [sys.executable, "-m", "data_prep", "run", str(config), *overrides, "--stage", stage,
                "--rank", str(rank), "--world", str(world)]  # fmt: skip
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with log.open("a") as file:
+        return warm.start(command, dict(os.environ), file.fileno())
 
 
 def _stages(config: PrepConfig) -> list[str]:
@@ -99,24 +103,25 @@ def test_array_tasks_killed_at_random_make_the_same_dataset(
     whole: Path, prep_config: Path, source: Path, tmp_path: Path, times: int
 ) -> None:
     """Tasks of each stage are killed so many times, then it is let through."""
-    output = tmp_path / "data"
+    output, log = tmp_path / "data", tmp_path / "log"
     overrides = _overrides(output, source)
     draw = random.Random(int(os.environ.get("POSTNORM_KILL_SEED", "0")))
     killed = 0
     for stage in _stages(load(PrepConfig, prep_config, overrides).config):
         world = draw.choice([1, 2, 3])
         for attempt in range(20):
-            tasks = [_start(prep_config, overrides, stage, rank, world) for rank in range(world)]
+            tasks = [
+                _start(prep_config, overrides, stage, rank, world, log) for rank in range(world)
+            ]
             if attempt < times:
                 while not list(output.rglob("*.running.json")) and tasks[0].poll() is None:
                     time.sleep(0.002)
-                time.sleep(draw.uniform(0, 0.2))
+                time.sleep(draw.uniform(0, 0.03))
                 for task in tasks:
-                    if task.poll() is None and draw.random() < 0.8:
-                        task.send_signal(signal.SIGKILL)
-            texts = [task.communicate()[0] for task in tasks]
-            codes = [task.returncode for task in tasks]
-            assert set(codes) <= {0, -signal.SIGKILL}, texts
+                    if draw.random() < 0.8:
+                        task.kill()
+            codes = [task.wait(120) for task in tasks]
+            assert set(codes) <= {0, -signal.SIGKILL}, log.read_text()
             killed += codes.count(-signal.SIGKILL)
             if not any(codes):
                 break
