@@ -13,14 +13,7 @@ import torch
 from pipeline.config.data import DataConfig
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.train import MonitorConfig, TrainConfig
-from pipeline.data.format import (
-    CLS_ID,
-    NUM_SPECIAL,
-    PAD_ID,
-    SEP_ID,
-    DatasetIndex,
-    read_index,
-)
+from pipeline.data.format import CLS_ID, NUM_SPECIAL, PAD_ID, SEP_ID, DatasetIndex, read_index
 from pipeline.data.loader import EvalLoader, MicroBatch, TrainLoader
 from pipeline.data.order import Locations
 from pipeline.data.reader import Block, BlockReader

@@ -25,12 +25,7 @@ def _gzip(data: bytes) -> bytes:
     return gzip.compress(data, mtime=0)
 
 
-COMPRESS = {
-    ".gz": gzip.compress,
-    ".zst": zstd.compress,
-    ".xz": lzma.compress,
-    ".bz2": bz2.compress,
-}
+COMPRESS = {".gz": gzip.compress, ".zst": zstd.compress, ".xz": lzma.compress, ".bz2": bz2.compress}
 RECORDS = [json.dumps({"text": f"text {i} {i**7}"}).encode() + b"\n" for i in range(5000)]
 
 

@@ -20,13 +20,7 @@ from pipeline.checkpoints.manifest import published
 from pipeline.config.data import BatchPlan
 from pipeline.data.format import DatasetIndex
 from pipeline.data.run_order import DataRank
-from pipeline.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    PreemptedError,
-    RunFolderError,
-)
+from pipeline.errors import CheckpointError, ConfigError, DataError, PreemptedError, RunFolderError
 from pipeline.finetune.answer import predict
 from pipeline.finetune.batches import TaskStream, class_weights, tokenised
 from pipeline.finetune.can import CanConfig

@@ -68,10 +68,7 @@ def _log_records(data: bytes) -> Iterator[bytes]:
 
 @_installed("wandb")
 def test_weights_and_biases_has_all_numbers_of_both_attempts(
-    dataset: DatasetIndex,
-    tmp_path: Path,
-    start_ranks: type[Ranks],
-    monkeypatch: pytest.MonkeyPatch,
+    dataset: DatasetIndex, tmp_path: Path, start_ranks: type[Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from wandb.proto import wandb_internal_pb2
 
@@ -103,10 +100,7 @@ def test_weights_and_biases_has_all_numbers_of_both_attempts(
 
 @_installed("mlflow")
 def test_mlflow_has_all_numbers_of_both_attempts(
-    dataset: DatasetIndex,
-    tmp_path: Path,
-    start_ranks: type[Ranks],
-    monkeypatch: pytest.MonkeyPatch,
+    dataset: DatasetIndex, tmp_path: Path, start_ranks: type[Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import mlflow
 
