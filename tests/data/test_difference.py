@@ -32,21 +32,18 @@ def _totals(old: DatasetIndex, new: DatasetIndex) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "facts"),
-    [
-        ("base", "base", []),
-        ("base", "weighted", [("sources changed (1)", "one", "weight", "1.0", "2.0")]),
-        ("base", "changed", [("shards changed (1)", "shards/train-000001.tar", "{old}", "{new}")]),
-        ("base", "extra", [("shards extra", "(2)", "train-000002.tar", "eval-000002.tar")]),
-        ("extra", "base", [("shards missing", "(2)", "train-000002.tar", "eval-000002.tar")]),
-        # Not the frequencies, the blocks and the vocabulary, which follow.
-        ("base", "tokenizer", [("tokenizer", "1000 tokens", "{old}", "600 tokens", "{new}"),
-                               ("shards changed (4)", "shards/train-000000.tar")]),
-        ("base", "split", [("shards changed", "shards/eval-000001.tar", "1 entries",
-                            "nothing", "eval-000001-0001")]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("old", "new", "facts"), [
+    ("base", "base", []),
+    ("base", "weighted", [("sources changed (1)", "one", "weight", "1.0", "2.0")]),
+    ("base", "changed", [("shards changed (1)", "shards/train-000001.tar", "{old}", "{new}")]),
+    ("base", "extra", [("shards extra", "(2)", "train-000002.tar", "eval-000002.tar")]),
+    ("extra", "base", [("shards missing", "(2)", "train-000002.tar", "eval-000002.tar")]),
+    # Not the frequencies, the blocks and the vocabulary, which follow.
+    ("base", "tokenizer", [("tokenizer", "1000 tokens", "{old}", "600 tokens", "{new}"),
+                           ("shards changed (4)", "shards/train-000000.tar")]),
+    ("base", "split", [("shards changed", "shards/eval-000001.tar", "1 entries",
+                        "nothing", "eval-000001-0001")]),
+])  # fmt: skip
 def test_each_difference_is_named_with_both_values(
     variants: Variants, old: str, new: str, facts: list[tuple[str, ...]]
 ) -> None:
@@ -84,17 +81,14 @@ def test_long_lists_are_cut(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("change", "facts"),
-    [
-        ({"shards": "reversed", "blocks_sha256": "1" * 64},
-         ("order of shards", "entry 0", "train-000000.tar", "eval-000001.tar")),
-        ({"blocks_sha256": "1" * 64}, ("index.npz", "{blocks}", "111111111111")),
-        ({"source_runs": [[0, 3], [1, 5]]}, ("source_runs", "entry 0", "[0, 22]", "[0, 3]")),
-        ({"vocabulary": {"mask": 7}}, ("vocabulary.mask", "4", "7")),
-        ({"unigram_entropy_nats": 1.5}, ("unigram_entropy_nats", "{entropy}", "1.5")),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("change", "facts"), [
+    ({"shards": "reversed", "blocks_sha256": "1" * 64},
+     ("order of shards", "entry 0", "train-000000.tar", "eval-000001.tar")),
+    ({"blocks_sha256": "1" * 64}, ("index.npz", "{blocks}", "111111111111")),
+    ({"source_runs": [[0, 3], [1, 5]]}, ("source_runs", "entry 0", "[0, 22]", "[0, 3]")),
+    ({"vocabulary": {"mask": 7}}, ("vocabulary.mask", "4", "7")),
+    ({"unigram_entropy_nats": 1.5}, ("unigram_entropy_nats", "{entropy}", "1.5")),
+])  # fmt: skip
 def test_what_else_differs_is_named_by_its_key(
     variants: Variants, change: dict[str, Any], facts: tuple[str, ...]
 ) -> None:

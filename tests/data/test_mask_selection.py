@@ -146,14 +146,11 @@ def test_ratio_is_a_function_of_the_step() -> None:
     np.testing.assert_allclose(np.diff(ratios), -0.0015, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"masking": "span"}, r"set data\.mask_selection=exact"),
-        ({"mask_prob_end": 0.2}, r"data\.mask_prob_end=0\.2 and data\.mask_prob_steps=0 make no"),
-        ({"mask_prob_steps": 9}, r"data\.mask_prob_end=null and data\.mask_prob_steps=9 make no"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"masking": "span"}, r"set data\.mask_selection=exact"),
+    ({"mask_prob_end": 0.2}, r"data\.mask_prob_end=0\.2 and data\.mask_prob_steps=0 make no"),
+    ({"mask_prob_steps": 9}, r"data\.mask_prob_end=null and data\.mask_prob_steps=9 make no"),
+])  # fmt: skip
 def test_settings_that_contradict_each_other_are_refused(
     changes: dict[str, Any], message: str
 ) -> None:

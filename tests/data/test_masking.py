@@ -109,17 +109,11 @@ def _chi_square(first: np.ndarray, second: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("config", [TOKEN, EXACT], ids=["bernoulli", "exact"])
-@pytest.mark.parametrize(
-    ("changes", "key"),
-    [
-        ({"sample_ids": np.arange(2000) + 1}, KEY),
-        ({"sample_ids": np.arange(2000) + 2**32}, KEY),
-        ({"epochs": np.ones(2000, dtype=np.int64)}, KEY),
-        ({}, (12, Purpose.MASK)),
-        ({}, (11, Purpose.EVAL_MASK)),
-    ],
-    ids=["neighbouring sample", "high word of sample", "next epoch", "seed", "purpose"],
-)
+@pytest.mark.parametrize(("changes", "key"), [
+    ({"sample_ids": np.arange(2000) + 1}, KEY), ({"sample_ids": np.arange(2000) + 2**32}, KEY),
+    ({"epochs": np.ones(2000, dtype=np.int64)}, KEY), ({}, (12, Purpose.MASK)),
+    ({}, (11, Purpose.EVAL_MASK)),
+], ids=["neighbouring sample", "high word of sample", "next epoch", "seed", "purpose"])  # fmt: skip
 def test_masks_are_independent(
     config: DataConfig, changes: dict[str, Any], key: tuple[int, Purpose]
 ) -> None:
@@ -158,12 +152,9 @@ def test_masks_stay_the_same_for_good(name: str, config: DataConfig) -> None:
 
 
 PINNED = {
-    ("token", Purpose.MASK): "30cf2b1ebf3fc679",
-    ("token", Purpose.EVAL_MASK): "b5e8a63e365bb3d4",
+    ("token", Purpose.MASK): "30cf2b1ebf3fc679", ("token", Purpose.EVAL_MASK): "b5e8a63e365bb3d4",
     ("whole_word", Purpose.MASK): "f3b6cdc77ae1b83b",
     ("whole_word", Purpose.EVAL_MASK): "3d47179312b19bad",
-    ("exact", Purpose.MASK): "110769e6744ce57b",
-    ("exact", Purpose.EVAL_MASK): "2b257f7046257608",
-    ("span", Purpose.MASK): "c24d5fb9d9ef0fe3",
-    ("span", Purpose.EVAL_MASK): "bf9a26acb617378f",
-}
+    ("exact", Purpose.MASK): "110769e6744ce57b", ("exact", Purpose.EVAL_MASK): "2b257f7046257608",
+    ("span", Purpose.MASK): "c24d5fb9d9ef0fe3", ("span", Purpose.EVAL_MASK): "bf9a26acb617378f",
+}  # fmt: skip

@@ -11,14 +11,10 @@ from pipeline.data.run_order import Mix, weights
 from pipeline.errors import ConfigError
 
 AMOUNTS = {
-    "one": [7],
-    "two": [3, 1],
-    "far apart": [1, 1_000_000],
-    "five": [5, 40, 3, 900, 52],
-    "twenty equal": [1] * 20,
-    "twenty": [2**k for k in range(20)],
+    "one": [7], "two": [3, 1], "far apart": [1, 1_000_000], "five": [5, 40, 3, 900, 52],
+    "twenty equal": [1] * 20, "twenty": [2**k for k in range(20)],
     "twenty alike": [1000 + 7 * k % 50 for k in range(20)],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", AMOUNTS)
@@ -63,14 +59,11 @@ def test_weights_are_the_datasets_or_the_runs() -> None:
     assert weights(sources, mix) == [0, Fraction(7, 2), 2]
 
 
-@pytest.mark.parametrize(
-    ("mix", "message"),
-    [
-        ([("wikis", 1.0)], r"data\.mix\.0\.source = 'wikis'.*one of 'web', 'wiki'"),
-        ([("web", 1.0), ("web", 2.0)], r"data\.mix\.1\.source = 'web' is given twice"),
-        ([("web", 0.0), ("wiki", 0.0)], "leaves no source"),
-    ],
-)
+@pytest.mark.parametrize(("mix", "message"), [
+    ([("wikis", 1.0)], r"data\.mix\.0\.source = 'wikis'.*one of 'web', 'wiki'"),
+    ([("web", 1.0), ("web", 2.0)], r"data\.mix\.1\.source = 'web' is given twice"),
+    ([("web", 0.0), ("wiki", 0.0)], "leaves no source"),
+])  # fmt: skip
 def test_a_mix_that_does_not_fit_is_refused(mix: list[tuple[str, float]], message: str) -> None:
     given = [MixConfig(source=source, weight=weight) for source, weight in mix]
     with pytest.raises(ConfigError, match=message):

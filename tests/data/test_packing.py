@@ -13,12 +13,10 @@ def _lengths(kind: str) -> np.ndarray:
     rng = np.random.default_rng(0)
     return {
         "mixed": np.exp(rng.normal(5.0, 1.2, 3000)).astype(int) + 1,
-        "short": rng.integers(1, 30, 5000),
-        "one token each": np.ones(500, dtype=int),
-        "one long": np.array([100_000]),
-        "just a sequence": np.array([126, 126]),
+        "short": rng.integers(1, 30, 5000), "one token each": np.ones(500, dtype=int),
+        "one long": np.array([100_000]), "just a sequence": np.array([126, 126]),
         "one too long": np.array([127]),
-    }[kind]
+    }[kind]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -120,15 +120,10 @@ def _require_row(slots: PackedSequences, row: int, block: Block, made: list[Made
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("seq_len", "lengths"),
-    [
-        (8, [1, 2, 3, 4, 5, 6, 7, 30, 1, 1]),
-        (32, [1, 300, 29, 30, 58, 7, 2, 90] * 5),
-        (64, [*range(1, 130, 3)]),
-        (64, [400]),
-    ],
-)
+@pytest.mark.parametrize(("seq_len", "lengths"), [
+    (8, [1, 2, 3, 4, 5, 6, 7, 30, 1, 1]), (32, [1, 300, 29, 30, 58, 7, 2, 90] * 5),
+    (64, [*range(1, 130, 3)]), (64, [400]),
+])  # fmt: skip
 def test_pairs_are_those_of_the_reference(kind: PairKind, seq_len: int, lengths: list[int]) -> None:
     block = _block(lengths, seed=seq_len)
     slots, packing, locations = _laid_out(block, seq_len, kind)

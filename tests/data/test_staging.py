@@ -125,11 +125,9 @@ def test_staged_shards_give_the_same_batches_and_alone(copy: DatasetIndex, tmp_p
         steps = [batch for cursor in range(0, 80, 8) for batch in train.step_batches(cursor)]
         for batch in [*steps, *(batch for _, batch in held_out.batches())]:
             found += [
-                batch.input_ids,
-                batch.documents,
-                batch.inputs["masked_index"],
+                batch.input_ids, batch.documents, batch.inputs["masked_index"],
                 batch.inputs["targets"],
-            ]
+            ]  # fmt: skip
         return found
 
     expected = batches(copy)

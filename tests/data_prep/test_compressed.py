@@ -43,16 +43,13 @@ def test_compression_is_read(tmp_path: Path, suffix: str) -> None:
     assert whole[1].id == f"s/a.jsonl{suffix}@{len(RECORDS[0])}"
 
 
-@pytest.mark.parametrize(
-    ("name", "data"),
-    [
-        ("padded.txt.gz", _gzip(b"a\n") + b"\0" * 40_000 + _gzip(b"b\n") + b"\0"),
-        ("padded.txt.xz", lzma.compress(b"a\n") + b"\0" * 400 + lzma.compress(b"b\n") + b"\0" * 4),
-        ("skip.txt.zst", zstd.compress(b"a\n") + bytes.fromhex("502a4d1803000000") + b"xyz"
-         + zstd.compress(b"b\n")),
-        ("empty.txt.gz", _gzip(b"a\n") + _gzip(b"") + _gzip(b"b\n")),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "data"), [
+    ("padded.txt.gz", _gzip(b"a\n") + b"\0" * 40_000 + _gzip(b"b\n") + b"\0"),
+    ("padded.txt.xz", lzma.compress(b"a\n") + b"\0" * 400 + lzma.compress(b"b\n") + b"\0" * 4),
+    ("skip.txt.zst", zstd.compress(b"a\n") + bytes.fromhex("502a4d1803000000") + b"xyz"
+     + zstd.compress(b"b\n")),
+    ("empty.txt.gz", _gzip(b"a\n") + _gzip(b"") + _gzip(b"b\n")),
+])  # fmt: skip
 def test_padding_and_frames_to_skip(tmp_path: Path, name: str, data: bytes) -> None:
     (tmp_path / name).write_bytes(data)
     items = read_source(tmp_path / name, txt_documents="line")
@@ -60,14 +57,11 @@ def test_padding_and_frames_to_skip(tmp_path: Path, name: str, data: bytes) -> N
     assert len(items) == 2
 
 
-@pytest.mark.parametrize(
-    ("mode", "suffix"),
-    [
-        pytest.param(mode, suffix, marks=[] if (i - j) % 4 == 0 else pytest.mark.slow)
-        for i, mode in enumerate(("jsonl", "line", "blank_line", "file", "wikiextractor"))
-        for j, suffix in enumerate(COMPRESS)
-    ],
-)
+@pytest.mark.parametrize(("mode", "suffix"), [
+    pytest.param(mode, suffix, marks=[] if (i - j) % 4 == 0 else pytest.mark.slow)
+    for i, mode in enumerate(("jsonl", "line", "blank_line", "file", "wikiextractor"))
+    for j, suffix in enumerate(COMPRESS)
+])  # fmt: skip
 def test_cut_file_gives_what_it_holds_and_one_rejection(
     tmp_path: Path, suffix: str, mode: str
 ) -> None:

@@ -60,14 +60,11 @@ def _write(path: Path, texts: list[str], *raw: bytes) -> Path:
 
 def _config(folder: Path, sources: dict[str, Path], **changes: Any) -> PrepConfig:
     settings = {
-        "output_dir": str(folder / "data"),
-        "workers": 1,
-        "piece_mb": 1,
+        "output_dir": str(folder / "data"), "workers": 1, "piece_mb": 1,
         "sources": [{"name": name, "inputs": [str(path)]} for name, path in sources.items()],
         "tokenizer": {"vocab_size": 1800, "model_type": "bpe", "character_coverage": 0.99},
-        "shards": {"block_tokens": 20_000, "shard_mb": 1, "eval_fraction": 0.1},
-        **changes,
-    }
+        "shards": {"block_tokens": 20_000, "shard_mb": 1, "eval_fraction": 0.1}, **changes,
+    }  # fmt: skip
     (folder / "prep.yaml").write_text(json.dumps(settings), encoding="utf-8")
     return load(PrepConfig, folder / "prep.yaml").config
 

@@ -156,15 +156,10 @@ def _across_windows(items: dict[str, list[str]]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        pytest.param({"min_hits": 5}, marks=pytest.mark.slow),
-        {"ngram": 31, "ngram_cjk": 13, "min_chars": 20, "min_chars_cjk": 7},
-    ],
-    ids=["default", "five hits", "short"],
-)
+@pytest.mark.parametrize("changes", [
+    {}, pytest.param({"min_hits": 5}, marks=pytest.mark.slow),
+    {"ngram": 31, "ngram_cjk": 13, "min_chars": 20, "min_chars_cjk": 7},
+], ids=["default", "five hits", "short"])  # fmt: skip
 def test_found_is_what_strings_find(
     texts: tuple[list[str], dict[str, list[str]]], tmp_path: Path, changes: dict[str, int]
 ) -> None:
@@ -291,19 +286,13 @@ def test_items_of_all_forms(tmp_path: Path) -> None:
     assert counts == {"lines that are no JSON": 1, "empty files": 1}
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.jsonl", b"no\njson\n", "none of 2 lines is JSON"),
-        ("a.json", b'{"a": 1\n', "neither JSON"),
-        ("a.json", b"[1,\n2", "neither JSON"),
-        ("a.csv", b'a,"b"c\n', "line 1: not valid CSV"),
-        ("a.txt.gz", gzip.compress(b"some words here " * 50, mtime=0)[:-9], "cut short"),
-        ("a.md", b"x", "unknown kind"),
-        ("a.jsonl", b'{"a": "tiny text"}', "long enough to search for"),
-        ("a.jsonl", b"", "long enough to search for"),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "message"), [
+    ("a.jsonl", b"no\njson\n", "none of 2 lines is JSON"), ("a.json", b'{"a": 1\n', "neither JSON"),
+    ("a.json", b"[1,\n2", "neither JSON"), ("a.csv", b'a,"b"c\n', "line 1: not valid CSV"),
+    ("a.txt.gz", gzip.compress(b"some words here " * 50, mtime=0)[:-9], "cut short"),
+    ("a.md", b"x", "unknown kind"), ("a.jsonl", b'{"a": "tiny text"}', "long enough to search for"),
+    ("a.jsonl", b"", "long enough to search for"),
+])  # fmt: skip
 def test_unusable_sets_are_errors(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     path = tmp_path / name
     path.write_bytes(content)

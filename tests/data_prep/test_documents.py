@@ -20,14 +20,11 @@ def _texts(items: list[Document | Rejected]) -> list[str]:
 TXT = "first line\nsecond line\n\n\nsecond document\r\n\nlast"
 
 
-@pytest.mark.parametrize(
-    ("mode", "texts"),
-    [
-        ("blank_line", ["first line\nsecond line", "second document", "last"]),
-        ("line", ["first line", "second line", "second document", "last"]),
-        ("file", ["first line\nsecond line\n\n\nsecond document\n\nlast"]),
-    ],
-)
+@pytest.mark.parametrize(("mode", "texts"), [
+    ("blank_line", ["first line\nsecond line", "second document", "last"]),
+    ("line", ["first line", "second line", "second document", "last"]),
+    ("file", ["first line\nsecond line\n\n\nsecond document\n\nlast"]),
+])  # fmt: skip
 def test_txt_documents(tmp_path: Path, mode: str, texts: list[str]) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(TXT.encode())
@@ -40,16 +37,10 @@ def test_txt_documents(tmp_path: Path, mode: str, texts: list[str]) -> None:
 def test_bad_lines_cost_themselves_only(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     lines = [
-        b'{"text": "good 1"}',
-        b'{"text": "bad \xff byte"}',
-        b'{"text": "good 2"}',
-        b"{not json",
-        b'{"other": 1}',
-        b"[1, 2]",
-        b"",
-        '{"text": "好 3", "id": "x7"}'.encode(),
+        b'{"text": "good 1"}', b'{"text": "bad \xff byte"}', b'{"text": "good 2"}', b"{not json",
+        b'{"other": 1}', b"[1, 2]", b"", '{"text": "好 3", "id": "x7"}'.encode(),
         b'{"text": "lone \\ud800 surrogate"}',
-    ]
+    ]  # fmt: skip
     path.write_bytes(b"\n".join(lines))
     items = read_source(path)
     assert _texts(items) == ["good 1", "good 2", "好 3", "lone \ufffd surrogate"]
@@ -73,14 +64,10 @@ def test_bad_line_of_txt_is_left_out_of_its_document(tmp_path: Path) -> None:
     assert [item.reason for item in items if isinstance(item, Rejected)] == ["invalid UTF-8 line"]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "mode"),
-    [
-        ("a.jsonl", b'{"text": "' + b"x" * 5000 + b'"}\n', "blank_line"),
-        ("a.txt", b"x" * 5000, "line"),
-        ("a.txt", b"some words\n" * 500, "file"),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "mode"), [
+    ("a.jsonl", b'{"text": "' + b"x" * 5000 + b'"}\n', "blank_line"),
+    ("a.txt", b"x" * 5000, "line"), ("a.txt", b"some words\n" * 500, "file"),
+])  # fmt: skip
 def test_too_long_document_names_the_limit(
     tmp_path: Path, name: str, content: bytes, mode: str
 ) -> None:
@@ -154,18 +141,15 @@ def test_files_are_grouped_by_size(tmp_path: Path) -> None:
 CHINESE = "天地玄黄，宇宙洪荒。日月盈昃\n\n辰宿列张，寒来暑往\n"
 
 
-@pytest.mark.parametrize(
-    ("data", "encoding", "taken"),
-    [
-        (CHINESE.encode("gb18030"), "auto", "gb18030"),
-        (CHINESE.encode(), "auto", "utf-8"),
-        (CHINESE.encode("gb18030"), "gb18030", "gb18030"),
-        (b"x" * 999_999 + CHINESE.encode(), "auto", "utf-8"),  # the head ends in a character
-        (b"x" * 999_999 + CHINESE.encode("gb18030"), "auto", "utf-8"),  # nothing odd in the head
-        (CHINESE.encode("gb18030") + b"\xff\n", "auto", "utf-8"),  # valid in neither
-        (b"", "auto", "utf-8"),
-    ],
-)
+@pytest.mark.parametrize(("data", "encoding", "taken"), [
+    (CHINESE.encode("gb18030"), "auto", "gb18030"),
+    (CHINESE.encode(), "auto", "utf-8"),
+    (CHINESE.encode("gb18030"), "gb18030", "gb18030"),
+    (b"x" * 999_999 + CHINESE.encode(), "auto", "utf-8"),  # the head ends in a character
+    (b"x" * 999_999 + CHINESE.encode("gb18030"), "auto", "utf-8"),  # nothing odd in the head
+    (CHINESE.encode("gb18030") + b"\xff\n", "auto", "utf-8"),  # valid in neither
+    (b"", "auto", "utf-8"),
+])  # fmt: skip
 def test_encoding_is_found(tmp_path: Path, data: bytes, encoding: str, taken: str) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(data)

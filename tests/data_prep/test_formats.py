@@ -20,14 +20,10 @@ from pipeline.errors import DataError
 from tests.support.prepare import read_source
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(),
-        pa.dictionary(pa.int32(), pa.string()),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("kind", [
+    pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(),
+    pa.dictionary(pa.int32(), pa.string()),
+], ids=str)  # fmt: skip
 def test_parquet_columns(tmp_path: Path, kind: Any) -> None:
     path = tmp_path / "a.parquet"
     table = pa.table({
@@ -55,11 +51,9 @@ def test_parquet_with_bytes_that_are_no_text(tmp_path: Path) -> None:
     strings = pa.Array.from_buffers(pa.string(), 3, raw.buffers())  # unchecked, as many writers do
     pq.write_table(pa.table({"text": strings, "id": pa.array([7, 8, 9])}), path)
     assert read_source(path) == [
-        Document("s/7", "good"),
-        Rejected("s/8", "invalid UTF-8 line", b"bad \xff"),
-        Document("s/8", "one\ntwo"),
-        Rejected("s/9", "invalid UTF-8 line", b"\xff"),
-    ]
+        Document("s/7", "good"), Rejected("s/8", "invalid UTF-8 line", b"bad \xff"),
+        Document("s/8", "one\ntwo"), Rejected("s/9", "invalid UTF-8 line", b"\xff"),
+    ]  # fmt: skip
     with pytest.raises(DataError, match=r"a\.parquet, row 1: .*clean\.max_document_mb"):
         read_source(path, max_bytes=10)
 
@@ -118,13 +112,10 @@ def _warc(compressed: bool, texts: list[bytes]) -> bytes:
 
 TEXTS = ["第一\n\npage".encode(), b"WARC/1.0\r\n\r\n", b"", b"good\n\xff\nline", b"last"]
 WET_ITEMS = [
-    Document("s/urn:uuid:0", "第一\n\npage"),
-    Document("s/urn:uuid:1", "WARC/1.0\r\n\r\n"),
-    Document("s/urn:uuid:2", ""),
-    Rejected("s/urn:uuid:3", "invalid UTF-8 line", b"\xff"),
-    Document("s/urn:uuid:3", "good\nline"),
-    Document("s/urn:uuid:4", "last"),
-]
+    Document("s/urn:uuid:0", "第一\n\npage"), Document("s/urn:uuid:1", "WARC/1.0\r\n\r\n"),
+    Document("s/urn:uuid:2", ""), Rejected("s/urn:uuid:3", "invalid UTF-8 line", b"\xff"),
+    Document("s/urn:uuid:3", "good\nline"), Document("s/urn:uuid:4", "last"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["a.warc.wet", "a.warc.wet.gz", "a.wet", "a.warc.gz"])

@@ -20,66 +20,51 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("raw", "expected"),
-    [
-        ("a&nbsp;b &amp; c &lt; d", "a b & c < d"),
-        ("x &amp;lt; y &amp;amp;amp; z", "x < y & z"),
-        ("&ldquo;caf&eacute;&rdquo;&#8212;&#x4e2d;&hellip;", "“café”—中..."),
-        ("one<br/>two<BR>three<br clear=all />four", "one\ntwo\nthree\nfour"),
-        ("<p>one</p><p class='x y' id=z>two</p>", "one\n\ntwo"),
-        ('<div class="a" hidden>text</div>', "text"),
-        ("<table><tr><td>1</td><td>2</td></tr></table>", "1 2"),
-        ("a <b>bold</b>, <i>i</i> and <a href=\"x?y=1&z=2\">link</a>", "a bold, i and link"),
-        ("<ruby>深度学习<rt>deep learning</rt></ruby>", "深度学习 deep learning"),
-        ("before<!-- a\n<b> -->after", "before\nafter"),
-        ("a<script type='x'>if (a<b) {}</script>b<STYLE>p{}</STYLE>c", "a\nb\nc"),
-        ("<!DOCTYPE html><html><body>x</body></html>", "x"),
-        ("&lt;p&gt;shown&lt;/p&gt;", "shown"),
-        ("&amp;lt;br&amp;gt;", ""),
-        ("＜br＞x＜/p＞", "x"),
-        ("中文<p>另一段", "中文\n另一段"),
-        ("cut off </span> here<div> and there", "cut off here\nand there"),
-        ('<img src="a.png" alt="b">x<input type=text disabled>', "x"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("raw", "expected"), [
+    ("a&nbsp;b &amp; c &lt; d", "a b & c < d"), ("x &amp;lt; y &amp;amp;amp; z", "x < y & z"),
+    ("&ldquo;caf&eacute;&rdquo;&#8212;&#x4e2d;&hellip;", "“café”—中..."),
+    ("one<br/>two<BR>three<br clear=all />four", "one\ntwo\nthree\nfour"),
+    ("<p>one</p><p class='x y' id=z>two</p>", "one\n\ntwo"),
+    ('<div class="a" hidden>text</div>', "text"),
+    ("<table><tr><td>1</td><td>2</td></tr></table>", "1 2"),
+    ("a <b>bold</b>, <i>i</i> and <a href=\"x?y=1&z=2\">link</a>", "a bold, i and link"),
+    ("<ruby>深度学习<rt>deep learning</rt></ruby>", "深度学习 deep learning"),
+    ("before<!-- a\n<b> -->after", "before\nafter"),
+    ("a<script type='x'>if (a<b) {}</script>b<STYLE>p{}</STYLE>c", "a\nb\nc"),
+    ("<!DOCTYPE html><html><body>x</body></html>", "x"), ("&lt;p&gt;shown&lt;/p&gt;", "shown"),
+    ("&amp;lt;br&amp;gt;", ""), ("＜br＞x＜/p＞", "x"), ("中文<p>另一段", "中文\n另一段"),
+    ("cut off </span> here<div> and there", "cut off here\nand there"),
+    ('<img src="a.png" alt="b">x<input type=text disabled>', "x"),
+])  # fmt: skip
 def test_remnants_of_html_go(raw: str, expected: str) -> None:
     assert normalise(raw, STRIP) == expected
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "a < b and c > d", "x <b and y> z", "if a<b: c>d", "1<p>2", "i<s>j", "a<b>c",
-        "List<int> Map<String, A> vector<a> Option<Table> <T> <K, V> Foo<B>",
-        "write to <EMAIL>, <PHONE>, <ID>, <CARD>, <IP>",
-        "<guido@python.org> <https://example.org/a>",
-        "cp <source> <link> <time> <title> <object>",
-        "#include <map> and <iostream>, <Button/> <br-x> <divide>",
-        "p = &sum; q = &alpha; r = &image; f(&x); a && b; ?a=1&copy=2&lt",
-        "<unknown attr='x'>y</unknown>", "<class 'int'>", "->*<- <3 <- => <=> <>",
-        "<script> alone, <style> alone, <!-- open", "<p a b c>", "<div x>", "<b", "</", "<a href=x",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("text", [
+    "a < b and c > d", "x <b and y> z", "if a<b: c>d", "1<p>2", "i<s>j", "a<b>c",
+    "List<int> Map<String, A> vector<a> Option<Table> <T> <K, V> Foo<B>",
+    "write to <EMAIL>, <PHONE>, <ID>, <CARD>, <IP>", "<guido@python.org> <https://example.org/a>",
+    "cp <source> <link> <time> <title> <object>",
+    "#include <map> and <iostream>, <Button/> <br-x> <divide>",
+    "p = &sum; q = &alpha; r = &image; f(&x); a && b; ?a=1&copy=2&lt",
+    "<unknown attr='x'>y</unknown>", "<class 'int'>", "->*<- <3 <- => <=> <>",
+    "<script> alone, <style> alone, <!-- open", "<p a b c>", "<div x>", "<b", "</", "<a href=x",
+])  # fmt: skip
 def test_what_only_looks_like_html_stays(text: str) -> None:
     assert normalise(text, STRIP) == text
     assert normalise(text, CleanConfig()) == text
 
 
-@pytest.mark.parametrize(
-    ("raw", "expected"),
-    [
-        ("乾隆皇帝把衣服洗乾淨", "乾隆皇帝把衣服洗干净"),
-        ("乾坤未定，乾燥的幹部", "乾坤未定,干燥的干部"),
-        ("皇后在後宮等了很久，然後離開", "皇后在后宫等了很久,然后离开"),
-        ("著名作家看著窗外，隨著時間過去，顯著變化", "著名作家看着窗外,随着时间过去,显著变化"),
-        ("頭髮發現範圍，范仲淹與余先生餘額", "头发发现范围,范仲淹与余先生余额"),
-        ("瞭望塔上瞭解情況，藉口狼藉", "瞭望塔上了解情况,借口狼藉"),
-        ("徵求意見，宮商角徵羽", "征求意见,宫商角徵羽"),
-        ("這裡公里，只有一隻貓", "这里公里,只有一只猫"),
-        ("English と 123", "English と 123"),
-    ],
-)
+@pytest.mark.parametrize(("raw", "expected"), [
+    ("乾隆皇帝把衣服洗乾淨", "乾隆皇帝把衣服洗干净"),
+    ("乾坤未定，乾燥的幹部", "乾坤未定,干燥的干部"),
+    ("皇后在後宮等了很久，然後離開", "皇后在后宫等了很久,然后离开"),
+    ("著名作家看著窗外，隨著時間過去，顯著變化", "著名作家看着窗外,随着时间过去,显著变化"),
+    ("頭髮發現範圍，范仲淹與余先生餘額", "头发发现范围,范仲淹与余先生余额"),
+    ("瞭望塔上瞭解情況，藉口狼藉", "瞭望塔上了解情况,借口狼藉"),
+    ("徵求意見，宮商角徵羽", "征求意见,宫商角徵羽"),
+    ("這裡公里，只有一隻貓", "这里公里,只有一只猫"), ("English と 123", "English と 123"),
+])  # fmt: skip
 def test_traditional_becomes_simplified_by_phrases(raw: str, expected: str) -> None:
     assert normalise(raw, SIMPLIFIED) == expected
 

@@ -60,13 +60,10 @@ def test_every_preset_rejects_spam_and_boilerplate(name: str) -> None:
     assert kept == []
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "- a dash begins a line of the text that is its only one",
-        "the text that trails off and has only one line of it ...",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "- a dash begins a line of the text that is its only one",
+    "the text that trails off and has only one line of it ...",
+])  # fmt: skip
 def test_one_line_is_not_a_list(text: str) -> None:
     config = load(FiltersConfig, FOLDER / "web.yaml",
                   ["quality.min_words=5", "repetition.enabled=false"]).config  # fmt: skip

@@ -33,16 +33,11 @@ def _in_pieces(path: Path, piece_bytes: int, **settings: str) -> list[Document |
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("a.txt", {"txt_documents": "blank_line"}),
-        ("a.txt", {"txt_documents": "blank_line", "encoding": "gb18030"}),
-        ("a.txt", {"txt_documents": "line"}),
-        ("a.txt", {"txt_documents": "file"}),
-        ("a.jsonl", {}),
-    ],
-)
+@pytest.mark.parametrize(("name", "settings"), [
+    ("a.txt", {"txt_documents": "blank_line"}),
+    ("a.txt", {"txt_documents": "blank_line", "encoding": "gb18030"}),
+    ("a.txt", {"txt_documents": "line"}), ("a.txt", {"txt_documents": "file"}), ("a.jsonl", {}),
+])  # fmt: skip
 def test_any_piece_size_gives_the_same(tmp_path: Path, name: str, settings: dict[str, str]) -> None:
     path = tmp_path / name
     draw = random.Random(0)

@@ -52,16 +52,13 @@ def test_arrays_of_any_layout(
     assert found == rows
 
 
-@pytest.mark.parametrize(
-    ("data", "texts", "reason"),
-    [
-        (b'[{"text": "a"}, {"text": 1}]', ["a"], "no text in field 'text'"),
-        (b'[{"text": "a"}, {"text": "b"', ["a"], "file cut short"),
-        (b'[{"text": "a"}] {"text": "b"}', ["a"], "file damaged"),
-        (b'[{"text": "a"}, "\xff"]', ["a"], "invalid UTF-8 line"),
-        (b'[{"text": "a"}, {"text" "b"}]', ["a"], "invalid JSON line"),
-    ],
-)
+@pytest.mark.parametrize(("data", "texts", "reason"), [
+    (b'[{"text": "a"}, {"text": 1}]', ["a"], "no text in field 'text'"),
+    (b'[{"text": "a"}, {"text": "b"', ["a"], "file cut short"),
+    (b'[{"text": "a"}] {"text": "b"}', ["a"], "file damaged"),
+    (b'[{"text": "a"}, "\xff"]', ["a"], "invalid UTF-8 line"),
+    (b'[{"text": "a"}, {"text" "b"}]', ["a"], "invalid JSON line"),
+])  # fmt: skip
 def test_arrays_with_mistakes(tmp_path: Path, data: bytes, texts: list[str], reason: str) -> None:
     path = tmp_path / "a.json"
     path.write_bytes(data)

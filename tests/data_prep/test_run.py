@@ -154,16 +154,11 @@ def test_finished_tasks_are_not_run_again(
 
 
 @pytest.mark.usefixtures("processes")
-@pytest.mark.parametrize(
-    ("content", "overrides", "message"),
-    [
-        (b"", [], "the corpus is empty"),
-        (b"\xff\xff\n", [], "the corpus is empty"),
-        (b"few words here\n", [], r"tokenizer.vocab_size=1000 does not fit"),
-        (b"x" * 2_500_000, ["clean.max_document_mb=2"], "clean.max_document_mb = 2 MB"),
-    ],
-    ids=["empty", "all invalid", "vocabulary", "too long"],
-)
+@pytest.mark.parametrize(("content", "overrides", "message"), [
+    (b"", [], "the corpus is empty"), (b"\xff\xff\n", [], "the corpus is empty"),
+    (b"few words here\n", [], r"tokenizer.vocab_size=1000 does not fit"),
+    (b"x" * 2_500_000, ["clean.max_document_mb=2"], "clean.max_document_mb = 2 MB"),
+], ids=["empty", "all invalid", "vocabulary", "too long"])  # fmt: skip
 def test_bad_corpus_fails_and_leaves_an_earlier_dataset_alone(
     dataset: DatasetIndex,
     prep_config: Path,

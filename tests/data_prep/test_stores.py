@@ -78,15 +78,12 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(
         refuse_changed(file)
 
 
-@pytest.mark.parametrize(
-    ("address", "error", "message"),
-    [
-        (f"s3://{BUCKET}/nothing/", DataError, "'s3://corpora/nothing/' matches no file"),
-        ("s3://no-such-bucket/x", DataError, "no-such-bucket"),
-        ("gs://bucket/x", ConfigError, "gs://bucket/x: .*install"),
-        ("nosuch://bucket/x", ConfigError, "nosuch://bucket/x: .*correct the address"),
-    ],
-)
+@pytest.mark.parametrize(("address", "error", "message"), [
+    (f"s3://{BUCKET}/nothing/", DataError, "'s3://corpora/nothing/' matches no file"),
+    ("s3://no-such-bucket/x", DataError, "no-such-bucket"),
+    ("gs://bucket/x", ConfigError, "gs://bucket/x: .*install"),
+    ("nosuch://bucket/x", ConfigError, "nosuch://bucket/x: .*correct the address"),
+])  # fmt: skip
 def test_what_is_not_there_is_said(
     store: Store, prep_config: Path, tmp_path: Path, address: str, error: type, message: str
 ) -> None:

@@ -46,17 +46,13 @@ def test_given_sentencepiece_model_gives_the_same_tokens(
         read_given(TokenizerConfig(file=str(dataset.folder / "tokenizer.model"), lowercase=True))
 
 
-@pytest.mark.parametrize(
-    ("beside", "options", "lowercase", "warning"),
-    [
-        (None, {}, True, "tokenizer.lowercase"),
-        (None, {"lowercase": True}, True, ""),
-        (None, {"lowercase": False}, False, "words with capitals become"),
-        ({"do_lower_case": False}, {}, False, "words with capitals become"),
-        ({"do_lower_case": False}, {"lowercase": True}, True, ""),
-        ({"tokenizer_class": "BertTokenizer"}, {}, True, ""),
-    ],
-)
+@pytest.mark.parametrize(("beside", "options", "lowercase", "warning"), [
+    (None, {}, True, "tokenizer.lowercase"), (None, {"lowercase": True}, True, ""),
+    (None, {"lowercase": False}, False, "words with capitals become"),
+    ({"do_lower_case": False}, {}, False, "words with capitals become"),
+    ({"do_lower_case": False}, {"lowercase": True}, True, ""),
+    ({"tokenizer_class": "BertTokenizer"}, {}, True, ""),
+])  # fmt: skip
 def test_options_come_from_config_file_and_vocabulary(
     vocab: Path, caplog: pytest.LogCaptureFixture,
     beside: dict[str, Any] | None, options: dict[str, Any], lowercase: bool, warning: str,
@@ -99,14 +95,11 @@ def test_missing_and_foreign_files(vocab: Path, tmp_path: Path) -> None:
         read_given(TokenizerConfig(file=str(vocab)))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"file": "x", "vocab_size": 300}, r"vocab_size = 300 with tokenizer\.file = x: a given"),
-        ({"file": "x", "model_type": "bpe"}, "model_type = bpe with"),
-        ({"lowercase": True}, r"lowercase = True with tokenizer\.file = None: only a vocab"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("options", "message"), [
+    ({"file": "x", "vocab_size": 300}, r"vocab_size = 300 with tokenizer\.file = x: a given"),
+    ({"file": "x", "model_type": "bpe"}, "model_type = bpe with"),
+    ({"lowercase": True}, r"lowercase = True with tokenizer\.file = None: only a vocab"),
+])  # fmt: skip
 def test_options_that_do_not_go_together(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         TokenizerConfig(**options)
@@ -127,18 +120,15 @@ def test_another_vocabulary_of_the_same_name_is_another_dataset(
 # The sample
 
 
-@pytest.mark.parametrize(
-    ("sizes", "weights", "budget", "expected"),
-    [
-        ({"a": 600, "b": 300}, {"a": 1, "b": 1}, 90, {"a": 60, "b": 30}),
-        ({"a": 600, "b": 300}, {"a": 1, "b": 2}, 90, {"a": 45, "b": 45}),
-        ({"a": 600, "b": 20}, {"a": 1, "b": 60}, 90, {"a": 70, "b": 20}),
-        # What b cannot give goes to a and c as 1 to 3, then c has too little as well.
-        ({"a": 600, "b": 10, "c": 40}, {"a": 1, "b": 99, "c": 45}, 90, {"a": 40, "b": 10, "c": 40}),
-        ({"a": 5, "b": 7}, {"a": 1, "b": 1}, 90, {"a": 5, "b": 7}),
-        ({"a": 0, "b": 7}, {"a": 1, "b": 1}, 5, {"a": 0, "b": 5}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("sizes", "weights", "budget", "expected"), [
+    ({"a": 600, "b": 300}, {"a": 1, "b": 1}, 90, {"a": 60, "b": 30}),
+    ({"a": 600, "b": 300}, {"a": 1, "b": 2}, 90, {"a": 45, "b": 45}),
+    ({"a": 600, "b": 20}, {"a": 1, "b": 60}, 90, {"a": 70, "b": 20}),
+    # What b cannot give goes to a and c as 1 to 3, then c has too little as well.
+    ({"a": 600, "b": 10, "c": 40}, {"a": 1, "b": 99, "c": 45}, 90, {"a": 40, "b": 10, "c": 40}),
+    ({"a": 5, "b": 7}, {"a": 1, "b": 1}, 90, {"a": 5, "b": 7}),
+    ({"a": 0, "b": 7}, {"a": 1, "b": 1}, 5, {"a": 0, "b": 5}),
+])  # fmt: skip
 def test_shares_of_sources(
     sizes: dict[str, int], weights: dict[str, float], budget: int, expected: dict[str, int]
 ) -> None:

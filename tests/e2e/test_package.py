@@ -73,14 +73,10 @@ def test_the_wheel_is_complete(wheel: Path) -> None:
     shipped = {f"postnorm/{path.relative_to(ROOT)}" for path in (ROOT / "configs").rglob("*.yaml")}
     assert shipped <= names
     assert {
-        "postnorm/py.typed",
-        "pipeline/py.typed",
-        "data_prep/datasheet/page.jinja",
-        "data_prep/datasheet/frame.html",
-        "data_prep/datasheet/parts.md",
-        "postnorm/configs/filters/web.yaml",
-        "studies/realformer.yaml",
-    } <= names
+        "postnorm/py.typed", "pipeline/py.typed", "data_prep/datasheet/page.jinja",
+        "data_prep/datasheet/frame.html", "data_prep/datasheet/parts.md",
+        "postnorm/configs/filters/web.yaml", "studies/realformer.yaml",
+    } <= names  # fmt: skip
     assert not {name for name in names if name.startswith(("tests", "benchmarks"))}
     assert "License-Expression: Apache-2.0" in metadata
     base = [line for line in metadata.splitlines() if line.startswith("Requires-Dist")]

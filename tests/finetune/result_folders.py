@@ -37,12 +37,9 @@ def class_rows(seed: int, num_rows: int, skill: float = 3.0) -> list[PredictionR
 
 
 ABOUT = {
-    "task": "made-up",
-    "rows": {"train": 60},
-    "counts": {"train": {"rows": 60}},
-    "prior": PRIOR,
+    "task": "made-up", "rows": {"train": 60}, "counts": {"train": {"rows": 60}}, "prior": PRIOR,
     "protocol": {"model": "runs/mine", "selected_on": "dev"},
-}
+}  # fmt: skip
 
 
 def write_run(

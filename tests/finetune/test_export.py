@@ -349,13 +349,10 @@ def test_other_logits_are_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("kind", "override", "message"),
-    [
-        ("tag", "head.decoder=crf", r"a CRF, .*; fine-tune with head\.decoder=softmax, or let"),
-        ("spans", "head.pool=cls", r"scores of spans .* of kind tag, or let `postnorm predict"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "override", "message"), [
+    ("tag", "head.decoder=crf", r"a CRF, .*; fine-tune with head\.decoder=softmax, or let"),
+    ("spans", "head.pool=cls", r"scores of spans .* of kind tag, or let `postnorm predict"),
+])  # fmt: skip
 def test_heads_without_a_class_are_refused(
     kind: str, override: str, message: str, tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -34,14 +34,11 @@ def _predicted(
     return [row.prediction for row in predictions(spec, tokens, decided)]
 
 
-@pytest.mark.parametrize(
-    ("content", "golds"),
-    [
-        # A token of several characters that are words of the file, each on a line.
-        ("北 O\n京 B-ORG\ng M-ORG\no M-ORG\no M-ORG\nd E-ORG\n\nf S-ORG\n", [[1, 6], [0, 1]]),
-        ("good B-ORG\nfine I-ORG\n\nthe O\nboooks B-ORG\n", [[0, 9], [4, 10]]),
-    ],
-)
+@pytest.mark.parametrize(("content", "golds"), [
+    # A token of several characters that are words of the file, each on a line.
+    ("北 O\n京 B-ORG\ng M-ORG\no M-ORG\no M-ORG\nd E-ORG\n\nf S-ORG\n", [[1, 6], [0, 1]]),
+    ("good B-ORG\nfine I-ORG\n\nthe O\nboooks B-ORG\n", [[0, 9], [4, 10]]),
+])  # fmt: skip
 def test_gold_tags_become_the_gold_entities(
     tiny_model: Path, tmp_path: Path, content: str, golds: list[list[int]]
 ) -> None:

@@ -42,18 +42,15 @@ def _score(
     return score_run(config, labels, {"dev": rows})
 
 
-@pytest.mark.parametrize(
-    ("kind", "labels", "rows"),
-    [
-        ("classify", ("否", "是"), [PredictionRow("1", "是", "否", [0.25, -1.5])]),
-        ("multilabel", ("a", "b"), [PredictionRow("1", ["a", "b"], [], [-1.0, -2.0])]),
-        ("regress", (), [PredictionRow("x", 2.5, 3)]),
-        ("spans", ("ORG",), [PredictionRow("1", [], [["ORG", 0, 2]])]),
-        ("qa", (), [PredictionRow("Q\u2028", ["二\u2028", "2"], 'a "b"\n')]),
-        ("choice", (), [PredictionRow("1", 2, 0, [0.5, None, 1.0])]),
-        ("cloze", (), [PredictionRow("#idiom1#", None, 1, [0.5, 2.0])]),
-    ],
-)
+@pytest.mark.parametrize(("kind", "labels", "rows"), [
+    ("classify", ("否", "是"), [PredictionRow("1", "是", "否", [0.25, -1.5])]),
+    ("multilabel", ("a", "b"), [PredictionRow("1", ["a", "b"], [], [-1.0, -2.0])]),
+    ("regress", (), [PredictionRow("x", 2.5, 3)]),
+    ("spans", ("ORG",), [PredictionRow("1", [], [["ORG", 0, 2]])]),
+    ("qa", (), [PredictionRow("Q\u2028", ["二\u2028", "2"], 'a "b"\n')]),
+    ("choice", (), [PredictionRow("1", 2, 0, [0.5, None, 1.0])]),
+    ("cloze", (), [PredictionRow("#idiom1#", None, 1, [0.5, 2.0])]),
+])  # fmt: skip
 def test_rows_are_read_as_they_were_written(
     tmp_path: Path, kind: str, labels: tuple[str, ...], rows: list[PredictionRow]
 ) -> None:
@@ -73,12 +70,10 @@ def test_scores_that_are_not_finite_are_not_written(tmp_path: Path) -> None:
 
 
 _GOOD = {
-    "classify": PredictionRow("1", "a", "b"),
-    "spans": PredictionRow("1", [], []),
-    "qa": PredictionRow("1", [], ""),
-    "regress": PredictionRow("1", 0.5, 0.5),
+    "classify": PredictionRow("1", "a", "b"), "spans": PredictionRow("1", [], []),
+    "qa": PredictionRow("1", [], ""), "regress": PredictionRow("1", 0.5, 0.5),
     "choice": PredictionRow("1", 0, 0, [1.0, None]),
-}
+}  # fmt: skip
 _NO_OBJECT = "expected a JSON object with id, gold and prediction"
 _FINITE = "are not finite numbers"
 _BAD: list[tuple[str, Any, str]] = [

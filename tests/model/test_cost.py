@@ -301,14 +301,11 @@ def test_an_included_run_is_a_run(tmp_path: Path) -> None:
         read_plan(tmp_path / "circle.yaml")
 
 
-@pytest.mark.parametrize(
-    ("file", "override", "message"),
-    [
-        ("model/roformer_v2-base.yaml", "num_layer=3", "did you mean 'num_layers'"),
-        ("demo.yaml", "vocab_size=21128", r"did you mean 'model\.vocab_size'"),
-        ("demo.yaml", "model.num_layer=3", "did you mean 'num_layers'"),
-    ],
-)
+@pytest.mark.parametrize(("file", "override", "message"), [
+    ("model/roformer_v2-base.yaml", "num_layer=3", "did you mean 'num_layers'"),
+    ("demo.yaml", "vocab_size=21128", r"did you mean 'model\.vocab_size'"),
+    ("demo.yaml", "model.num_layer=3", "did you mean 'num_layers'"),
+])  # fmt: skip
 def test_wrong_key_is_refused(file: str, override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_plan(ROOT / "configs" / file, [override])

@@ -5,14 +5,10 @@ import pytest
 from pipeline.model.cost import limits
 
 
-@pytest.mark.parametrize(
-    ("name", "tera", "gib"),
-    [
-        ("NVIDIA A100-SXM4-80GB", 312, 80), ("NVIDIA A100-SXM4-40GB", 312, 40),
-        ("NVIDIA H100 80GB HBM3", 989, 80), ("NVIDIA H100 PCIe", 756, 80),
-        ("NVIDIA H200", 989, 141),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "tera", "gib"), [
+    ("NVIDIA A100-SXM4-80GB", 312, 80), ("NVIDIA A100-SXM4-40GB", 312, 40),
+    ("NVIDIA H100 80GB HBM3", 989, 80), ("NVIDIA H100 PCIe", 756, 80), ("NVIDIA H200", 989, 141),
+])  # fmt: skip
 def test_known_devices(name: str, tera: float, gib: float) -> None:
     found = limits(name)
     assert found

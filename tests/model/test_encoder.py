@@ -46,15 +46,12 @@ def _reference(model: MaskedLanguageModel) -> np.ndarray:
 
 
 SWITCHES: dict[str, dict[str, object]] = {
-    "plain": {},
-    "sum": {"score_residual": "sum"},
-    "eps": {"norm_eps": 0.5, "score_residual": "sum"},
-    "running mean": {"score_residual": "mean"},
+    "plain": {}, "sum": {"score_residual": "sum"},
+    "eps": {"norm_eps": 0.5, "score_residual": "sum"}, "running mean": {"score_residual": "mean"},
     "entropy-invariant": {"attention_scale": "entropy_invariant", "score_residual": "sum"},
     "deepnorm": {"residual": "deepnorm"},
     "deepnorm, running mean": {"residual": "deepnorm", "score_residual": "mean"},
-    "rezero": {"residual": "rezero"},
-    "swiglu": {"activation": "swiglu"},
+    "rezero": {"residual": "rezero"}, "swiglu": {"activation": "swiglu"},
     "gains": {"norm_affine": True},
     "layernorm, biases": {"norm": "layernorm", "norm_affine": True, "bias": True},
     "pre-norm": {"norm_placement": "pre", "score_residual": "sum", "norm_affine": True},

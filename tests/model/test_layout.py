@@ -11,15 +11,10 @@ from pipeline.model.layout import Layout, packed, padded, rows
 DOCUMENTS = torch.tensor([[1] * 5 + [2] * 6 + [7] + [0] * 2, [3] * 14])
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: rows(DOCUMENTS, torch.zeros(2, 14, dtype=torch.int64)),
-        lambda: padded(torch.tensor([3, 8, 1]), 8),
-        lambda: packed(torch.tensor([0, 4, 5, 12]), 7, 12),
-    ],
-    ids=["rows", "padded", "packed"],
-)
+@pytest.mark.parametrize("make", [
+    lambda: rows(DOCUMENTS, torch.zeros(2, 14, dtype=torch.int64)),
+    lambda: padded(torch.tensor([3, 8, 1]), 8), lambda: packed(torch.tensor([0, 4, 5, 12]), 7, 12),
+], ids=["rows", "padded", "packed"])  # fmt: skip
 def test_spans_are_the_mask(make: Callable[[], Layout]) -> None:
     layout = make()
     length, windows = layout.allowed.shape[-1], layout.windows()

@@ -64,17 +64,13 @@ def test_realformer_v2_is_roformer_v2_but_for_its_carry_and_start(
 
 # Published, in millions: RoFormerV2 at vocabulary 12,000, RealFormer (google-research
 # `realformer/README.md`) with a pooler at 30,522.
-@pytest.mark.parametrize(
-    ("preset", "vocab_size", "millions", "tolerance"),
-    [
-        ("roformer_v2-small", 12_000, 15.23, 0.005), ("realformer_v2-small", 12_000, 15.23, 0.005),
-        ("roformer_v2-base", 12_000, 94.15, 0.005), ("realformer_v2-base", 12_000, 94.15, 0.005),
-        ("roformer_v2-large", 12_000, 314.28, 0.005),
-        ("realformer_v2-large", 12_000, 314.28, 0.005),
-        ("realformer-small", 30_522, 30, 1.5), ("realformer-base", 30_522, 110, 1.5),
-        ("realformer-large", 30_522, 340, 5), ("realformer-xlarge", 30_522, 1000, 80),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("preset", "vocab_size", "millions", "tolerance"), [
+    ("roformer_v2-small", 12_000, 15.23, 0.005), ("realformer_v2-small", 12_000, 15.23, 0.005),
+    ("roformer_v2-base", 12_000, 94.15, 0.005), ("realformer_v2-base", 12_000, 94.15, 0.005),
+    ("roformer_v2-large", 12_000, 314.28, 0.005), ("realformer_v2-large", 12_000, 314.28, 0.005),
+    ("realformer-small", 30_522, 30, 1.5), ("realformer-base", 30_522, 110, 1.5),
+    ("realformer-large", 30_522, 340, 5), ("realformer-xlarge", 30_522, 1000, 80),
+])  # fmt: skip
 def test_sizes_are_the_published_ones(
     preset: str, vocab_size: int, millions: float, tolerance: float
 ) -> None:

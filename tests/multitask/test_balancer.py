@@ -260,13 +260,10 @@ def test_two_tasks_never_conflict() -> None:
                 assert vector @ update > -1e-6 * np.linalg.norm(vector), method
 
 
-@pytest.mark.parametrize(
-    ("method", "options"),
-    [
-        *((method, {}) for method in METHODS),
-        *(("generalised_mean", {"gamma": gamma}) for gamma in (0.0, -1.0, 2.0)),
-    ],
-)
+@pytest.mark.parametrize(("method", "options"), [
+    *((method, {}) for method in METHODS),
+    *(("generalised_mean", {"gamma": gamma}) for gamma in (0.0, -1.0, 2.0)),
+])  # fmt: skip
 def test_task_without_a_valid_row_gives_no_nan(method: str, options: dict[str, Any]) -> None:
     given = rows(["a", "b"])
     empty = [batch("b", p.inputs["x"][:0], p.inputs["y"][:0]) for p in given["b"][:1]]

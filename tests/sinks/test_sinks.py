@@ -31,27 +31,19 @@ def start(tmp_path: Path) -> SinkContext:
     return SinkContext(tmp_path / "runs" / "mine", 1, None, config)
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "tag"),
-    [
-        ("train", "loss", "quality/loss"),
-        ("train", "replaced_accuracy", "quality/replaced_accuracy"),
-        ("eval", "loss", "quality/held_out_loss"),
-        ("eval", "loss_wiki", "quality/held_out_loss_wiki"),
-        ("eval", "unigram_entropy", "quality/unigram_entropy"),
-        ("eval", "num_masked", "data/held_out_num_masked"),
-        ("eval", "attention_entropy_layer_03", "layers/attention_entropy_layer_03"),
-        ("train", "grad_norm", "health/grad_norm"),
-        ("train", "grad_norm_layer_03", "layers/grad_norm_layer_03"),
-        ("train", "rewinds", "health/rewinds"),
-        ("train", "tokens", "data/tokens"),
-        ("train", "tokens_per_s", "speed/tokens_per_s"),
-        ("train", "epoch_wiki", "data/epoch_wiki"),
-        ("save", "save_s", "speed/save_s"),
-        ("straggler", "factor", "health/straggler_factor"),
-        ("plateau", "loss", "health/plateau_loss"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "name", "tag"), [
+    ("train", "loss", "quality/loss"), ("train", "replaced_accuracy", "quality/replaced_accuracy"),
+    ("eval", "loss", "quality/held_out_loss"), ("eval", "loss_wiki", "quality/held_out_loss_wiki"),
+    ("eval", "unigram_entropy", "quality/unigram_entropy"),
+    ("eval", "num_masked", "data/held_out_num_masked"),
+    ("eval", "attention_entropy_layer_03", "layers/attention_entropy_layer_03"),
+    ("train", "grad_norm", "health/grad_norm"),
+    ("train", "grad_norm_layer_03", "layers/grad_norm_layer_03"),
+    ("train", "rewinds", "health/rewinds"), ("train", "tokens", "data/tokens"),
+    ("train", "tokens_per_s", "speed/tokens_per_s"), ("train", "epoch_wiki", "data/epoch_wiki"),
+    ("save", "save_s", "speed/save_s"), ("straggler", "factor", "health/straggler_factor"),
+    ("plateau", "loss", "health/plateau_loss"),
+])  # fmt: skip
 def test_each_number_has_a_section(kind: str, name: str, tag: str) -> None:
     assert tag_of(kind, name) == tag
 

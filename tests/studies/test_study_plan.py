@@ -43,12 +43,10 @@ ARMS: dict[str, Any] = {"plain": {}, "sum": {"set": {"model.score_residual": "su
 def study_of(**values: Any) -> StudyConfig:
     """A study of two arms and a part, or what is given in their place."""
     body = {
-        "question": "which?",
-        "base": BASE,
-        "arms": ARMS,
+        "question": "which?", "base": BASE, "arms": ARMS,
         "parts": {"one": {"asks": "which?", "arms": list(ARMS)}},
         "presets": {name: {"seeds": [1, 2]} for name in PRESETS},
-    }
+    }  # fmt: skip
     return build(StudyConfig, {**body, **values}, "a test")
 
 
@@ -146,37 +144,30 @@ def test_equal_flops_count_the_start_too() -> None:
         assert abs(flops[other] - total) <= one_step
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"parts": {"a": {"asks": "?", "arms": ["plan"]}}}, r"parts\.a\.arms: 'plan'"),
-        ({"parts": {"a": {"asks": "?", "arms": ["plain"], "metrics": ["los"]}}}, "held_out_loss"),
-        ({"parts": {"a": {"asks": "?", "arms": ["plain"], "tasks": ["x"]}}}, "'x'.*tasks"),
-        ({"parts": {"a": {"asks": "?", "arms": ["plain"], "grid": ["x"]}}}, "factors"),
-        ({"parts": {"a": {"asks": "?", "arms": ["plain"], "probes": ["x"]}}}, "probes"),
-        ({"presets": {"small": {"seeds": [1]}}}, "presets.*gpu"),
-        ({"arms": {**ARMS, "b": {"grow": {"width": 2}}}}, "nothing to grow"),
-        ({"arms": {**ARMS, "b": {"start": "nobody"}}}, "'nobody'.*arms"),
-        ({"arms": {**ARMS, "b": {"start": "sum"}, "c": {"start": "b"}}}, r"arms\.c\.start=b"),
-        ({"arms": {**ARMS, "b": {"sett": {}}}}, r"'arms\.b\.sett'"),
-    ],
-)
+@pytest.mark.parametrize(("values", "message"), [
+    ({"parts": {"a": {"asks": "?", "arms": ["plan"]}}}, r"parts\.a\.arms: 'plan'"),
+    ({"parts": {"a": {"asks": "?", "arms": ["plain"], "metrics": ["los"]}}}, "held_out_loss"),
+    ({"parts": {"a": {"asks": "?", "arms": ["plain"], "tasks": ["x"]}}}, "'x'.*tasks"),
+    ({"parts": {"a": {"asks": "?", "arms": ["plain"], "grid": ["x"]}}}, "factors"),
+    ({"parts": {"a": {"asks": "?", "arms": ["plain"], "probes": ["x"]}}}, "probes"),
+    ({"presets": {"small": {"seeds": [1]}}}, "presets.*gpu"),
+    ({"arms": {**ARMS, "b": {"grow": {"width": 2}}}}, "nothing to grow"),
+    ({"arms": {**ARMS, "b": {"start": "nobody"}}}, "'nobody'.*arms"),
+    ({"arms": {**ARMS, "b": {"start": "sum"}, "c": {"start": "b"}}}, r"arms\.c\.start=b"),
+    ({"arms": {**ARMS, "b": {"sett": {}}}}, r"'arms\.b\.sett'"),
+])  # fmt: skip
 def test_mistakes_in_a_study_are_named(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         study_of(**values)
 
 
-@pytest.mark.parametrize(
-    ("arm", "message"),
-    [
-        ({"model.layers": 2}, r"model\.layers"),
-        ({"train.compile": "*2"}, r"train\.compile = '\*2'"),
-        ({"train.lr": "2 of train.rate"}, r"train\.rate"),
-        ({"model.num_layers": 0}, r"model\.num_layers"),
-        ({"data.mask_prob": 0.4}, r"parts\.one: other and plain .*batches"),
-        ({"train.global_batch": 8}, "other batches"),
-    ],
-)
+@pytest.mark.parametrize(("arm", "message"), [
+    ({"model.layers": 2}, r"model\.layers"), ({"train.compile": "*2"}, r"train\.compile = '\*2'"),
+    ({"train.lr": "2 of train.rate"}, r"train\.rate"),
+    ({"model.num_layers": 0}, r"model\.num_layers"),
+    ({"data.mask_prob": 0.4}, r"parts\.one: other and plain .*batches"),
+    ({"train.global_batch": 8}, "other batches"),
+])  # fmt: skip
 def test_mistakes_in_an_arm_are_named(arm: dict[str, Any], message: str) -> None:
     study = study_of(
         arms={"plain": {}, "other": {"set": arm}},

@@ -172,19 +172,16 @@ def test_three_texts_are_cut_at_the_last_of_the_longest() -> None:
             assert _sizes("choice", room, "a" * first, "b" * second, "c" * third) == left
 
 
-@pytest.mark.parametrize(
-    ("truncate", "text_b", "expected"),
-    [
-        # Of 20 tokens 18 are left for one text and 17 for two; a quarter of each is head.
-        ("tail", "", [CHINESE[:18]]),
-        ("head", "", [CHINESE[-18:]]),
-        ("head_tail", "", [CHINESE[:4] + CHINESE[-14:]]),
-        ("tail", BACK, [CHINESE[:9], BACK[:8]]),
-        ("head", BACK, [CHINESE[-9:], BACK[-8:]]),
-        ("head_tail", BACK, [CHINESE[:2] + CHINESE[-7:], BACK[:2] + BACK[-6:]]),
-        ("head_tail", "五道门", [CHINESE[:3] + CHINESE[-11:], "五道门"]),
-    ],
-)
+@pytest.mark.parametrize(("truncate", "text_b", "expected"), [
+    # Of 20 tokens 18 are left for one text and 17 for two; a quarter of each is head.
+    ("tail", "", [CHINESE[:18]]),
+    ("head", "", [CHINESE[-18:]]),
+    ("head_tail", "", [CHINESE[:4] + CHINESE[-14:]]),
+    ("tail", BACK, [CHINESE[:9], BACK[:8]]),
+    ("head", BACK, [CHINESE[-9:], BACK[-8:]]),
+    ("head_tail", BACK, [CHINESE[:2] + CHINESE[-7:], BACK[:2] + BACK[-6:]]),
+    ("head_tail", "五道门", [CHINESE[:3] + CHINESE[-11:], "五道门"]),
+])  # fmt: skip
 def test_what_is_kept_of_long_texts(
     wordpiece: WordPieceTokenizer, truncate: str, text_b: str, expected: list[str]
 ) -> None:
@@ -228,17 +225,11 @@ def test_candidate_stands_in_its_blank(wordpiece: WordPieceTokenizer) -> None:
     assert _words(wordpiece, rows[0]) == "[CLS] [SEP] 浙 商 银 行 企 业 [SEP] [SEP]"
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "words"),
-    [
-        ((4, 6), (0, 1), "[ 浙 ] 商 银 行 _ 企 业 _"),
-        ((0, 2), (2, 3), "_ 浙 商 _ [ 银 ] 行 企 业"),
-        ((2, 3), (0, 2), "[ 浙 商 ] _ 银 _ 行 企 业"),
-        ((0, 4), (2, 4), "_ 浙 商 [ 银 行 ] _ 企 业"),
-        ((0, 2), (0, 4), "[ _ 浙 商 _ 银 行 ] 企 业"),
-        ((0, 1), (1, 2), "_ 浙 _ [ 商 ] 银 行 企 业"),
-    ],
-)
+@pytest.mark.parametrize(("first", "second", "words"), [
+    ((4, 6), (0, 1), "[ 浙 ] 商 银 行 _ 企 业 _"), ((0, 2), (2, 3), "_ 浙 商 _ [ 银 ] 行 企 业"),
+    ((2, 3), (0, 2), "[ 浙 商 ] _ 银 _ 行 企 业"), ((0, 4), (2, 4), "_ 浙 商 [ 银 行 ] _ 企 业"),
+    ((0, 2), (0, 4), "[ _ 浙 商 _ 银 行 ] 企 业"), ((0, 1), (1, 2), "_ 浙 _ [ 商 ] 银 行 企 业"),
+])  # fmt: skip
 def test_both_spans_of_coref_are_marked(
     wordpiece: WordPieceTokenizer, first: tuple[int, int], second: tuple[int, int], words: str
 ) -> None:

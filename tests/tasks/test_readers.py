@@ -103,33 +103,29 @@ def test_keywords_given_as_a_list_are_joined(folder: Folder) -> None:
 TABLE = "s,label\n"
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "content", "message"),
-    [
-        ("classify", "a.json", "", "is empty"),
-        ("classify", "a.json", "\r\n \n", "is empty"),
-        ("classify", "a.json", '{"s": "x", "label": "a"}\n{"s": ', ":2: not valid JSON"),
-        ("classify", "a.json", '{"s"\n{}', ":1: not valid JSON"),
-        ("classify", "a.json", '{"text": "x"}', ":1: no 's', named by data.fields.text"),
-        ("classify", "a.json", '{"s": "x"}', ":1: no 'label' .* of task.kind=classify"),
-        ("classify", "a.json", '{"s": "x", "label": NaN}', ":1: no 'label'"),
-        ("classify", "a.json", '{"s": "x", "label": {"a": 1}}', "must be a text or a number"),
-        ("classify", "a.json", '{"s": {"x": 1}, "label": "a"}', "'s' must be a text"),
-        ("classify", "a.json", '{"s": "x", "label": "a"}\n[1]', ":2: expected a JSON object"),
-        ("multilabel", "a.json", '{"s": "x", "label": {"a": 1}}', "must be a text or a number"),
-        ("spans", "a.json", '{"s": ["x"], "label": []}', "'s' must be a text"),
-        ("classify", "a.csv", f"{TABLE}x,a\ny,\n", ":3: no 'label' .or an empty one"),
-        ("classify", "a.csv", f'{TABLE}"a\nb",1\n"x" y,a\n', ":4: not valid CSV"),
-        ("classify", "a.tsv", "s\tlabel\na\t1\nb\n", ":3: 1 cells, expected the 2"),
-        ("classify", "a.tsv", "good film\t1\nbad film\t0\n", "no 's'.*needs data.columns"),
-        ("regress", "a.csv", f"{TABLE}a,x\n", ":2: 'x' is not a number"),
-        ("regress", "a.csv", f"{TABLE}a,nan\n", ":2: 'nan' is not a finite number"),
-        ("regress", "a.csv", f"{TABLE}a,inf\n", ":2: 'inf' is not a finite number"),
-        ("tag", "a.bio", "a O\nword\n", ":2: expected a word and its tag"),
-        ("tag", "a.bio", "a O\nword X-ORG\n", ":2: tag 'X-ORG' is neither O"),
-        ("pair", "a.json", '[[["x"], [], "1"]]', "looks like c3, which is for task.kind choice"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "name", "content", "message"), [
+    ("classify", "a.json", "", "is empty"), ("classify", "a.json", "\r\n \n", "is empty"),
+    ("classify", "a.json", '{"s": "x", "label": "a"}\n{"s": ', ":2: not valid JSON"),
+    ("classify", "a.json", '{"s"\n{}', ":1: not valid JSON"),
+    ("classify", "a.json", '{"text": "x"}', ":1: no 's', named by data.fields.text"),
+    ("classify", "a.json", '{"s": "x"}', ":1: no 'label' .* of task.kind=classify"),
+    ("classify", "a.json", '{"s": "x", "label": NaN}', ":1: no 'label'"),
+    ("classify", "a.json", '{"s": "x", "label": {"a": 1}}', "must be a text or a number"),
+    ("classify", "a.json", '{"s": {"x": 1}, "label": "a"}', "'s' must be a text"),
+    ("classify", "a.json", '{"s": "x", "label": "a"}\n[1]', ":2: expected a JSON object"),
+    ("multilabel", "a.json", '{"s": "x", "label": {"a": 1}}', "must be a text or a number"),
+    ("spans", "a.json", '{"s": ["x"], "label": []}', "'s' must be a text"),
+    ("classify", "a.csv", f"{TABLE}x,a\ny,\n", ":3: no 'label' .or an empty one"),
+    ("classify", "a.csv", f'{TABLE}"a\nb",1\n"x" y,a\n', ":4: not valid CSV"),
+    ("classify", "a.tsv", "s\tlabel\na\t1\nb\n", ":3: 1 cells, expected the 2"),
+    ("classify", "a.tsv", "good film\t1\nbad film\t0\n", "no 's'.*needs data.columns"),
+    ("regress", "a.csv", f"{TABLE}a,x\n", ":2: 'x' is not a number"),
+    ("regress", "a.csv", f"{TABLE}a,nan\n", ":2: 'nan' is not a finite number"),
+    ("regress", "a.csv", f"{TABLE}a,inf\n", ":2: 'inf' is not a finite number"),
+    ("tag", "a.bio", "a O\nword\n", ":2: expected a word and its tag"),
+    ("tag", "a.bio", "a O\nword X-ORG\n", ":2: tag 'X-ORG' is neither O"),
+    ("pair", "a.json", '[[["x"], [], "1"]]', "looks like c3, which is for task.kind choice"),
+])  # fmt: skip
 def test_wrong_files_are_refused_with_their_line(
     folder: Folder, kind: str, name: str, content: str, message: str
 ) -> None:
@@ -169,15 +165,12 @@ def test_test_may_be_without_labels(folder: Folder) -> None:
 # Tables
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "texts", "last"),
-    [
-        ("a.tsv", 'label\ttext\n1\t"好\n0\t差"\n1\t"全"部\n', ['"好', '差"', '"全"部'], 4),
-        ("a.csv", 'label,text\r\n1,"a, ""b""\nc"\r\n0,d\r\n', ['a, "b"\nc', "d"], 4),
-        ("a.csv", '\nlabel,text\n\n1,"a\nb"\n', ["a\nb"], 4),
-        ("a.tsv", "\nlabel\ttext\n\n1\ta\n", ["a"], 4),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "texts", "last"), [
+    ("a.tsv", 'label\ttext\n1\t"好\n0\t差"\n1\t"全"部\n', ['"好', '差"', '"全"部'], 4),
+    ("a.csv", 'label,text\r\n1,"a, ""b""\nc"\r\n0,d\r\n', ['a, "b"\nc', "d"], 4),
+    ("a.csv", '\nlabel,text\n\n1,"a\nb"\n', ["a\nb"], 4),
+    ("a.tsv", "\nlabel\ttext\n\n1\ta\n", ["a"], 4),
+])  # fmt: skip
 def test_quotes_are_text_in_tsv_and_quotes_in_csv(
     folder: Folder, name: str, content: str, texts: list[str], last: int
 ) -> None:
@@ -226,17 +219,14 @@ def test_cluener_ends_are_inclusive_and_entities_repeat(folder: Folder) -> None:
     assert data.labels == ("book", "name")
 
 
-@pytest.mark.parametrize(
-    ("label", "message"),
-    [
-        ({"name": {"金庸": [[0, 1]]}}, r"a\.json:1: character 0 should start '金庸', but '“金'"),
-        ({"name": {"金庸": [[1, 3]]}}, "has 2 characters, but its place has 3"),
-        ({"name": ["金庸"]}, "is not a list of"),
-        ([["name", 1, 9]], r"name at \[1, 9\) is not inside the text of 3 characters"),
-        ([["name", 1, 1]], "or is empty"),
-        ([{"type": "name", "start": 0, "end": 2, "text": "金庸"}], "should start '金庸'"),
-    ],
-)
+@pytest.mark.parametrize(("label", "message"), [
+    ({"name": {"金庸": [[0, 1]]}}, r"a\.json:1: character 0 should start '金庸', but '“金'"),
+    ({"name": {"金庸": [[1, 3]]}}, "has 2 characters, but its place has 3"),
+    ({"name": ["金庸"]}, "is not a list of"),
+    ([["name", 1, 9]], r"name at \[1, 9\) is not inside the text of 3 characters"),
+    ([["name", 1, 1]], "or is empty"),
+    ([{"type": "name", "start": 0, "end": 2, "text": "金庸"}], "should start '金庸'"),
+])  # fmt: skip
 def test_offsets_that_do_not_fit_are_refused(folder: Folder, label: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         folder.read("spans", [{"text": "“金庸", "label": label}], **TEXT)
@@ -285,17 +275,11 @@ def _squad(*answers: dict[str, Any], **question: Any) -> str:
     return json.dumps(whole, indent=2)
 
 
-@pytest.mark.parametrize(
-    ("text", "stated", "start", "count"),
-    [
-        ("一九九九年", 9, 9, {}),
-        ("一九九九年", 10, 9, {"answers moved to where their text is": 1}),
-        ("一九九八年", 9, None, LOST),
-        ("一九九九年", -1, None, LOST),
-        (" 一九九九年 ", 9, 9, {}),
-        ("二〇〇〇年", 3, None, LOST),
-    ],
-)
+@pytest.mark.parametrize(("text", "stated", "start", "count"), [
+    ("一九九九年", 9, 9, {}), ("一九九九年", 10, 9, {"answers moved to where their text is": 1}),
+    ("一九九八年", 9, None, LOST), ("一九九九年", -1, None, LOST), (" 一九九九年 ", 9, 9, {}),
+    ("二〇〇〇年", 3, None, LOST),
+])  # fmt: skip
 def test_answers_and_their_offsets(
     folder: Folder, text: str, stated: int, start: int | None, count: dict[str, int]
 ) -> None:
@@ -316,18 +300,12 @@ def test_questions_without_answers(folder: Folder) -> None:
     assert read_file(folder.task("qa"), "t.json", needs_gold=False)[0].gold is None
 
 
-@pytest.mark.parametrize(
-    ("answers", "gold"),
-    [
-        ({"text": ["九年"], "answer_start": [3]}, (Answer("九年", 3),)),
-        ({"text": [], "answer_start": []}, ()),
-        (["九年", {"text": "八年"}], (Answer("九年", 3), Answer("八年", 0))),
-        ("九年", None),
-        ({"text": ["九年"]}, None),
-        ([{"answer_start": 3}], None),
-        ([3], None),
-    ],
-)
+@pytest.mark.parametrize(("answers", "gold"), [
+    ({"text": ["九年"], "answer_start": [3]}, (Answer("九年", 3),)),
+    ({"text": [], "answer_start": []}, ()),
+    (["九年", {"text": "八年"}], (Answer("九年", 3), Answer("八年", 0))), ("九年", None),
+    ({"text": ["九年"]}, None), ([{"answer_start": 3}], None), ([3], None),
+])  # fmt: skip
 def test_forms_of_answers(folder: Folder, answers: Any, gold: Any) -> None:
     row = {"context": "八年，九年。", "question": "？", "answers": answers}
     if gold is not None:
@@ -463,14 +441,10 @@ def test_repeats_are_counted(folder: Folder) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("kind", "form", "content"),
-    [
-        ("qa", "squad", {"x": []}),
-        ("qa", "cmrc", [{"context": "", "qas": [{}]}]),
-        ("choice", "c3", [[[], ["x"]]]),
-    ],
-)
+@pytest.mark.parametrize(("kind", "form", "content"), [
+    ("qa", "squad", {"x": []}), ("qa", "cmrc", [{"context": "", "qas": [{}]}]),
+    ("choice", "c3", [[[], ["x"]]]),
+])  # fmt: skip
 def test_file_in_another_form_is_refused(
     folder: Folder, kind: str, form: str, content: Any
 ) -> None:

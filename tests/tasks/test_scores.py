@@ -104,21 +104,18 @@ def test_multilabel_agrees_with_scikit_learn() -> None:
 # Entities
 
 
-@pytest.mark.parametrize(
-    ("tags", "spans"),
-    [
-        ("O B-A I-A O", [("A", 1, 3)]),
-        ("B-A B-A", [("A", 0, 1), ("A", 1, 2)]),
-        ("I-A I-A O", [("A", 0, 2)]),  # no B: an I opens
-        ("B-A I-B", [("A", 0, 1), ("B", 1, 2)]),
-        ("B-A M-A E-A S-B", [("A", 0, 3), ("B", 3, 4)]),  # BMES
-        ("O M-ORG M-ORG E-ORG", [("ORG", 1, 4)]),  # as twice in Resume NER
-        ("E-A E-A", [("A", 0, 1), ("A", 1, 2)]),
-        ("S-A I-A", [("A", 0, 1), ("A", 1, 2)]),
-        ("B-A", [("A", 0, 1)]),
-        ("O O", []),
-    ],
-)
+@pytest.mark.parametrize(("tags", "spans"), [
+    ("O B-A I-A O", [("A", 1, 3)]),
+    ("B-A B-A", [("A", 0, 1), ("A", 1, 2)]),
+    ("I-A I-A O", [("A", 0, 2)]),  # no B: an I opens
+    ("B-A I-B", [("A", 0, 1), ("B", 1, 2)]),
+    ("B-A M-A E-A S-B", [("A", 0, 3), ("B", 3, 4)]),  # BMES
+    ("O M-ORG M-ORG E-ORG", [("ORG", 1, 4)]),  # as twice in Resume NER
+    ("E-A E-A", [("A", 0, 1), ("A", 1, 2)]),
+    ("S-A I-A", [("A", 0, 1), ("A", 1, 2)]),
+    ("B-A", [("A", 0, 1)]),
+    ("O O", []),
+])  # fmt: skip
 def test_tags_are_decoded_as_conlleval_does(tags: str, spans: list[tuple[str, int, int]]) -> None:
     assert decode_tags(tags.split()) == spans
 
@@ -158,38 +155,27 @@ def test_entity_counts_if_type_start_and_end_are_equal() -> None:
 # Answers
 
 
-@pytest.mark.parametrize(
-    ("answers", "prediction", "em", "f1"),
-    [
-        (["The Cat."], "cat", 1, 1),
-        (["a black cat", "cat"], "black cat", 1, 1),
-        (["black cat"], "cat cat", 0, 2 * 1 / 4),
-        ([], "", 1, 1),
-        ([], "cat", 0, 0),
-        (["cat"], "", 0, 0),
-        (["the"], "", 1, 1),
-        (["the", "cat"], "", 0, 0),
-    ],
-)
+@pytest.mark.parametrize(("answers", "prediction", "em", "f1"), [
+    (["The Cat."], "cat", 1, 1), (["a black cat", "cat"], "black cat", 1, 1),
+    (["black cat"], "cat cat", 0, 2 * 1 / 4), ([], "", 1, 1), ([], "cat", 0, 0),
+    (["cat"], "", 0, 0), (["the"], "", 1, 1), (["the", "cat"], "", 0, 0),
+])  # fmt: skip
 def test_squad_rules(answers: list[str], prediction: str, em: float, f1: float) -> None:
     assert squad_scores(answers, prediction) == (em, pytest.approx(f1))
     assert squad_words("An apple, the U.S. pear's") == ["apple", "us", "pears"]
 
 
-@pytest.mark.parametrize(
-    ("answers", "prediction", "em", "f1"),
-    [
-        (["《红楼梦》"], "红楼梦", 1, 1),
-        (["1998年"], "1998 年", 0, 1),
-        (["北京大学"], "北京的大学", 0, 2 * 2 / (4 + 5)),  # the longest run, not the bag
-        (["大学", "北京大学"], "北京", 0, 2 * 2 / (4 + 2)),
-        (["北京"], "", 0, 0),
-        (["。"], "，", 1, 0),  # nothing is left of either
-        ([], "", 0, 0),  # unanswered counts as wrong
-        (["a.b"], "a。b", 0, 0),  # a full stop in ASCII stays
-        (["BERT模型"], "bert模型", 1, 1),
-    ],
-)
+@pytest.mark.parametrize(("answers", "prediction", "em", "f1"), [
+    (["《红楼梦》"], "红楼梦", 1, 1),
+    (["1998年"], "1998 年", 0, 1),
+    (["北京大学"], "北京的大学", 0, 2 * 2 / (4 + 5)),  # the longest run, not the bag
+    (["大学", "北京大学"], "北京", 0, 2 * 2 / (4 + 2)),
+    (["北京"], "", 0, 0),
+    (["。"], "，", 1, 0),  # nothing is left of either
+    ([], "", 0, 0),  # unanswered counts as wrong
+    (["a.b"], "a。b", 0, 0),  # a full stop in ASCII stays
+    (["BERT模型"], "bert模型", 1, 1),
+])  # fmt: skip
 def test_cmrc_rules(answers: list[str], prediction: str, em: float, f1: float) -> None:
     assert cmrc_scores(answers, prediction) == (em, pytest.approx(f1))
 
@@ -201,16 +187,11 @@ def test_cmrc_segments() -> None:
     assert longest_common_run("abcde", "xbcdaab") == 3
 
 
-@pytest.mark.parametrize(
-    ("run", "words"),
-    [
-        ("hello, world.", "hello , world ."),
-        ("3,000 km, 12.30", "3,000 km , 12.30"),
-        ("it's we've o'neil", "it 's we 've o'neil"),
-        ('n","n" ("x")', "n '' , '' n '' ( `` x '' )"),
-        ("50%...c. 2000–01", "50 % ... c. 2000 – 01"),
-    ],
-)
+@pytest.mark.parametrize(("run", "words"), [
+    ("hello, world.", "hello , world ."), ("3,000 km, 12.30", "3,000 km , 12.30"),
+    ("it's we've o'neil", "it 's we 've o'neil"), ('n","n" ("x")', "n '' , '' n '' ( `` x '' )"),
+    ("50%...c. 2000–01", "50 % ... c. 2000 – 01"),
+])  # fmt: skip
 def test_words_are_those_of_nltk(run: str, words: str) -> None:
     # As NLTKWordTokenizer of nltk 3.10 splits them.
     assert cmrc_segments(run) == words.split()

@@ -40,25 +40,21 @@ def test_labels_are_a_word_or_a_list(tmp_path: Path) -> None:
         _task(tmp_path, PAIR, "data.labels=[0, 1]")
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("task.kind=pairs", "did you mean 'pair'"),
-        ("task.metric=em", "task.metric=em does not fit task.kind=pair; expected one of accuracy"),
-        ("data.fields.text_b=null", "task.kind=pair needs data.fields.text_b"),
-        ("data.format=squad", "data.format=squad holds rows for task.kind qa, not for pair"),
-        ("data={dev: [d.json], hold_out: 0.1}", "remove one of the two"),
-        ("data.fields.textb=x", "did you mean 'text_b'"),
-        ("train.seeds=[1, 1]", "none twice"),
-        ("train={batch: 10, accumulate: 3}", "must be a multiple of train.accumulate=3"),
-        ("train.lr=0", "out of range"),
-        ("head.decoder=crf", "head.decoder=crf does not fit task.kind=pair; expected none"),
-        ("{task: {kind: spans}, head: {decoder: crf}}", "task.kind=spans; expected pointer"),
-        ("{task: {kind: tag}, input: {truncate: head_tail}}", "an entity could lie over the gap"),
-        ("{task: {kind: qa}, input: {truncate: head}}", "whose texts are cut into windows"),
-        ("{task: {kind: qa}}", "input.stride=128 must be below input.max_length=128"),
-    ],
-)
+@pytest.mark.parametrize(("override", "message"), [
+    ("task.kind=pairs", "did you mean 'pair'"),
+    ("task.metric=em", "task.metric=em does not fit task.kind=pair; expected one of accuracy"),
+    ("data.fields.text_b=null", "task.kind=pair needs data.fields.text_b"),
+    ("data.format=squad", "data.format=squad holds rows for task.kind qa, not for pair"),
+    ("data={dev: [d.json], hold_out: 0.1}", "remove one of the two"),
+    ("data.fields.textb=x", "did you mean 'text_b'"), ("train.seeds=[1, 1]", "none twice"),
+    ("train={batch: 10, accumulate: 3}", "must be a multiple of train.accumulate=3"),
+    ("train.lr=0", "out of range"),
+    ("head.decoder=crf", "head.decoder=crf does not fit task.kind=pair; expected none"),
+    ("{task: {kind: spans}, head: {decoder: crf}}", "task.kind=spans; expected pointer"),
+    ("{task: {kind: tag}, input: {truncate: head_tail}}", "an entity could lie over the gap"),
+    ("{task: {kind: qa}, input: {truncate: head}}", "whose texts are cut into windows"),
+    ("{task: {kind: qa}}", "input.stride=128 must be below input.max_length=128"),
+])  # fmt: skip
 def test_what_is_wrong_is_refused(tmp_path: Path, override: str, message: str) -> None:
     overrides = [override]
     if override.startswith("{"):

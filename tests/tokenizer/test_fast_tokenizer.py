@@ -17,15 +17,10 @@ from pipeline.tokenizer.fast import FastTokenizer, build_tokenizer_json
 
 TOPICS = [topic for _, topic in sorted(pydoc_data.topics.topics.items())][::3]
 ODD = [
-    "",
-    " ",
-    "Crème brûlée, naïve ÀÉÎ ﬁ",
-    "中文标点,和 English 混排。",
-    "emoji 😀 👩‍👩‍👧",
-    "tabs\tand\r\nlines\u2028 \u3000\u00a0x",
-    "\x00\x01\ufffd\u200b",
+    "", " ", "Crème brûlée, naïve ÀÉÎ ﬁ", "中文标点,和 English 混排。", "emoji 😀 👩‍👩‍👧",
+    "tabs\tand\r\nlines\u2028 \u3000\u00a0x", "\x00\x01\ufffd\u200b",
     "don't ##x [unused1] a" + "b" * 200,
-]
+]  # fmt: skip
 BERT_SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 ROBERTA_SPECIALS = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
 
@@ -69,15 +64,10 @@ def _assert_ids_of(reference: Any, tokenizer: FastTokenizer) -> None:
     assert built.encode("one", "two").ids == with_specials
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"do_lower_case": False},
-        {"do_lower_case": True, "strip_accents": False},
-        {"do_lower_case": False, "strip_accents": True, "tokenize_chinese_chars": False},
-    ],
-)
+@pytest.mark.parametrize("options", [
+    {}, {"do_lower_case": False}, {"do_lower_case": True, "strip_accents": False},
+    {"do_lower_case": False, "strip_accents": True, "tokenize_chinese_chars": False},
+])  # fmt: skip
 def test_word_piece_has_the_ids_of_transformers(tmp_path: Path, options: dict[str, bool]) -> None:
     folder = _write_vocabulary(tmp_path, **options)
     reference = transformers.BertTokenizer.from_pretrained(folder, local_files_only=True)

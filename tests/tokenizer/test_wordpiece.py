@@ -36,11 +36,8 @@ CHINESE = [
     "龘的训练 中文 模型",
 ]
 TEXTS = [
-    *near_texts.english()[::12],
-    *near_texts.chinese(np.random.default_rng(0), 4),
-    *CHINESE,
-    "Crème Brûlée, ÀÉÎ naïve ﬁ",
-    "用 PyTorch 2.0 训练BERT-base模型,效果(很)好;don't ##x",
+    *near_texts.english()[::12], *near_texts.chinese(np.random.default_rng(0), 4), *CHINESE,
+    "Crème Brûlée, ÀÉÎ naïve ﬁ", "用 PyTorch 2.0 训练BERT-base模型,效果(很)好;don't ##x",
     "emoji 😀 tabs\tand\r\nlines\u2028 \u3000\u00a0x" + "b" * 200,
 ]  # fmt: skip
 
@@ -59,15 +56,10 @@ def uncased(tmp_path_factory: pytest.TempPathFactory) -> WordPieceTokenizer:
     return _tokenizer(tmp_path_factory.mktemp("uncased"), BertOptions())
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        BertOptions(),
-        BertOptions(do_lower_case=False),
-        BertOptions(strip_accents=False),
-        BertOptions(tokenize_chinese_chars=False),
-    ],
-)
+@pytest.mark.parametrize("options", [
+    BertOptions(), BertOptions(do_lower_case=False), BertOptions(strip_accents=False),
+    BertOptions(tokenize_chinese_chars=False),
+])  # fmt: skip
 def test_ids_are_those_of_transformers(tmp_path: Path, options: BertOptions) -> None:
     tokenizer = _tokenizer(tmp_path, options)
     (tmp_path / "reference").mkdir()
@@ -211,19 +203,15 @@ def test_published_forms_are_read_alike(uncased: WordPieceTokenizer, tmp_path: P
     assert "pieces there" in difference_of_ids(FastTokenizer(path), uncased)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"[PAD]\n[UNK]\n[CLS]\na\n", r"has 4 pieces, but no \[SEP\], \[MASK\]"),
-        (b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nb\na\nb\na\n",
-         r"has 'b' in lines 6 and 8, and 1 other pieces more than once"),
-        ("\ufeff[PAD]\n[UNK]\n".encode(), "byte-order mark of UTF-8"),
-        ("[PAD]\n中\n".encode("utf-16"), "byte-order mark of UTF-16"),
-        ("[PAD]\n[UNK]\n中文\n".encode("gb18030"), r"vocab.txt, line 3: not valid UTF-8"),
-        (b"[PAD]\n\n[UNK]\n", "line 2, is empty"),
-    ],
-    ids=["special", "twice", "BOM", "UTF-16", "GB18030", "empty line"],
-)  # fmt: skip
+@pytest.mark.parametrize(("content", "message"), [
+    (b"[PAD]\n[UNK]\n[CLS]\na\n", r"has 4 pieces, but no \[SEP\], \[MASK\]"),
+    (b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nb\na\nb\na\n",
+     r"has 'b' in lines 6 and 8, and 1 other pieces more than once"),
+    ("\ufeff[PAD]\n[UNK]\n".encode(), "byte-order mark of UTF-8"),
+    ("[PAD]\n中\n".encode("utf-16"), "byte-order mark of UTF-16"),
+    ("[PAD]\n[UNK]\n中文\n".encode("gb18030"), r"vocab.txt, line 3: not valid UTF-8"),
+    (b"[PAD]\n\n[UNK]\n", "line 2, is empty"),
+], ids=["special", "twice", "BOM", "UTF-16", "GB18030", "empty line"])  # fmt: skip
 def test_unusable_vocabularies(content: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "vocab.txt"
     with pytest.raises(DataError, match=message):
@@ -236,15 +224,12 @@ def test_line_ends_of_windows_are_no_part_of_pieces(tmp_path: Path) -> None:
     assert read_vocab_txt("a\n\u2028\n##\u2028".encode(), path) == ["a", "\u2028", "##\u2028"]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"pre_tokenizer": {"type": "Whitespace"}}, "pre_tokenizer 'Whitespace', not 'BertPreT"),
-        ({"normalizer": {"type": "NFC"}}, "not the tokenizer.json of a BERT model: KeyError"),
-        ({"added_tokens": [{"content": "<new>", "id": 999999}]}, r"added tokens \['<new>'\]"),
-        ({"model": {"type": "BPE", "vocab": {}, "merges": []}}, "not the tokenizer.json of a BERT"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"pre_tokenizer": {"type": "Whitespace"}}, "pre_tokenizer 'Whitespace', not 'BertPreT"),
+    ({"normalizer": {"type": "NFC"}}, "not the tokenizer.json of a BERT model: KeyError"),
+    ({"added_tokens": [{"content": "<new>", "id": 999999}]}, r"added tokens \['<new>'\]"),
+    ({"model": {"type": "BPE", "vocab": {}, "merges": []}}, "not the tokenizer.json of a BERT"),
+])  # fmt: skip
 def test_other_tokenizer_json_is_refused(
     uncased: WordPieceTokenizer, tmp_path: Path, change: dict[str, object], message: str
 ) -> None:

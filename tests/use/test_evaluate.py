@@ -290,16 +290,13 @@ def test_run_without_a_good_checkpoint(run: Path, evaluate: Command) -> None:
             evaluate(run, *arguments)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        (["--step", "5"], CheckpointError, "4, 8, 12"),
-        (["--seq-len", "7"], ConfigError, "data.seq_len = 7"),
-        (["--sequences", "0"], ConfigError, "sequences = 0"),
-        (["data.seq_len=64"], ConfigError, "data.mask"),
-        (["--data", "/nowhere"], DataError, "/nowhere/index.json"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "error", "text"), [
+    (["--step", "5"], CheckpointError, "4, 8, 12"),
+    (["--seq-len", "7"], ConfigError, "data.seq_len = 7"),
+    (["--sequences", "0"], ConfigError, "sequences = 0"),
+    (["data.seq_len=64"], ConfigError, "data.mask"),
+    (["--data", "/nowhere"], DataError, "/nowhere/index.json"),
+])  # fmt: skip
 def test_wrong_arguments(
     run: Path, evaluate: Command, arguments: list[str], error: type[Exception], text: str
 ) -> None:

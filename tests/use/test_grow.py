@@ -156,14 +156,11 @@ def test_stacked_layers_repeat_in_order() -> None:
         assert torch.equal(grown[name.format(number)], weights[name.format(number % 3)])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"width": 3}, "--width 3 must be 1 or a power of 2"),
-        ({"depth": 5}, "--depth 5 must be a multiple of the 2 layers"),
-        ({"noise": -1.0}, "--noise -1.0 must be at least 0"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"width": 3}, "--width 3 must be 1 or a power of 2"),
+    ({"depth": 5}, "--depth 5 must be a multiple of the 2 layers"),
+    ({"noise": -1.0}, "--noise -1.0 must be at least 0"),
+])  # fmt: skip
 def test_wrong_arguments_are_refused(
     arguments: dict[str, object], message: str, straight_run: Path, tmp_path: Path
 ) -> None:

@@ -182,13 +182,10 @@ def test_missing_data_file_fails_what_it_holds(mixed: Path) -> None:
     assert f"{path}, which holds tensor float32/scalar, cannot" in messages["float32/scalar"]
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda good: good[:-1] + b"\xdc", "57fb808b247547dc"),
-        (lambda good: b"\1" + good[1:], "block at byte 0 has masked crc32c"),
-    ],
-)
+@pytest.mark.parametrize(("spoil", "message"), [
+    (lambda good: good[:-1] + b"\xdc", "57fb808b247547dc"),
+    (lambda good: b"\1" + good[1:], "block at byte 0 has masked crc32c"),
+])  # fmt: skip
 def test_bad_magic_and_crc_of_a_block_are_refused(mixed: Path, spoil: Any, message: str) -> None:
     path = mixed / "mixed.ckpt-12.index"
     path.write_bytes(spoil(path.read_bytes()))
@@ -207,16 +204,11 @@ def test_compressed_block_is_refused(tmp_path: Path) -> None:
         TfCheckpoint(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("header", "message"),
-    [
-        ([], "has 0 data files"),
-        ([(b"", b"\x12\x02\x08\x01")], "has 0 data files"),
-        ([(b"", b"\x08\x01\x10\x01")], "byte order 1"),
-        ([(b"", b"\x08\x01\x1a\x04\x08\x02\x10\x02")], "version 2"),
-        ([(b"", b"\x08")], "at byte 1"),
-    ],
-)
+@pytest.mark.parametrize(("header", "message"), [
+    ([], "has 0 data files"), ([(b"", b"\x12\x02\x08\x01")], "has 0 data files"),
+    ([(b"", b"\x08\x01\x10\x01")], "byte order 1"),
+    ([(b"", b"\x08\x01\x1a\x04\x08\x02\x10\x02")], "version 2"), ([(b"", b"\x08")], "at byte 1"),
+])  # fmt: skip
 def test_header_that_does_not_fit_is_refused(
     tmp_path: Path, header: list[tuple[bytes, bytes]], message: str
 ) -> None:

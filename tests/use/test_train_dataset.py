@@ -172,19 +172,16 @@ def test_it_can_be_pickled(dataset: DatasetIndex) -> None:
     _require_equal(iter(copy), iter(data), 2)
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"world_size": 3}, ConfigError, "global_batch=8 .*micro_batch=2 x 3"),
-        ({"world_size": 3, "micro_batch": None}, ConfigError, "global_batch=8"),
-        ({"micro_batch": 3}, ConfigError, "micro_batch=3"),
-        ({"rank": 2}, ConfigError, "rank=2 .*world_size=2"),
-        ({"global_batch": 0}, ConfigError, "global_batch=0"),
-        ({"mask_pob": 0.2}, ConfigError, "mask_pob.*mask_prob"),
-        ({"mask_prob": 2}, ConfigError, "mask_prob = 2"),
-        ({"objective": "nsp"}, ConfigError, "nsp.*mlm_nsp"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "error", "message"), [
+    ({"world_size": 3}, ConfigError, "global_batch=8 .*micro_batch=2 x 3"),
+    ({"world_size": 3, "micro_batch": None}, ConfigError, "global_batch=8"),
+    ({"micro_batch": 3}, ConfigError, "micro_batch=3"),
+    ({"rank": 2}, ConfigError, "rank=2 .*world_size=2"),
+    ({"global_batch": 0}, ConfigError, "global_batch=0"),
+    ({"mask_pob": 0.2}, ConfigError, "mask_pob.*mask_prob"),
+    ({"mask_prob": 2}, ConfigError, "mask_prob = 2"),
+    ({"objective": "nsp"}, ConfigError, "nsp.*mlm_nsp"),
+])  # fmt: skip
 def test_mistakes_are_named(
     changes: dict[str, Any], error: type[Exception], message: str, dataset: DatasetIndex
 ) -> None:

@@ -62,14 +62,12 @@ def mixed(rng: np.random.Generator) -> dict[str, np.ndarray]:
         "int32/vector": np.array([0, 1, -1, 2**31 - 1, -(2**31)], np.int32),
         "int64/scalar": np.array(-(2**63), np.int64),
         "int64/vector": rng.integers(-(2**62), 2**62, 9),
-        "bool/vector": np.array([True, False, False, True]),
-        "bool/scalar": np.array(True),
+        "bool/vector": np.array([True, False, False, True]), "bool/scalar": np.array(True),
         "float32/scalar": np.array(0.1, np.float32),
-        "float32/empty": np.zeros((3, 0, 2), np.float32),
-        "int32/empty": np.zeros((0,), np.int32),
+        "float32/empty": np.zeros((3, 0, 2), np.float32), "int32/empty": np.zeros((0,), np.int32),
         "refused/uint8": np.arange(5, dtype=np.uint8),
         "refused/string": np.array([b"one", b"two"], object),
-    }
+    }  # fmt: skip
     prefix = "a_rather_long_scope/shared_by_many_variables/layer"
     for layer in range(20):  # more than the 16 keys between two restart points
         tensors[f"{prefix}_{layer}/kernel"] = rng.standard_normal((2, 3)).astype(np.float32)
