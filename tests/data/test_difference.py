@@ -112,9 +112,7 @@ def _version_1(body: dict[str, Any]) -> dict[str, Any]:
     return {**body, "fingerprint": _fingerprint(body)}
 
 
-def test_the_same_data_under_an_older_index_is_said_plainly(
-    variants: Variants, tmp_path: Path
-) -> None:
+def test_the_same_data_under_an_older_index_is_named(variants: Variants, tmp_path: Path) -> None:
     index = variants["base"]
     new = _body(index)
     old = _version_1(new)

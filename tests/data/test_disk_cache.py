@@ -81,9 +81,7 @@ def test_the_bound_holds_after_every_block(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("room", "most"), [(0.75, 0.35), (0.5, 0.6), (0.25, 0.82)])
-def test_room_for_a_share_of_the_blocks_saves_almost_that_share(
-    tmp_path: Path, room: float, most: float
-) -> None:
+def test_room_for_a_share_of_the_blocks_saves_it(tmp_path: Path, room: float, most: float) -> None:
     # If what was unused for longest went first, 1 - room^2 / 2 would be fetched.
     number, blocks, chance = 160, _Blocks(), np.random.default_rng(3)
     cache = DiskCache(tmp_path, int(number * room * SIZE))
@@ -108,9 +106,7 @@ def test_the_newest_blocks_stay(tmp_path: Path) -> None:
     assert blocks.fetched == []
 
 
-def test_a_damaged_block_is_counted_and_fetched_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_block_is_fetched_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     blocks, cache = _Blocks(), DiskCache(tmp_path, 10 * SIZE)
     blocks.get(cache, 1)
     [path] = _files(cache)

@@ -98,9 +98,7 @@ def test_a_rank_needs_few_of_a_windows_blocks(dataset: DatasetIndex, world_size:
     assert sum(len(blocks) for blocks in of_rank) <= world_size + 2 * 2 < 3 * world_size
 
 
-def test_ranks_of_a_node_read_a_block_once(
-    dataset: DatasetIndex, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_read_a_block_once(dataset: DatasetIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()  # a loader of an earlier test hands its blocks to this one's as well
     config = _config(dataset, micro_batch=4).train_data
     inputs, read = train_inputs(config, dataset), []
@@ -178,9 +176,7 @@ def test_the_mask_ratio_follows_the_step_in_training_only(dataset: DatasetIndex)
 
 
 @pytest.mark.parametrize("at_least_one", [False, True])
-def test_documents_without_a_masked_token_are_counted_or_get_one(
-    dataset: DatasetIndex, at_least_one: bool
-) -> None:
+def test_documents_without_a_mask_are_counted(dataset: DatasetIndex, at_least_one: bool) -> None:
     plain = _config(dataset)
     config = replace(plain, data=replace(plain.data, mask_prob=0.01, at_least_one=at_least_one))
     unmasked = 0
@@ -208,9 +204,7 @@ def test_prefetching_gives_the_same_steps(dataset: DatasetIndex) -> None:
     steps.close()
 
 
-def test_steps_before_one_that_cannot_be_made_are_given(
-    dataset: DatasetIndex, tmp_path: Path
-) -> None:
+def test_steps_before_one_that_is_broken_are_given(dataset: DatasetIndex, tmp_path: Path) -> None:
     whole = _train(dataset, _config(dataset), 0, 1)
     blocks = [
         set(whole.steps.located(48 * k, DataRank(0, 1))[0].blocks.tolist()) for k in range(40)
@@ -262,9 +256,7 @@ def test_evaluation_set_is_the_same_for_every_run_and_world_size(dataset: Datase
 
 
 @pytest.mark.parametrize("world_size", [2, 7])
-def test_every_rank_evaluates_as_many_micro_batches(
-    two_sources: DatasetIndex, world_size: int
-) -> None:
+def test_every_rank_evaluates_equal_batches(two_sources: DatasetIndex, world_size: int) -> None:
     config = replace(_config(two_sources, micro_batch=1), monitor=MonitorConfig(eval_sequences=32))
     whole = _targets(two_sources, config, 0, 1)
     parts = [_targets(two_sources, config, rank, world_size) for rank in range(world_size)]

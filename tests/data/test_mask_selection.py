@@ -151,8 +151,6 @@ def test_ratio_is_a_function_of_the_step() -> None:
     ({"mask_prob_end": 0.2}, r"data\.mask_prob_end=0\.2 and data\.mask_prob_steps=0 make no"),
     ({"mask_prob_steps": 9}, r"data\.mask_prob_end=null and data\.mask_prob_steps=9 make no"),
 ])  # fmt: skip
-def test_settings_that_contradict_each_other_are_refused(
-    changes: dict[str, Any], message: str
-) -> None:
+def test_settings_that_contradict_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         DataConfig(dir="unused", **changes)

@@ -63,9 +63,7 @@ def _store_of(index: DatasetIndex) -> ObjectStore:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_batches_are_those_of_the_folder(
-    dataset: DatasetIndex, published: Path, tmp_path: Path, world: int
-) -> None:
+def test_same_batches(dataset: DatasetIndex, published: Path, tmp_path: Path, world: int) -> None:
     largest = int(dataset.blocks.length.max())
     # Room for all blocks, for a few, and for none.
     for bound in (1.0, 6 * largest / 1e9, largest / 2e9):
@@ -113,9 +111,7 @@ def test_every_block_is_fetched_once_and_then_never_again(
     assert warm == 0
 
 
-def test_commands_read_a_store_or_say_what_to_do(
-    dataset: DatasetIndex, published: Path, tmp_path: Path
-) -> None:
+def test_commands_with_a_store(dataset: DatasetIndex, published: Path, tmp_path: Path) -> None:
     address = f"file://{published}"
     with pytest.raises(ConfigError, match=r"data\.stage_dir"):
         DataConfig(dir=address)
@@ -231,9 +227,7 @@ def test_faults_of_a_store_change_no_block(
     assert store.part_bytes == before, "all blocks were kept"
 
 
-def test_a_store_that_is_gone_ends_the_run_for_a_retry(
-    store: Store, published: Path, tmp_path: Path
-) -> None:
+def test_a_store_that_is_gone_ends_for_retry(store: Store, published: Path, tmp_path: Path) -> None:
     store.upload(published)
     index = open_index(_data(tmp_path, f"s3://{BUCKET}/{published.name}"))
     store.faults += ["busy"] * 4
@@ -243,9 +237,7 @@ def test_a_store_that_is_gone_ends_the_run_for_a_retry(
     _blocks(index, [0])
 
 
-def test_an_object_that_changes_under_a_run_is_noticed(
-    store: Store, published: Path, tmp_path: Path
-) -> None:
+def test_an_object_that_changes_is_noticed(store: Store, published: Path, tmp_path: Path) -> None:
     store.upload(published)
     index = open_index(_data(tmp_path, f"s3://{BUCKET}/{published.name}"))
     info = index.shards[0]

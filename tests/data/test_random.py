@@ -25,9 +25,7 @@ KNOWN_ANSWERS = [
 
 
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
-def test_philox_known_answers(
-    counter: tuple[int, ...], key: tuple[int, int], expected: str
-) -> None:
+def test_philox_by_its_paper(counter: tuple[int, ...], key: tuple[int, int], expected: str) -> None:
     assert " ".join(f"{int(word):08x}" for word in philox(counter, key)) == expected  # type: ignore[arg-type]
     compiled = philox_words(*map(np.uint64, counter + key))
     assert " ".join(f"{int(word):08x}" for word in compiled) == expected

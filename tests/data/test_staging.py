@@ -140,9 +140,7 @@ def test_staged_shards_give_the_same_batches_and_alone(copy: DatasetIndex, tmp_p
 
 
 @pytest.mark.usefixtures("processes")
-def test_processes_share_the_work_and_wait_for_each_other(
-    many: DatasetIndex, tmp_path: Path
-) -> None:
+def test_processes_share_the_work_and_wait(many: DatasetIndex, tmp_path: Path) -> None:
     shards = len(many.shards)
     with _staging(many, tmp_path, "3") as first, _staging(many, tmp_path) as second:
         # The second copies all but the shard that the first, stopped, has in work.
@@ -169,9 +167,7 @@ def test_processes_at_full_speed_copy_each_shard_once(many: DatasetIndex, tmp_pa
 
 
 @pytest.mark.usefixtures("processes")
-def test_a_shard_of_a_killed_process_is_copied_by_who_waits_for_it(
-    many: DatasetIndex, tmp_path: Path
-) -> None:
+def test_a_killed_process_s_shard_is_copied(many: DatasetIndex, tmp_path: Path) -> None:
     with _staging(many, tmp_path, "3") as first, _staging(many, tmp_path) as second:
         _wait_until(lambda: len(_tars(tmp_path)) == len(many.shards) - 1)
         first.kill()
@@ -211,9 +207,7 @@ def test_damaged_source_is_refused_and_leaves_no_copy(copy: DatasetIndex, tmp_pa
         stage(copy, tmp_path / "node")
 
 
-def test_damaged_copy_is_found_block_by_block_and_named(
-    dataset: DatasetIndex, tmp_path: Path
-) -> None:
+def test_damaged_copy_is_found_block_by_block(dataset: DatasetIndex, tmp_path: Path) -> None:
     staged = stage(dataset, tmp_path)
     path = staged.shard_path(0)
     flip(path, int(dataset.blocks.member_offset[0, 0]) + 500)

@@ -132,9 +132,7 @@ def test_array_tasks_killed_at_random_make_the_same_dataset(
     assert not list(output.rglob("*.running.json"))
 
 
-def test_a_stage_refuses_when_the_one_before_is_not_complete(
-    prep_config: Path, source: Path, tmp_path: Path
-) -> None:
+def test_a_stage_waits_for_the_one_before(prep_config: Path, source: Path, tmp_path: Path) -> None:
     config = _load(prep_config, tmp_path / "data", source)
     with pytest.raises(DataError, match=r"eval_sets, .* 1 of 1"):
         run_part(config, "ingest")
@@ -156,9 +154,7 @@ def test_a_stage_refuses_when_the_one_before_is_not_complete(
         run_part(config, "ingest", rank=3, world=3)
 
 
-def test_an_input_that_changes_between_stages_is_noticed(
-    prep_config: Path, corpus: Path, tmp_path: Path
-) -> None:
+def test_a_changed_input_is_noticed_later(prep_config: Path, corpus: Path, tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(corpus.read_bytes())
     overrides = [f"output_dir={tmp_path}/data", f"sources=[{{name: s, inputs: [{path}]}}]"]
@@ -183,9 +179,7 @@ def test_plan_counts_the_tasks_that_there_are(whole: Path, prep_config: Path, so
     assert f"hours on {7}" in plan_text(made, 7)
 
 
-def test_plan_names_the_tasks_that_are_not_done(
-    whole: Path, prep_config: Path, source: Path, tmp_path: Path
-) -> None:
+def test_plan_names_the_rest(whole: Path, prep_config: Path, source: Path, tmp_path: Path) -> None:
     def todo(folder: Path) -> dict[str, list[int] | None]:
         stages = plan(_load(prep_config, folder, source))["stages"]
         return {stage["name"]: stage["todo"] for stage in stages}

@@ -62,9 +62,7 @@ def test_padding_and_frames_to_skip(tmp_path: Path, name: str, data: bytes) -> N
     for i, mode in enumerate(("jsonl", "line", "blank_line", "file", "wikiextractor"))
     for j, suffix in enumerate(COMPRESS)
 ])  # fmt: skip
-def test_cut_file_gives_what_it_holds_and_one_rejection(
-    tmp_path: Path, suffix: str, mode: str
-) -> None:
+def test_cut_file_gives_its_text_and_one_rejection(tmp_path: Path, suffix: str, mode: str) -> None:
     path = tmp_path / f"a{'.jsonl' if mode == 'jsonl' else '.txt'}{suffix}"
     settings = {"txt_documents": mode} if mode in ("line", "blank_line", "file") else {}
     if mode == "wikiextractor":

@@ -68,9 +68,7 @@ def test_bad_line_of_txt_is_left_out_of_its_document(tmp_path: Path) -> None:
     ("a.jsonl", b'{"text": "' + b"x" * 5000 + b'"}\n', "blank_line"),
     ("a.txt", b"x" * 5000, "line"), ("a.txt", b"some words\n" * 500, "file"),
 ])  # fmt: skip
-def test_too_long_document_names_the_limit(
-    tmp_path: Path, name: str, content: bytes, mode: str
-) -> None:
+def test_too_long_text_names_limit(tmp_path: Path, name: str, content: bytes, mode: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=rf"{name}, byte 0: .*clean\.max_document_mb"):
         read_source(tmp_path / name, max_bytes=4000, txt_documents=mode)

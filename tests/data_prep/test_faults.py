@@ -130,9 +130,7 @@ sys.exit(code)
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("processes")
-def test_million_documents_and_a_long_line_in_little_memory(
-    prep_config: Path, tmp_path: Path
-) -> None:
+def test_million_documents_and_a_long_line_fit_memory(prep_config: Path, tmp_path: Path) -> None:
     many = tmp_path / "many.txt"
     with many.open("w") as file:
         file.writelines(f"{i} words and {i * 7919 % 1_000_003} more\n" for i in range(1_000_000))

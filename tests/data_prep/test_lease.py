@@ -52,9 +52,7 @@ def _remote(config: str = "c") -> Holder:
 
 
 @pytest.mark.usefixtures("processes")
-def test_another_run_is_refused_while_one_lives_and_let_in_when_it_was_killed(
-    tmp_path: Path,
-) -> None:
+def test_another_run_is_refused_while_one_lives_and_let_in_once_killed(tmp_path: Path) -> None:
     folder = _folder(tmp_path)
     first = _hold(folder, "one config")
     assert first.stdout

@@ -113,9 +113,7 @@ def test_given_models(
         read_given(TokenizerConfig(file=str(vocab)), "token")
 
 
-def test_training_goes_on_from_a_model_without_line_breaks(
-    broken: DatasetIndex, dataset: DatasetIndex
-) -> None:
+def test_training_goes_on_without_line_breaks(broken: DatasetIndex, dataset: DatasetIndex) -> None:
     other_ids, other_text = tokenizer_differences(dataset.folder / "tokenizer.model", broken)
     assert not other_ids
     assert "are tokens" in other_text[0]
@@ -123,9 +121,7 @@ def test_training_goes_on_from_a_model_without_line_breaks(
     assert "are spaces" in text
 
 
-def test_kept_text_is_the_same_with_both(
-    broken: DatasetIndex, dataset: DatasetIndex, tmp_path: Path
-) -> None:
+def test_export_is_the_same(broken: DatasetIndex, dataset: DatasetIndex, tmp_path: Path) -> None:
     texts = []
     for index, name in ((broken, "a"), (dataset, "b")):
         _, [path] = export(index.folder, tmp_path / name, "jsonl")

@@ -139,9 +139,7 @@ def _independent(shingles: int, bins: int = 256) -> float:
     ("english", 250), ("chinese", 1500), ("english", 40_000), NIGHTLY("chinese", 250),
     NIGHTLY("english", 1500), NIGHTLY("chinese", 40_000),
 ])  # fmt: skip
-def test_estimate_is_the_exact_similarity(
-    texts: dict[str, list[str]], language: str, length: int
-) -> None:
+def test_estimate_is_exact_enough(texts: dict[str, list[str]], language: str, length: int) -> None:
     """Within 4 standard errors; also with fewer shingles than bins, and beyond a window."""
     rng = np.random.default_rng(3)
     settings = settings_of(DEFAULT)
@@ -259,9 +257,7 @@ def straight(
     return source, folder / "data"
 
 
-def test_what_is_dropped_is_what_the_rule_says(
-    texts: dict[str, list[str]], straight: tuple[Path, Path]
-) -> None:
+def test_the_rule_says_what_drops(texts: dict[str, list[str]], straight: tuple[Path, Path]) -> None:
     documents = _chain(texts)
     expected, beyond = _reference(documents, SMALL)
     assert len(expected) > 600
@@ -336,9 +332,7 @@ def test_killed_run_gives_the_same_bytes(straight: tuple[Path, Path], tmp_path: 
     assert report["stages"]["shards"]["documents_in"] == keep.sum()
 
 
-def test_a_changed_threshold_repeats_the_decision_only(
-    straight: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_another_threshold_repeats_one_stage(straight: tuple[Path, Path], tmp_path: Path) -> None:
     config = _config(tmp_path / "data", straight[0], SMALL, "piece_mb=1")
     shutil.copytree(straight[1], tmp_path / "data")
     work = tmp_path / "data/work"

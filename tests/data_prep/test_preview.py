@@ -99,9 +99,7 @@ def test_the_sample_is_a_fixed_part_of_each_source(folder: Path) -> None:
     assert max(numbers) > 45, "not only the beginning"
 
 
-def test_compressed_files_are_not_read_to_their_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compressed_files_end_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preview, "_MAX_BYTES", 1000)
     lines = [json.dumps({"id": i, "text": GOOD.format(i)}) for i in range(20_000)]
     path = tmp_path / "large.jsonl.gz"

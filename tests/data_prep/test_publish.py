@@ -50,9 +50,7 @@ def _expected(folder: Path) -> set[str]:
                           for path in folder.glob(name)}  # fmt: skip
 
 
-def test_a_published_dataset_is_the_same_and_is_sent_once(
-    copy: Path, tmp_path: Path, uploaded: list[str]
-) -> None:
+def test_a_dataset_is_published_once(copy: Path, tmp_path: Path, uploaded: list[str]) -> None:
     address = f"file://{tmp_path}/far/away"
     sent = publish(copy, f"{address}/")
     assert set(uploaded) == _expected(copy)
@@ -92,9 +90,7 @@ def test_an_interrupted_call_is_continued(
     assert list(problems(address)) == []
 
 
-def test_a_killed_call_without_its_record_sends_nothing_twice(
-    copy: Path, tmp_path: Path, uploaded: list[str]
-) -> None:
+def test_a_killed_call_sends_nothing_twice(copy: Path, tmp_path: Path, uploaded: list[str]) -> None:
     target = tmp_path / "target"
     publish(copy, f"file://{target}")
     receipt = json.loads((target / RECEIPT_FILE).read_bytes())
@@ -111,9 +107,7 @@ def test_a_killed_call_without_its_record_sends_nothing_twice(
     assert list(problems(f"file://{target}")) == []
 
 
-def test_what_changed_after_it_was_read_back_is_sent_again(
-    copy: Path, tmp_path: Path, uploaded: list[str]
-) -> None:
+def test_what_changed_there_is_sent_again(copy: Path, tmp_path: Path, uploaded: list[str]) -> None:
     address = f"file://{tmp_path}/target"
     publish(copy, address)
     shard = next((tmp_path / "target" / "shards").glob("*.tar"))

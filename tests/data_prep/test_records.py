@@ -128,9 +128,7 @@ def test_nested_fields_of_json_and_parquet(tmp_path: Path) -> None:
         assert last.id.startswith(f"s/{name}@")
 
 
-def test_a_dataset_of_the_hub_and_its_metadata_to_the_end(
-    tmp_path: Path, prep_config: Path
-) -> None:
+def test_a_dataset_of_the_hub_with_its_metadata(tmp_path: Path, prep_config: Path) -> None:
     folder = tmp_path / "hub" / "data"
     folder.mkdir(parents=True)
     (folder.parent / "README.md").write_text("A card.")
@@ -225,9 +223,7 @@ def test_long_documents(tmp_path: Path) -> None:
     ]
 
 
-def test_a_document_without_an_end_stops_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_endless_document_stops_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("data_prep.readers.documents.MOST_BYTES", 2_000_000)
     monkeypatch.setattr("data_prep.readers.items.MOST_BYTES", 2_000_000)
     path = tmp_path / "a.txt"

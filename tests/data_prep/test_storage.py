@@ -12,9 +12,7 @@ from pipeline.data.format import read_index
 from tests.support import near_texts
 
 
-def test_tars_are_at_most_a_tenth_larger_than_their_tokens(
-    prep_config: Path, tmp_path: Path
-) -> None:
+def test_tars_are_hardly_larger_than_their_tokens(prep_config: Path, tmp_path: Path) -> None:
     """Chinese documents of about 1,500 tokens, as real ones have (1,900)."""
     parts = near_texts.chinese(np.random.default_rng(0), 480)
     lines = [

@@ -66,9 +66,7 @@ def test_globs_and_single_files(store: Store, prep_config: Path, tmp_path: Path)
     assert sorted(names(f"{address}/b/")) == ["x.txt", "y.txt", "z.csv"]
 
 
-def test_a_file_that_changes_while_it_is_read_is_an_error(
-    store: Store, prep_config: Path, tmp_path: Path
-) -> None:
+def test_a_changed_file_is_an_error(store: Store, prep_config: Path, tmp_path: Path) -> None:
     store.client.put_object(Bucket=BUCKET, Key="changing/a.txt", Body=b"one")
     [source] = _config(prep_config, tmp_path, f"s3://{BUCKET}/changing").sources
     [file] = find(source).files

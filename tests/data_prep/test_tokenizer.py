@@ -86,7 +86,5 @@ def test_foreign_model_is_refused(tmp_path: Path) -> None:
     [("a\nb", "a b"), ("a\t\n b", "a b"), ("a\u200cb", "a b"), ("a\u200db", "a\u200db"),
      ("a\u200bb", "ab"), ("a\ufeffb", "ab"), ("a\u00adb", "ab"), ("a\u2060b", "ab")],
 )  # fmt: skip
-def test_line_breaks_and_zero_width_characters_are_as_documented(
-    tokenizer: Tokenizer, text: str, read: str
-) -> None:
+def test_line_breaks_and_zero_width_characters(tokenizer: Tokenizer, text: str, read: str) -> None:
     assert tokenizer.decode(tokenizer.encode(normalise(text, CleanConfig()))) == read

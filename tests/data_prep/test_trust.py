@@ -64,9 +64,7 @@ def test_a_flipped_bit_in_an_intermediate_file_stops_the_run(
     run(changed, replace=True)
 
 
-def test_documents_that_do_not_add_up_stop_the_run(
-    copied: Path, prep_config: Path, corpus: Path
-) -> None:
+def test_counts_must_add_up(copied: Path, prep_config: Path, corpus: Path) -> None:
     marker = copied / "work" / "dedup" / "all.done.json"
     record = json.loads(marker.read_bytes())
     record["result"]["dedup"]["documents_out"] -= 1
@@ -114,9 +112,7 @@ def test_a_link_says_the_format_of_the_file_behind_it(tmp_path: Path) -> None:
     assert document.text == "words"
 
 
-def test_what_cannot_be_read_is_an_error_or_is_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unreadable_is_error_or_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
     with pytest.raises(DataError, match=r"1 .*gone\.txt"):
@@ -135,9 +131,7 @@ def test_a_folder_without_permission_is_an_error(tmp_path: Path) -> None:
         corpus.find(_source(tmp_path))
 
 
-def test_three_documents_make_a_dataset_with_the_defaults(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_three_documents_make_a_dataset(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     text = " ".join(f"{word} of document" for word in sys.stdlib_module_names)
     (tmp_path / "a.txt").write_text("\n\n".join(text[i : i + 3000] for i in (0, 1000, 2000)))
     config = tmp_path / "prep.yaml"

@@ -105,9 +105,7 @@ def test_options_that_do_not_go_together(options: dict[str, Any], message: str) 
         TokenizerConfig(**options)
 
 
-def test_another_vocabulary_of_the_same_name_is_another_dataset(
-    prep_config: Path, vocab: Path, tmp_path: Path
-) -> None:
+def test_another_vocabulary_is_noticed(prep_config: Path, vocab: Path, tmp_path: Path) -> None:
     source = write_texts(tmp_path / "t.jsonl", TEXTS)
     arguments = (prep_config, tmp_path / "data", f"[{{name: t, inputs: [{source}]}}]",
                  f"tokenizer={{file: {vocab}}}", "shards.block_tokens=2000")  # fmt: skip

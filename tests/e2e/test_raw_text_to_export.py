@@ -13,9 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.smoke
-def test_raw_text_becomes_an_encoder(
-    corpus: Path, tmp_path: Path, start_ranks: type[Ranks]
-) -> None:
+def test_raw_text_to_an_encoder(corpus: Path, tmp_path: Path, start_ranks: type[Ranks]) -> None:
     config = tmp_path / "prep.yaml"
     config.write_text(
         f"output_dir: {tmp_path / 'data'}\nworkers: 2\n"

@@ -54,9 +54,7 @@ def test_the_first_look_has_its_six_charts(browser: Browser, address: str, artef
     browser.screenshot(artefacts / "tensorboard-first-look.png")
 
 
-def test_a_finished_run_is_seen(
-    browser: Browser, address: str, straight_run: Path, artefacts: Path
-) -> None:
+def test_a_run_is_seen(browser: Browser, address: str, straight_run: Path, artefacts: Path) -> None:
     browser.open(f"{address}?tagFilter=quality%2F.*loss#timeseries")
     for kind in ("eval", "train"):
         tag = tag_of(kind, "loss")

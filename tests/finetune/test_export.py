@@ -230,9 +230,7 @@ def _prediction(kind: str, row: dict[str, Any], found: Any, answer: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_transformers_gives_the_run_s_predictions(
-    kind: str, exported: dict[str, Any], folder: Path
-) -> None:
+def test_transformers_predicts_the_same(kind: str, exported: dict[str, Any], folder: Path) -> None:
     found = exported[kind]
     stored = (folder / "tuned" / kind / "predictions-dev.jsonl").read_text().splitlines()
     for line, row, answer in zip(stored, rows_of(kind), found["answers"], strict=False):
@@ -286,9 +284,7 @@ def test_this_project_reads_it_back(
     )
 
 
-def test_model_without_its_mlm_head_says_so(
-    exported: dict[str, Any], folder: Path, tmp_path: Path
-) -> None:
+def test_a_model_without_a_head(exported: dict[str, Any], folder: Path, tmp_path: Path) -> None:
     report = convert(folder / "qa", tmp_path / "converted", family=None, overrides=())
     assert report.left_out == ["qa_outputs.bias", "qa_outputs.weight"]
     assert report.made_new[0] == "head_bias"
@@ -362,9 +358,7 @@ def test_heads_without_a_class_are_refused(
     assert not (tmp_path / "hf").exists()
 
 
-def test_trainer_of_transformers_goes_on(
-    exported: dict[str, Any], folder: Path, tmp_path: Path
-) -> None:
+def test_transformers_can_train_on(exported: dict[str, Any], folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     _python(TRAIN, folder / "classify", tmp_path / "out", cwd=tmp_path)
     assert read_model(tmp_path / "out").model.config == read_model(folder / "classify").model.config

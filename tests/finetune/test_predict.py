@@ -51,9 +51,7 @@ def test_gold_tags_become_the_gold_entities(
     assert found == [[["ORG", *bounds]] for bounds in golds]
 
 
-def test_answer_comes_from_the_window_with_the_most_context(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_answer_comes_from_the_window_of_most_context(tiny_model: Path, tmp_path: Path) -> None:
     task = {"task": {"kind": "qa"}, "input": {"max_length": 12, "stride": 2, "max_question": 2}}
     text = "good bad fine poor film book red green blue what who where"
     example = Example(id="0", where="", text=text, text_b="the", gold=(Answer("red", 29),))

@@ -28,9 +28,7 @@ def _one(tmp_path: Path) -> Path:
     return folder
 
 
-def test_what_is_right_is_not_written_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_right_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = _one(tmp_path)
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     _rescore(str(folder))
@@ -38,9 +36,7 @@ def test_what_is_right_is_not_written_again(
     assert f"{_read(folder)['test']['accuracy']:.5f}" in capsys.readouterr().out
 
 
-def test_a_number_that_was_wrong_is_shown_and_kept(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_number_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = _one(tmp_path)
     right = _read(folder)
     wrong = json.loads(json.dumps(right))
@@ -55,9 +51,7 @@ def test_a_number_that_was_wrong_is_shown_and_kept(
     assert rows["dev.accuracy"] == [f"{right['dev']['accuracy']:.5f}"]
 
 
-def test_a_change_of_predictions_gives_another_score(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_predictions_score_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = _one(tmp_path)
     before = _read(folder)
     path = predictions_file(folder, "test")
@@ -110,9 +104,7 @@ def test_a_result_of_more_seeds_than_there_are_is_kept(tmp_path: Path) -> None:
     assert _read(tmp_path)["seeds"] == [1, 2]
 
 
-def test_can_stands_beside_the_raw_scores(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_can_stands_beside_raw_scores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = _one(tmp_path)
     raw = _read(folder)
     _rescore(str(folder), "--can", "--tau", "0.5", "--top", "2")

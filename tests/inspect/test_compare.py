@@ -39,9 +39,7 @@ def slower(
     return run_dir
 
 
-def test_runs_that_differ_in_the_learning_rate(
-    straight_run: Path, slower: Path, tmp_path: Path
-) -> None:
+def test_runs_of_two_learning_rates(straight_run: Path, slower: Path, tmp_path: Path) -> None:
     page = tmp_path / "losses.html"
     found: dict[str, Any] = json.loads(_command(straight_run, slower, "--json", "--plot", page))
     assert {each["key"]: each["values"] for each in found["config"]} == {

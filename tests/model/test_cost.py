@@ -111,9 +111,7 @@ def test_parameters_are_those_of_the_module(config: ModelConfig) -> None:
     ("layers", "width", "ffn", "seq_len", "mflop"),
     [(12, 768, 3072, 128, 558.3), (12, 768, 3072, 512, 600.8), (24, 1024, 4096, 128, 1895.8)],
 )
-def test_flops_worked_out_by_hand(
-    layers: int, width: int, ffn: int, seq_len: int, mflop: float
-) -> None:
+def test_flops_done_by_hand(layers: int, width: int, ffn: int, seq_len: int, mflop: float) -> None:
     config = ModelConfig(
         vocab_size=50_000, num_layers=layers, hidden_size=width, num_heads=width // 64, ffn_size=ffn
     )

@@ -53,9 +53,7 @@ DEEP = {"score_residual": "mean", "residual": "deepnorm", "init": "deepnorm"}
 @pytest.mark.parametrize(
     ("size", "expected"), [("base", DEEP), ("large", DEEP), ("small", {"score_residual": "sum"})]
 )
-def test_realformer_v2_is_roformer_v2_but_for_its_carry_and_start(
-    size: str, expected: dict[str, str]
-) -> None:
+def test_realformer_v2_differs_in_its_carry_and_start(size: str, expected: dict[str, str]) -> None:
     ours, theirs = (
         asdict(config(f"{family}-{size}")) for family in ("realformer_v2", "roformer_v2")
     )
@@ -71,9 +69,7 @@ def test_realformer_v2_is_roformer_v2_but_for_its_carry_and_start(
     ("realformer-small", 30_522, 30, 1.5), ("realformer-base", 30_522, 110, 1.5),
     ("realformer-large", 30_522, 340, 5), ("realformer-xlarge", 30_522, 1000, 80),
 ])  # fmt: skip
-def test_sizes_are_the_published_ones(
-    preset: str, vocab_size: int, millions: float, tolerance: float
-) -> None:
+def test_published_sizes(preset: str, vocab_size: int, millions: float, tolerance: float) -> None:
     assert num_parameters(preset, vocab_size) / 1e6 == pytest.approx(millions, abs=tolerance)
 
 
@@ -172,9 +168,7 @@ def _plain_block(residual: Any, norm: Any, x: Tensor, update: Tensor, shared: An
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_alpha_one_is_the_plain_block_bit_for_bit(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_alpha_one_is_the_plain_block_bitwise(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = MaskedLanguageModel(config(f"{family}-base", *SMALL))
     batch = torch.randint(60, (2, 9)), padded(torch.tensor([9, 6]), 9), torch.arange(18)

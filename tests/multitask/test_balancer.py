@@ -194,9 +194,7 @@ METHODS = ("equal", "initial", "prior", "real_time", "generalised_mean", "uncert
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_ranks_average_as_often_as_plans_say(
-    monkeypatch: pytest.MonkeyPatch, method: Method
-) -> None:
+def test_ranks_average_as_often_as_planned(monkeypatch: pytest.MonkeyPatch, method: Method) -> None:
     times = []
     monkeypatch.setattr(zero0_engine, "_average", lambda *_: times.append(1))
     given = rows(["a", "b", "c"])

@@ -20,9 +20,7 @@ KINDS = [("classify", {}), ("pair", {}), ("choice", {}), ("tag", {}), ("tag", {"
 
 
 @pytest.mark.parametrize(("kind", "head"), KINDS, ids=str)
-def test_loss_without_scores(
-    kind: str, head: dict[str, Any], tmp_path: Path, tiny_model: Path
-) -> None:
+def test_no_scores(kind: str, head: dict[str, Any], tmp_path: Path, tiny_model: Path) -> None:
     config = load_task(str(write_task(tmp_path, kind, head={"dropout": 0.0, **head})))
     prepared = prepare(config, kind, str(tiny_model), None)
     model = TaskModel(prepared.trained.model.config, prepared.spec)

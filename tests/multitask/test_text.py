@@ -60,9 +60,7 @@ def whole(mix: Path) -> Path:
     return run(mix)
 
 
-def test_the_loss_of_text_is_that_of_the_batches_of_pre_training(
-    whole: Path, dataset: DatasetIndex
-) -> None:
+def test_the_loss_of_text_is_that_of_pre_training(whole: Path, dataset: DatasetIndex) -> None:
     plan = BatchPlan((), seq_len=SEQ_LEN, global_batch=SEQUENCES, micro_batch=SEQUENCES)
     data = DataConfig(dir=str(dataset.folder), seq_len=SEQ_LEN, window_blocks=2)
     steps = train_steps(dataset, TrainDataConfig(seed=SEED, data=data, batches=plan))

@@ -267,9 +267,7 @@ def test_what_does_not_fit_is_told() -> None:
         ObjectiveConfig(boundary_weight=2.0)
 
 
-def test_a_run_learns_continues_and_is_used_without_its_head(
-    tmp_path: Path, dataset: DatasetIndex
-) -> None:
+def test_a_run_learns_and_works_without_its_head(tmp_path: Path, dataset: DatasetIndex) -> None:
     config = tmp_path / "train.yaml"
     config.write_text(CONFIG)
     words = [
@@ -299,9 +297,7 @@ def test_a_run_learns_continues_and_is_used_without_its_head(
     assert np.isfinite(postnorm.load(whole).encode(["a list of strings"])).all()
 
 
-def test_weights_that_are_divided_give_the_same_run(
-    tmp_path: Path, dataset: DatasetIndex, processes: None
-) -> None:
+def test_divided_weights(tmp_path: Path, dataset: DatasetIndex, processes: None) -> None:
     config = tmp_path / "train.yaml"
     config.write_text(CONFIG)
     logged = []

@@ -199,9 +199,7 @@ def test_profile_of_a_run(dataset: DatasetIndex, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["p.json", "run.yaml", "t.json.gz"]
 
 
-def test_profile_of_two_ranks(
-    dataset: DatasetIndex, tmp_path: Path, start_command: Starter
-) -> None:
+def test_profile_of_ranks(dataset: DatasetIndex, tmp_path: Path, start_command: Starter) -> None:
     config, out = tmp_path / "run.yaml", tmp_path / "p.json"
     config.write_text(CONFIG)
     command = [

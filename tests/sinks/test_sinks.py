@@ -48,9 +48,7 @@ def test_each_number_has_a_section(kind: str, name: str, tag: str) -> None:
     assert tag_of(kind, name) == tag
 
 
-def test_a_run_has_five_sections_and_every_chart_of_the_layout_has_a_line(
-    straight_run: Path,
-) -> None:
+def test_a_run_has_five_sections_and_every_chart_has_a_line(straight_run: Path) -> None:
     events = EventAccumulator(str(straight_run / "tensorboard"), {"scalars": 0, "tensors": 0})
     events.Reload()
     tags = events.Tags()["scalars"]

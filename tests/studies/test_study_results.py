@@ -302,9 +302,7 @@ def _js(p: np.ndarray, q: np.ndarray) -> float:
     return _entropy((p + q) / 2) - (_entropy(p) + _entropy(q)) / 2
 
 
-def test_lengths_predict_the_same_tokens_from_more_or_less_text(
-    model: EncoderModel, dataset: DatasetIndex
-) -> None:
+def test_lengths_predict_the_same_tokens(model: EncoderModel, dataset: DatasetIndex) -> None:
     config = _run_config(dataset)
     found = probes.lengths(Path(), config, {"lengths": [8, 16, 32]})
     size = 4 * 6

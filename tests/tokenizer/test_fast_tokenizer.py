@@ -128,9 +128,7 @@ def test_readable_text(bert: FastTokenizer, roberta: FastTokenizer) -> None:
     assert roberta.decode([*ids, roberta.mask_id]) == "in the façade<mask>"
 
 
-def test_tokenizer_json_is_taken_but_not_its_length_limit(
-    tmp_path: Path, bert: FastTokenizer
-) -> None:
+def test_tokenizer_json_is_taken_without_its_limit(tmp_path: Path, bert: FastTokenizer) -> None:
     limited = tokenizers.Tokenizer.from_str(bert.to_json())
     limited.enable_truncation(8)
     limited.enable_padding(length=8)

@@ -115,9 +115,7 @@ def test_a_break_is_a_word_of_its_own(pair: tuple[Tokenizer, Tokenizer]) -> None
     assert [text[offsets[place]] for place in places] == ["\n"] * 5
 
 
-def test_exported_tokenizer_has_the_same_ids(
-    pair: tuple[Tokenizer, Tokenizer], tmp_path: Path
-) -> None:
+def test_exported_tokenizer_has_its_ids(pair: tuple[Tokenizer, Tokenizer], tmp_path: Path) -> None:
     write_hf_tokenizer(pair[1], tmp_path)
     written = FastTokenizer(tmp_path / "tokenizer.json")
     texts = [POEM, f"\n {POEM} \r\n", *_odd_texts(2000)]

@@ -92,9 +92,7 @@ def test_batches_end_at_texts_and_at_tokens() -> None:
     assert list(batches_of([], [], 4, 20)) == []
 
 
-def test_a_killed_command_goes_on_where_it_was(
-    model: Model, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_killed_command(model: Model, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     whole, out = tmp_path / "whole.npy", tmp_path / "v.npy"
     _write(model, whole, iter(_stream()))
     with pytest.raises(OSError, match="is gone"):

@@ -139,9 +139,7 @@ def _start(module: str, source: Path, *arguments: str) -> tuple[Ranks, Path]:
     return ranks, output
 
 
-def test_as_many_ranks_give_the_trainers_numbers_to_the_bit(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_as_many_ranks_give_the_trainers_bits(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POSTNORM_RUN_DIR", str(run))
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
@@ -244,9 +242,7 @@ def test_a_job_that_starts_again_goes_on_behind_what_it_has(
     assert len(evaluate(run, "--all", "--sequences", 20)) == 3
 
 
-def test_model_folder(
-    run: Path, two_sources: DatasetIndex, evaluate: Command, tmp_path: Path
-) -> None:
+def test_a_folder(run: Path, two_sources: DatasetIndex, evaluate: Command, tmp_path: Path) -> None:
     model = tmp_path / "model"
     export(run, model)
     with pytest.raises(CheckpointError, match="does not know its dataset; give its folder with"):

@@ -132,9 +132,7 @@ def _same_depth(source: Path) -> float:
     return float((logits[1] - logits[0]).abs().max() / logits[0].std())
 
 
-def test_gradients_of_the_wider_model_are_not_all_alike_after_noise(
-    straight_run: Path, tmp_path: Path
-) -> None:
+def test_gradients_of_the_wider_model_differ_by_noise(straight_run: Path, tmp_path: Path) -> None:
     exact = grow(straight_run, tmp_path / "exact", width=2, depth=None, noise=0.0, seed=0)
     noisy = grow(straight_run, tmp_path / "noisy", width=2, depth=None, noise=0.01, seed=0)
     assert exact.num_parameters == noisy.num_parameters > 2 * exact.num_parameters_before

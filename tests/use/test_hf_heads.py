@@ -162,9 +162,7 @@ def test_recomputation_keeps_gradients(modeling: ModuleType, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_resized_vocabulary_is_saved_and_read_back(
-    modeling: ModuleType, kind: str, tmp_path: Path
-) -> None:
+def test_resized_vocabulary_is_read_back(modeling: ModuleType, kind: str, tmp_path: Path) -> None:
     model = _model(modeling, "ForMaskedLM", _config(modeling, kind))
     ids = _ids(2, 7)
     before = model(ids).logits
@@ -210,9 +208,7 @@ def test_earlier_exports_are_read_by_this_project(modeling: ModuleType, tmp_path
     assert all(torch.equal(found[name], each) for name, each in state.items())
 
 
-def test_what_a_file_lacks_is_initialised_and_the_rest_kept(
-    modeling: ModuleType, tmp_path: Path
-) -> None:
+def test_what_a_file_lacks_is_initialised_alone(modeling: ModuleType, tmp_path: Path) -> None:
     config = _config(modeling, "carried", num_labels=2)
     wide = modeling.PostnormConfig(**{**config.to_dict(), "hidden_size": 128, "num_layers": 2})
     model = _model(modeling, "ForMaskedLM", wide)

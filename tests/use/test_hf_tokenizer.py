@@ -98,9 +98,7 @@ def test_ids_on_real_text_are_those_of_sentencepiece(exported: tuple[Tokenizer, 
     assert all(set(text) & set("=*-~.") for text in differing)
 
 
-def test_ids_on_chinese_and_emoji_are_those_of_sentencepiece(
-    exported: tuple[Tokenizer, Path],
-) -> None:
+def test_ids_of_chinese_and_emoji_are_sentencepiece_s(exported: tuple[Tokenizer, Path]) -> None:
     assert not _differing(exported, _synthetic(500))
 
 
@@ -155,9 +153,7 @@ def test_transformers_alone_loads_it(
     assert out["decoded"] == "some text, 中文"
 
 
-def test_a_fast_tokenizer_is_written_as_it_is(
-    exported: tuple[Tokenizer, Path], tmp_path: Path
-) -> None:
+def test_a_fast_tokenizer_stays_as_it_is(exported: tuple[Tokenizer, Path], tmp_path: Path) -> None:
     original = FastTokenizer(exported[1] / "tokenizer.json")
     write_hf_tokenizer(original, tmp_path / "new", token_types=False)
     written = FastTokenizer(tmp_path / "new/tokenizer.json")
@@ -180,9 +176,7 @@ def test_word_piece_is_written_for_transformers(tmp_path: Path) -> None:
     assert both.token_type_ids == [0] * 7 + [1] * 4
 
 
-def test_rows_of_tasks_have_one_segment_and_one_separator(
-    exported: tuple[Tokenizer, Path], tmp_path: Path
-) -> None:
+def test_rows_of_tasks_are_one_segment(exported: tuple[Tokenizer, Path], tmp_path: Path) -> None:
     trained = tokenizers.ByteLevelBPETokenizer()
     specials = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
     trained.train_from_iterator(PARAGRAPHS, vocab_size=500, special_tokens=specials)

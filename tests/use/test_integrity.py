@@ -115,9 +115,7 @@ def test_integer_weights_are_not_taken_as_values(folder: Path) -> None:
         load_model(folder)
 
 
-def test_a_damaged_newest_checkpoint_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_checkpoint_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     earlier, newest = (make_checkpoint(tmp_path, step) for step in (10, 20))
     _flip(newest / state_file(0, 1), -5)
     assert tokenizer_folder(tmp_path) == earlier
@@ -132,9 +130,7 @@ def test_finite_weights_with_logits_that_overflow_are_not_written(tmp_path: Path
         write_model(tmp_path, CONFIG, weights, {})
 
 
-def test_a_folder_of_an_earlier_version_is_read_with_a_warning(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_old_folder_is_warned_of(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     body = json.loads((folder / "config.json").read_text())
     del body["integrity"], body["config_sha256"]
     (folder / "config.json").write_text(json.dumps(body))

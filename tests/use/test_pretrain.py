@@ -53,9 +53,7 @@ def _config(tmp_path: Path) -> Path:
     return path
 
 
-def test_runs_follow_each_other_in_one_process(
-    dataset: DatasetIndex, tmp_path: Path, start_ranks: type[Ranks]
-) -> None:
+def test_runs_in_sequence(dataset: DatasetIndex, tmp_path: Path, start_ranks: type[Ranks]) -> None:
     paths = [_config(tmp_path), tmp_path / "first", tmp_path / "second", dataset.folder]
     done = subprocess.run(
         [sys.executable, "-c", TWICE, *map(str, paths)], capture_output=True, text=True

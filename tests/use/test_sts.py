@@ -171,9 +171,7 @@ def test_tasks_without_similarity_are_refused(tmp_path: Path) -> None:
         read_pairs(str(tmp_path / "test.tsv"), "dev")
 
 
-def test_the_commands_give_one_table(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_commands(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second, gold = _columns(binary=True)
     rows = list(zip(first, second, map(int, gold), strict=True))
     pairs, texts = _write(tmp_path, "tsv", rows=rows), tmp_path / "texts.txt"

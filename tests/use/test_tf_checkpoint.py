@@ -220,9 +220,7 @@ def test_header_that_does_not_fit_is_refused(
 @pytest.mark.parametrize(
     ("entry", "message"), [(b"\x08\x01\x28\x05", "name has 5 bytes"), (b"\x08\x63", "number 99")]
 )
-def test_sizes_and_dtypes_that_do_not_fit_are_refused(
-    tmp_path: Path, entry: bytes, message: str
-) -> None:
+def test_sizes_and_dtypes_have_to_fit(tmp_path: Path, entry: bytes, message: str) -> None:
     _write_table(tmp_path / "a.index", [(b"", b"\x08\x01"), (b"name", entry)])
     with pytest.raises(CheckpointError, match=message):
         TfCheckpoint(tmp_path).read("name")

@@ -77,9 +77,7 @@ def test_items_are_the_trainer_s(
 
 
 @pytest.mark.parametrize("taken", [0, 1, 4, 7])
-def test_a_state_continues_at_the_next_item(
-    taken: int, dataset: DatasetIndex, tmp_path: Path
-) -> None:
+def test_a_state_continues_right_after(taken: int, dataset: DatasetIndex, tmp_path: Path) -> None:
     data = _data(dataset)
     assert len(list(islice(data, taken))) == taken
     state = json.loads(json.dumps(data.state_dict()))
@@ -93,9 +91,7 @@ def test_a_state_continues_at_the_next_item(
     _require_equal(iter(data), expected, 6)
 
 
-def test_a_state_of_whole_steps_continues_on_other_ranks(
-    dataset: DatasetIndex, tmp_path: Path
-) -> None:
+def test_a_state_after_steps_continues_on_others(dataset: DatasetIndex, tmp_path: Path) -> None:
     data = _data(dataset)
     assert len(list(islice(data, 4))) == 4
     alone = _data(dataset, world_size=1, micro_batch=8)

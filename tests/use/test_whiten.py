@@ -130,9 +130,7 @@ MISTAKES: dict[str, tuple[Callable[[Model, Whitening], object], str]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_another_setting_than_its_own_is_refused(
-    mistake: str, model: Model, texts: list[str]
-) -> None:
+def test_another_setting_is_refused(mistake: str, model: Model, texts: list[str]) -> None:
     call, message = MISTAKES[mistake]
     with pytest.raises(ConfigError, match=message):
         call(model, model.fit_whitening(texts, 3, "cls", max_length=9, name="those"))
