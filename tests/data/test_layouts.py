@@ -88,11 +88,9 @@ def test_the_run_crosses_epochs_lengths_and_batches(
     ("world_size", "micro_batch"), _grid({(1, 4), (3, 2), (8, 1)}, WORLDS, (1, 2, 4))
 )
 def test_ranks_and_micro_batches_change_nothing(
-    two_sources: DatasetIndex,
-    expected: list[tuple[list[Row], int]],
-    world_size: int,
+    two_sources: DatasetIndex, expected: list[tuple[list[Row], int]], world_size: int,
     micro_batch: int,
-) -> None:
+) -> None:  # fmt: skip
     steps = open_steps(two_sources, _config(two_sources, micro_batch))
     for cursor, wanted in zip(_cursors(steps), expected, strict=True):
         assert step_on(steps, cursor, world_size) == wanted

@@ -37,11 +37,9 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], list[float]
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
 def test_a_moment_s_failure_is_tried_again(
-    dataset: DatasetIndex,
-    failing: Callable[[int, int], list[float]],
-    number: int,
+    dataset: DatasetIndex, failing: Callable[[int, int], list[float]], number: int,
     caplog: pytest.LogCaptureFixture,
-) -> None:
+) -> None:  # fmt: skip
     expected = BlockReader(dataset).block(1)
     reader = BlockReader(dataset)
     pauses = failing(number, 3)

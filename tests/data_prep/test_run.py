@@ -160,13 +160,9 @@ def test_finished_tasks_are_not_run_again(
     (b"x" * 2_500_000, ["clean.max_document_mb=2"], "clean.max_document_mb = 2 MB"),
 ], ids=["empty", "all invalid", "vocabulary", "too long"])  # fmt: skip
 def test_bad_corpus_fails_and_leaves_an_earlier_dataset_alone(
-    dataset: DatasetIndex,
-    prep_config: Path,
-    tmp_path: Path,
-    content: bytes,
-    overrides: list[str],
+    dataset: DatasetIndex, prep_config: Path, tmp_path: Path, content: bytes, overrides: list[str],
     message: str,
-) -> None:
+) -> None:  # fmt: skip
     bad = tmp_path / "bad.txt"
     bad.write_bytes(content)
     with pytest.raises(DataError, match=message):

@@ -27,11 +27,9 @@ def _command(*arguments: object) -> str:
 
 @pytest.fixture(scope="module")
 def slower(
-    straight_run: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-    dataset: DatasetIndex,
+    straight_run: Path, tmp_path_factory: pytest.TempPathFactory, dataset: DatasetIndex,
     start_ranks: type[Ranks],
-) -> Path:
+) -> Path:  # fmt: skip
     """The straight run with another learning rate, shorter."""
     run_dir = tmp_path_factory.mktemp("compared") / "slower"
     ranks = start_ranks(run_dir, dataset, "train.lr=2e-3", "train.num_steps=30")

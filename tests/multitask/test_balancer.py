@@ -83,13 +83,9 @@ def group() -> Iterator[None]:
 
 
 def taken(
-    method: str,
-    given: Batches,
-    factors: Mapping[str, float] | None = None,
-    constants: Mapping[str, float] | None = None,
-    steps: int = 1,
-    **options: Any,
-) -> tuple[dict[str, np.ndarray], dict[str, dict[str, float]]]:
+    method: str, given: Batches, factors: Mapping[str, float] | None = None,
+    constants: Mapping[str, float] | None = None, steps: int = 1, **options: Any,
+) -> tuple[dict[str, np.ndarray], dict[str, dict[str, float]]]:  # fmt: skip
     """Take steps; return the gradient of the last one by parameter, and what is remembered."""
     names = list(given)
     objective = Squares({name: (factors or {}).get(name, 1.0) for name in names}, constants or {})
