@@ -131,8 +131,7 @@ def test_it_never_changes() -> None:
 @settings(deadline=None, max_examples=100)
 def test_parts_add_up_however_a_batch_is_split(data: st.DataObject) -> None:
     batch = _batch(12, 33, data.draw(st.integers(0, 100)))
-    cuts = sorted(data.draw(st.lists(st.integers(0, 12), max_size=5)))
-    edges = [0, *cuts, 12]
+    edges = [0, *sorted(data.draw(st.lists(st.integers(0, 12), max_size=5))), 12]
     parts = [
         batch_hash(*batch.rows(start, stop))
         for start, stop in pairwise(edges)
@@ -221,8 +220,7 @@ def test_bits_of_hashes_of_similar_batches_are_even() -> None:
     hashes = [batch_hash(*batch.changed("places", 0, place)) for place in range(2048)]
     hashes += [batch_hash(*batch.changed("input_ids", (0, 3), token)) for token in range(2048)]
     for bit in range(64):
-        count = sum(value >> bit & 1 for value in hashes)
-        assert abs(count - 2048) < 5 * 32, bit
+        assert abs(sum(value >> bit & 1 for value in hashes) - 2048) < 5 * 32, bit
 
 
 @pytest.mark.parametrize("index", [-1, 32])

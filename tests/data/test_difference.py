@@ -133,8 +133,7 @@ def test_the_same_data_under_an_older_index_is_named(variants: Variants, tmp_pat
 
 def test_a_key_that_one_index_lacks_and_a_version_of_the_future(variants: Variants) -> None:
     old = _body(variants["base"])
-    new = {**old, "colour": "blue"}
-    [text] = dataset_differences(old, new)
+    [text] = dataset_differences(old, {**old, "colour": "blue"})
     assert "colour" in text
     [text] = dataset_differences({**old, "format_version": 3, "shards": "elsewhere"}, old)
     assert re.search("format_version .*3.*2", text)

@@ -127,8 +127,7 @@ def test_batch_that_does_not_split_over_ranks_is_refused(dataset: DatasetIndex) 
 
 
 def test_an_epoch_holds_every_document_once(dataset: DatasetIndex) -> None:
-    config = _config(dataset)
-    loader = _train(dataset, config, 0, 1)
+    loader = _train(dataset, _config(dataset), 0, 1)
     documents = []
     for position in range(_epoch(loader)):
         batch = _batch(loader, loader.steps.order.segment(0).locate(position, 1))

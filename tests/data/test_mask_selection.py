@@ -84,8 +84,7 @@ def test_exact_selection_hits_its_count(mask_prob: float) -> None:
     batch = batch_of(500, 300, document_length=40)
     maskable = batch.maskable & (np.arange(300) < np.arange(500)[:, None])  # all lengths
     counts = _mask(EXACT, batch._replace(maskable=maskable), mask_prob).selected.sum(axis=1)
-    wanted = np.floor(maskable.sum(axis=1) * mask_prob + 0.5)
-    np.testing.assert_array_equal(counts, wanted)
+    np.testing.assert_array_equal(counts, np.floor(maskable.sum(axis=1) * mask_prob + 0.5))
 
 
 @pytest.mark.parametrize("mode", ["whole_word", "span"])

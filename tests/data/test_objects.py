@@ -123,8 +123,7 @@ def test_commands_with_a_store(dataset: DatasetIndex, published: Path, tmp_path:
     assert check_dataset(config.data, 4, "seed") == (dataset.fingerprint, [])
     arguments = {"seq_len": 64, "global_batch": 8}
     ours = TrainDataset(address, stage_dir=str(tmp_path / "node"), **arguments)
-    theirs = TrainDataset(dataset.folder, **arguments)
-    one, other = next(iter(ours)), next(iter(theirs))
+    one, other = next(iter(ours)), next(iter(TrainDataset(dataset.folder, **arguments)))
     assert all(torch.equal(one[name], other[name]) for name in other)
     found = find_index(address)
     assert found is not None

@@ -48,21 +48,18 @@ def test_location_names_the_sequence() -> None:
 def test_order_does_not_depend_on_what_was_asked_before() -> None:
     one, other = _order(), _order()
     forward = [_plain(one.locate(p, 1)) for p in range(100)]
-    backward = [_plain(other.locate(p, 1)) for p in reversed(range(100))]
-    assert forward == backward[::-1]
+    assert forward == [_plain(other.locate(p, 1)) for p in reversed(range(100))][::-1]
     # A range is its positions, over the ends of windows and epochs.
     assert _plain(_order().locate(0, 100)) == [row for rows in forward for row in rows]
     assert _plain(one.locate(7, 0)) == []
 
 
 def test_few_blocks_are_open_at_a_time() -> None:
-    order = _order(np.full(40, 50), seed=1, window_blocks=4)
-    blocks = order.locate(0, 2000).blocks.tolist()
+    blocks = _order(np.full(40, 50), seed=1, window_blocks=4).locate(0, 2000).blocks.tolist()
     for window in range(10):
         assert len(set(blocks[window * 200 : (window + 1) * 200])) == 4
     # Inside a window the blocks are mixed: neighbours are of the same block by chance only.
-    same = np.mean([a == b for a, b in itertools.pairwise(blocks)])
-    assert 0.2 < same < 0.3
+    assert 0.2 < np.mean([a == b for a, b in itertools.pairwise(blocks)]) < 0.3
 
 
 def test_seed_source_and_segment_change_the_order() -> None:
@@ -75,8 +72,7 @@ def test_seed_source_and_segment_change_the_order() -> None:
 def test_a_segment_has_the_windows_of_any_other() -> None:
     for epoch in range(3):
         one, other = (_order(segment=k).locate(epoch * TOTAL, TOTAL).blocks for k in range(2))
-        ends = np.cumsum(COUNTS[list(dict.fromkeys(one.tolist()))])
-        assert len(ends) == len(COUNTS)
+        assert len(np.cumsum(COUNTS[list(dict.fromkeys(one.tolist()))])) == len(COUNTS)
         windows = [{*order.tolist()} for order in _in_windows(one)]
         assert windows == [{*order.tolist()} for order in _in_windows(other)]
 
@@ -126,8 +122,7 @@ def test_another_length_goes_on_where_the_first_stopped(position: int) -> None:
 
 
 def test_positions_are_where_locate_finds_a_sequence() -> None:
-    before = _order()
-    start, rest = before.rest_of_window(9)
+    start, rest = _order().rest_of_window(9)
     blocks, counts = np.unique(rest.blocks, return_counts=True)
     material = SequencePool(blocks, counts, 10_000 + np.cumsum(counts) - counts)
     order = _order(segment=1, start=OrderStart(start.epoch, start.window, material))

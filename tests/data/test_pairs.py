@@ -169,8 +169,7 @@ def _prose(num_documents: int) -> Block:
             tokens += [*words.tolist(), PIECES.index("。")]
         ends.append(len(tokens))
     every = np.full(-(-len(tokens) // 8), 255, np.uint8)
-    block = Block(np.array(tokens, np.uint16), np.array(ends, np.int64), every, b"")
-    return _as_read(block)
+    return _as_read(Block(np.array(tokens, np.uint16), np.array(ends, np.int64), every, b""))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -203,11 +202,9 @@ def test_labels_are_even_and_nothing_but_the_text_tells_them(kind: PairKind) -> 
 
 
 def test_a_block_of_one_document_has_true_rests_only() -> None:
-    block = _block([500], seed=1)
-    slots, packing, _ = _laid_out(block, 32, "nsp")
+    slots, packing, _ = _laid_out(_block([500], seed=1), 32, "nsp")
     assert slots.pairs is not None
-    labels = slots.pairs.labels[slots.pairs.labels >= 0]
-    assert not labels.any()
+    assert not slots.pairs.labels[slots.pairs.labels >= 0].any()
     assert 0 < slots.pairs.counts[:, 2].sum() < len(packing.piece_doc)
 
 

@@ -161,18 +161,15 @@ def test_sources_are_seen_as_often_as_their_weights_say(
 
 def test_a_source_of_weight_two_begins_again_when_the_other_is_half_seen() -> None:
     case = Case([[62] * 500, [62] * 300], [0, 1], [1.0, 2.0])
-    order = case.open(_config([64], [], batch=1, window=1))
-    places = order.segments[0].locate(0, 1100)
+    places = case.open(_config([64], [], batch=1, window=1)).segments[0].locate(0, 1100)
     again = int(np.flatnonzero((places.blocks == 1) & (places.epochs == 1))[0])
-    half = int(np.flatnonzero(places.blocks == 0)[250])
-    assert abs(again - half) <= 4
+    assert abs(again - int(np.flatnonzero(places.blocks == 0)[250])) <= 4
     assert (np.bincount(places.blocks) == [500, 600]).all()
 
 
 def test_places_are_where_a_documents_tokens_are_seen() -> None:
     rng = np.random.default_rng(0)
-    documents = [rng.integers(1, 400, 12).tolist() for _ in range(6)]
-    case = Case(documents, [0, 1] * 3, [1.0, 2.5])
+    case = Case([rng.integers(1, 400, 12).tolist() for _ in range(6)], [0, 1] * 3, [1.0, 2.5])
     order = case.open(_config([64, 128, 32], [5e3, 9e3], batch=4, window=2))
     stop = order.segments[-1].first + 800
     located = [

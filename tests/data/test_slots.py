@@ -14,8 +14,7 @@ def _assert_filled_as_reference(block: Block, seq_len: int, vocabulary: Vocabula
     found = PackedSequences.empty(packing.num_sequences, seq_len)
     for array in found[:-1]:
         array.view(np.uint8)[:] = 0xA5  # what is not written must show
-    every = np.random.default_rng(0).permutation(packing.num_sequences)
-    for rows in np.array_split(every, 3):
+    for rows in np.array_split(np.random.default_rng(0).permutation(packing.num_sequences), 3):
         lay_out(found, (rows, rows), block, packing, vocabulary)
     expected = PackedSequences.empty(packing.num_sequences, seq_len)
     for sequence in range(packing.num_sequences):

@@ -208,8 +208,7 @@ def test_damaged_source_is_refused_and_leaves_no_copy(copy: DatasetIndex, tmp_pa
 
 
 def test_damaged_copy_is_found_block_by_block(dataset: DatasetIndex, tmp_path: Path) -> None:
-    staged = stage(dataset, tmp_path)
-    path = staged.shard_path(0)
+    path = stage(dataset, tmp_path).shard_path(0)
     flip(path, int(dataset.blocks.member_offset[0, 0]) + 500)
     again = stage(dataset, tmp_path)
     name = f"{dataset.block_key(0)}.tokens.npy"

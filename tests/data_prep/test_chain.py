@@ -206,8 +206,7 @@ def test_status_before_a_failure_and_after_it(
         arguments.run(arguments)
         return capsys.readouterr().out
 
-    totals = read_index(whole).totals
-    assert json.loads(said(whole, "--json"))["dataset"]["totals"] == totals
+    assert json.loads(said(whole, "--json"))["dataset"]["totals"] == read_index(whole).totals
     folder = tmp_path / "data"
     before = status(_load(prep_config, folder, source))
     assert not before.is_complete
@@ -235,8 +234,7 @@ def test_status_before_a_failure_and_after_it(
 
 @pytest.mark.usefixtures("processes")
 def test_state_of_a_task_whose_process_is_gone(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", _SLEEPING_TASK, str(tmp_path)]
-    process = subprocess.Popen(command)
+    process = subprocess.Popen([sys.executable, "-c", _SLEEPING_TASK, str(tmp_path)])
     task = StageTask("t", tmp_path, make_key("x"), None)
     deadline = time.monotonic() + 20
     while state_of(task).name != "running" and time.monotonic() < deadline:
@@ -283,8 +281,7 @@ def test_files_of_killed_processes_are_removed_and_of_living_ones_not(tmp_path: 
 
 def test_show_tells_what_became_of_a_document(whole: Path, prep_config: Path, source: Path) -> None:
     config = _load(prep_config, whole, source)
-    lines = (source / "0/part.jsonl").read_bytes().splitlines()
-    first = json.loads(lines[0])
+    first = json.loads((source / "0/part.jsonl").read_bytes().splitlines()[0])
     text = document_text(config, f"s0/{first['id']}")
     assert first["text"][:500] in text
     assert "stage dedup: kept" in text

@@ -68,8 +68,7 @@ def test_cut_file_gives_its_text_and_one_rejection(tmp_path: Path, suffix: str, 
     if mode == "wikiextractor":
         settings["format"] = mode
     article = b'<doc id="%d" url="" title="">\n%d\nb\n\n</doc>\n\n'
-    articles = [article % (i, i**7) for i in range(6000)]
-    text = b"".join(RECORDS if mode == "jsonl" else articles)
+    text = b"".join(RECORDS if mode == "jsonl" else [article % (i, i**7) for i in range(6000)])
     data = COMPRESS[suffix](text)
     path.write_bytes(data)
     whole = read_source(path, **settings)
@@ -96,8 +95,7 @@ def test_cut_file_gives_its_text_and_one_rejection(tmp_path: Path, suffix: str, 
 def _held(data: bytes, suffix: str) -> bytes:
     """What another decoder, fed byte by byte, gets out of a cut stream."""
     if suffix == ".gz":
-        done = subprocess.run(["gzip", "-dc"], input=data, capture_output=True)
-        return done.stdout
+        return subprocess.run(["gzip", "-dc"], input=data, capture_output=True).stdout
     makers = {
         ".zst": zstd.ZstdDecompressor, ".xz": lzma.LZMADecompressor, ".bz2": bz2.BZ2Decompressor
     }  # fmt: skip
@@ -121,8 +119,7 @@ def test_damaged_file_gives_what_stands_before(tmp_path: Path, suffix: str) -> N
     for _ in range(20):
         position = draw.randrange(len(data))
         path.write_bytes(data[:position] + bytes(8) + data[position + 8 :])
-        items = read_source(path)
-        reasons = [item.reason for item in items if isinstance(item, Rejected)]
+        reasons = [item.reason for item in read_source(path) if isinstance(item, Rejected)]
         assert len([reason for reason in reasons if reason.startswith("file ")]) == 1
 
 
@@ -188,8 +185,7 @@ def _vli(number: int) -> bytes:
 
 
 def test_breaks_are_counted_and_the_run_goes_on(tmp_path: Path) -> None:
-    cut = gzip.compress(b"".join(RECORDS))[:-100]
-    (tmp_path / "a.jsonl.gz").write_bytes(cut)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"".join(RECORDS))[:-100])
     (tmp_path / "b.jsonl").write_bytes(b'{"text": "x", "id": 1}\n{"text": "y", "id": "1"}\n')
     (tmp_path / "c.txt").write_bytes("天地玄黄，宇宙洪荒\n".encode("gb18030"))
     source = SourceConfig(name="s", inputs=(str(tmp_path),), encoding="auto")

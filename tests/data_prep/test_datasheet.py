@@ -200,8 +200,7 @@ def test_lengths_are_those_of_kept_documents(data: Path, report: dict[str, Any])
             assert lengths["quantiles"] == {}
             continue
         for q in QUANTILES:
-            expected = np.quantile(values, q, method="inverted_cdf")
-            assert lengths["quantiles"][str(q)] == expected
+            assert lengths["quantiles"][str(q)] == np.quantile(values, q, method="inverted_cdf")
         ordered = sorted(values, reverse=True)
         half = next(v for i, v in enumerate(ordered) if 2 * sum(ordered[: i + 1]) >= sum(ordered))
         assert lengths["quantiles"]["half_of_text"] == half
@@ -214,8 +213,7 @@ def test_evaluation_sets_are_counted_and_not_shown(data: Path, report: dict[str,
     assert row == ["quiz <1>", "2", "1", str(found)]
     dropped = report["stages"]["decontaminate"]["rejected"]
     assert found == sum(documents for documents, _ in dropped.values()) >= 2
-    words = english()[250][100:160].split()
-    assert escape(" ".join(words)) not in " ".join(page.split())
+    assert escape(" ".join(english()[250][100:160].split())) not in " ".join(page.split())
 
 
 def test_no_personal_data_is_shown(data: Path, report: dict[str, Any]) -> None:

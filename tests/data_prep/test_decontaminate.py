@@ -125,8 +125,7 @@ def texts() -> tuple[list[str], dict[str, list[str]]]:
             start = int(rng.integers(0, len(text) - size))
             items[name].append(text[start : start + size])
     items["chinese"] += [f"使用 Python 的{han[3][:9]}", f"{prose[3][:31]}{han[4][:6]}", "哈" * 30]
-    every = [item for found in items.values() for item in found]
-    for number, item in enumerate(every):
+    for number, item in enumerate(item for found in items.values() for item in found):
         place = int(rng.integers(0, len(documents)))
         at = int(rng.integers(0, len(documents[place]) + 1))
         planted = item.upper() if number % 3 else item.replace(" ", "\n-- ")
@@ -230,8 +229,7 @@ def test_report_keeps_everything_and_says_the_same(
     sets = _sets(tmp_path / "sets", **items)
     found = {}
     for action in ("drop", "report"):
-        config = replace(DEFAULT, sets=sets, action=action)
-        _decontaminate(tmp_path / action, source, config)
+        _decontaminate(tmp_path / action, source, replace(DEFAULT, sets=sets, action=action))
         found[action] = _outcome(tmp_path / action)
     assert found["drop"][0] == found["report"][0]
     assert all(found["report"][1])

@@ -218,8 +218,7 @@ def test_lines_that_were_seen_before_are_dropped(with_lines: Prepared) -> None:
 
 def test_rewritten_pieces_are_as_ingestion_writes_them(with_lines: Prepared) -> None:
     ingest, lines = with_lines[0] / "ingest", with_lines[0] / "lines"
-    names = {path.name for path in ingest.iterdir()}
-    assert names == {path.name for path in lines.iterdir()}
+    assert {path.name for path in ingest.iterdir()} == {path.name for path in lines.iterdir()}
     for number in range(FILES):
         name = f"{number:05d}"
         documents = list(read_lines(lines / f"{name}.jsonl.zst"))

@@ -332,8 +332,7 @@ def test_bad_words(tmp_path: Path) -> None:
             more = dataclasses.replace(config.bad_words, min_hits=hits)
             both = [dataclasses.replace(config, bad_words=dataclasses.replace(more, min_hits=n))
                     for n in (hits, hits + 1)]  # fmt: skip
-            kinds = [type(Filters(one).apply(text)) for one in both]
-            assert kinds == [Dropped, Kept], text
+            assert [type(Filters(one).apply(text)) for one in both] == [Dropped, Kept], text
     before = key_parts(config)
     path.write_text("other\n")
     assert key_parts(config) != before

@@ -89,8 +89,7 @@ def test_the_default_changes_no_key(prep_config: Path, corpus: Path, tmp_path: P
     settings = asdict(given.config)
     for section, name in (("", "workers"), ("", "output_dir"), ("clean", "newline")):
         del (settings[section] if section else settings)[name]
-    pieces = [asdict(piece) for piece in given.pieces]
-    assert given.key == make_key(settings, pieces, None, {})
+    assert given.key == make_key(settings, [asdict(piece) for piece in given.pieces], None, {})
     clean = replace(given.config.clean, newline="token")
     assert replace(given, config=replace(given.config, clean=clean)).key != given.key
 

@@ -339,8 +339,7 @@ def test_another_threshold_repeats_one_stage(straight: tuple[Path, Path], tmp_pa
     before = {path: path.stat().st_mtime_ns for path in work.glob("*/*")}
     records = run_before(replace(config, dedup=replace(config.dedup, threshold=0.8)), "tokenizer")
     after = {path: path.stat().st_mtime_ns for path in work.glob("*/*")}
-    changed = {path.parent.name for path in after if after[path] != before[path]}
-    assert changed == {"near"}
+    assert {path.parent.name for path in after if after[path] != before[path]} == {"near"}
     few = records["near"][0].result["near"]["rejected"][REASON][0]
     assert 0 < few < len(_dropped(straight[1]))
 

@@ -98,8 +98,7 @@ def test_shares_of_prose_are_of_the_whole_text() -> None:
     chars = len("".join(text.split()))
     share = len("Output of it:") / len(words.replace("\n", ""))
     of_all = len("".join(words.split())) / chars
-    measured = values["repetition: duplicate line characters"]
-    assert measured == pytest.approx(share * of_all)
+    assert values["repetition: duplicate line characters"] == pytest.approx(share * of_all)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -260,8 +259,7 @@ def told(path):
     source = f"{{name: book, inputs: [{folder}/book.xyz], reader: 'readers:parts'}}"
 
     def documents(source: str) -> list[Document | Rejected]:
-        config = read(folder, f"sources=[{source}]", "filters={}")
-        [piece] = corpus.find(config).pieces
+        [piece] = corpus.find(read(folder, f"sources=[{source}]", "filters={}")).pieces
         return list(read_piece(piece, CleanConfig(), ReadStats()))
 
     assert documents(source) == [

@@ -170,8 +170,7 @@ def test_a_store_is_sent_to_through_faults(store: Store, copy: Path, tmp_path: P
     address = f"s3://{BUCKET}/{tmp_path.name}/mine"
     store.send_faults += ["none", "busy", "cut", "none", "none"]
     store.faults += ["flip", "cut", "none"]
-    sent = publish(copy, address)
-    assert sent.were_there == 0
+    assert publish(copy, address).were_there == 0
     assert store.send_faults == store.faults == []
     assert store.sent[-1].endswith("/mine/index.json")
     names = {name.rpartition("/")[2] for name in store.names(f"{tmp_path.name}/mine/")}

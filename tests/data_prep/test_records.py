@@ -170,8 +170,7 @@ def test_a_dataset_of_the_hub_with_its_metadata(tmp_path: Path, prep_config: Pat
         row["url"]: row["text"] for row in rows if row["text"] != "x"
     }
     assert by_url["http://x/2"]["n"] == 2
-    as_text = [{**record, "n": str(record["n"])} for record in found["jsonl"]]
-    assert found["parquet"] == as_text
+    assert found["parquet"] == [{**record, "n": str(record["n"])} for record in found["jsonl"]]
     index = json.loads((tmp_path / "out" / "index.json").read_bytes())
     splits = [record["split"] for record in found["jsonl"]]
     for split, total in index["totals"].items():

@@ -190,8 +190,7 @@ def test_command_says_why_it_fails(prep_config: Path, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("processes")
 def test_verify_command(dataset: DatasetIndex, tmp_path: Path) -> None:
-    good = _run_command("verify", str(dataset.folder))
-    assert good.returncode == 0
+    assert _run_command("verify", str(dataset.folder)).returncode == 0
     with pytest.raises(DataError, match="finished dataset"):
         verify(tmp_path)
 

@@ -26,8 +26,7 @@ def test_tars_are_hardly_larger_than_their_tokens(prep_config: Path, tmp_path: P
         "tokenizer.vocab_size=2500", "tokenizer.model_type=bpe", "shards.block_tokens=1000000",
     ]  # fmt: skip
     run(load(PrepConfig, prep_config, overrides).config)
-    index = read_index(tmp_path / "data")
-    total = index.totals["train"]
+    total = read_index(tmp_path / "data").totals["train"]
     [tar] = (tmp_path / "data").glob("shards/train-*.tar")
     assert total["tokens"] > 100_000
     assert tar.stat().st_size <= 1.10 * 2 * total["tokens"]

@@ -46,8 +46,7 @@ def test_masks_stand_where_they_are_written(tokenizer: Tokenizer) -> None:
 
 def _words(tokenizer: Tokenizer, text: str) -> list[str]:
     ids = np.array(tokenizer.encode(text), dtype=np.uint16)
-    starts = tokenizer.word_starts(ids)
-    bounds = [*np.flatnonzero(starts).tolist(), len(ids)]
+    bounds = [*np.flatnonzero(tokenizer.word_starts(ids)).tolist(), len(ids)]
     return [tokenizer.decode(ids[a:b].tolist()) for a, b in itertools.pairwise(bounds)]
 
 

@@ -62,8 +62,7 @@ def test_options_come_from_config_file_and_vocabulary(
     with caplog.at_level(logging.WARNING):
         given = read_given(TokenizerConfig(file=str(vocab), **options))
     assert given is not None
-    normalizer = json.loads(given.content)["normalizer"]
-    assert normalizer["lowercase"] == lowercase
+    assert json.loads(given.content)["normalizer"]["lowercase"] == lowercase
     assert warning in caplog.text
     assert bool(warning) == bool(caplog.text)
 
@@ -142,8 +141,7 @@ def _sampled(prep_config: Path, output: Path, sources: str, *overrides: str) -> 
 
 @pytest.mark.usefixtures("processes")
 def test_weighted_sample_depends_on_no_order_and_no_task(prep_config: Path, tmp_path: Path) -> None:
-    rng = np.random.default_rng(2)
-    chinese, english = near_texts.chinese(rng, 700), near_texts.english()
+    chinese, english = near_texts.chinese(np.random.default_rng(2), 700), near_texts.english()
     half = len(english) // 2
     for name, number in (("1", "2"), ("2", "1")):
         (tmp_path / name).mkdir()

@@ -64,8 +64,7 @@ def test_a_run_is_seen(browser: Browser, address: str, straight_run: Path, artef
         table = f"{card}?.querySelector('scalar-card-data-table')"
         browser.wait_for(f"{table}?.innerText.includes('{last}')")
         chart = f"{card}.querySelector('line-chart .series-view')"
-        ticks = browser.evaluate(f"{card}.querySelectorAll('line-chart-axis text').length")
-        assert ticks >= 4
+        assert browser.evaluate(f"{card}.querySelectorAll('line-chart-axis text').length") >= 4
         deadline = time.monotonic() + 30
         while (seen := browser.columns_with(chart, _OF_LINE)) < 0.7:
             assert time.monotonic() < deadline, f"{tag} has a line over {seen:.0%} of its width"
@@ -82,7 +81,6 @@ def test_a_run_is_seen(browser: Browser, address: str, straight_run: Path, artef
     browser.wait_for("findAll('pre').some(each => each.textContent.includes('original:'))")
     texts = browser.evaluate("findAll('pre').map(each => each.textContent)")
     [config] = [text for text in texts if "git_revision" in text]
-    resolved = (straight_run / "resolved.yaml").read_text()
-    assert config.split() == resolved.split()
+    assert config.split() == (straight_run / "resolved.yaml").read_text().split()
     assert any("original:" in text and "input:" in text for text in texts)
     browser.screenshot(artefacts / "tensorboard-text.png")

@@ -66,8 +66,7 @@ def test_it_is_its_definition(seed: int, config: CanConfig, num_classes: int) ->
 
 def test_uncertainty_is_of_the_largest_renormalised() -> None:
     probabilities = np.array([[0.5, 0.5, 0, 0], [0.25] * 4, [1, 0, 0, 0], [0.3, 0.3, 0.3, 0.1]])
-    by_top_3 = [math.log(2) / math.log(3), 1, 0, 1]
-    assert uncertainty(probabilities, 3) == pytest.approx(by_top_3)
+    assert uncertainty(probabilities, 3) == pytest.approx([math.log(2) / math.log(3), 1, 0, 1])
     assert uncertainty(probabilities, 2) == pytest.approx([1, 1, 0, 1])
     # More than there are classes: all of them.
     assert uncertainty(probabilities, 9) == pytest.approx(uncertainty(probabilities, 4))

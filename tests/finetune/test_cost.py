@@ -27,8 +27,7 @@ def test_steps_and_tokens_are_those_of_a_run(
     )
     [cost] = costs(plan, str(tiny_model))
     assert not (tmp_path / "out" / "table.json").exists()
-    config = load_task(str(path))
-    finetune(config, name=path.stem, source=str(tiny_model), out=tmp_path / "run")
+    finetune(load_task(str(path)), name=path.stem, source=str(tiny_model), out=tmp_path / "run")
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
     train = [line for line in lines if line["kind"] == "train"]
     assert cost.steps == train[-1]["step"]

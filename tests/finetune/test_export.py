@@ -143,8 +143,7 @@ def _tune(kind: str, model: Path, out: Path, *overrides: str) -> Path:
         f"input: {{max_length: {MAX_LENGTH}, stride: 8, max_question: 8}}\n"
         "train: {steps: 2, batch: 8, lr: 3e-3}\n"
     )
-    config = load_task(str(path), overrides)
-    finetune(config, name=f"my-{kind}", source=str(model), out=out)
+    finetune(load_task(str(path), overrides), name=f"my-{kind}", source=str(model), out=out)
     return out
 
 
@@ -303,8 +302,7 @@ def test_another_task_starts_from_an_export(exported: dict[str, Any], folder: Pa
         out = _tune("pair", folder / source, folder / f"from-{source}" / "out")
         body = json.loads((out / "result.json").read_text())
         assert body["protocol"]["model"] == str(folder / source)
-        started = body["protocol"]["weights_sha256"]
-        assert started != body["protocol"]["data_sha256"]
+        assert body["protocol"]["weights_sha256"] != body["protocol"]["data_sha256"]
     with pytest.raises(CheckpointError, match="without a head for masked tokens"):
         load(folder / "from-qa" / "out").fill_mask("张[MASK]")
 

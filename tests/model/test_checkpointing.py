@@ -39,8 +39,7 @@ def _loss(model: MaskedLanguageModel) -> torch.Tensor:
     documents = (torch.arange(SEQ_LEN) >= SEQ_LEN // 2).int().expand(BATCH, -1)
     layout = rows(documents, torch.arange(SEQ_LEN).expand(BATCH, -1))
     masked = torch.randperm(BATCH * SEQ_LEN)[:NUM_MASKED].clone()
-    targets = torch.zeros(NUM_MASKED, dtype=torch.int64)
-    loss, _ = model(ids, layout, masked, targets=targets)
+    loss, _ = model(ids, layout, masked, targets=torch.zeros(NUM_MASKED, dtype=torch.int64))
     return loss  # type: ignore[no-any-return]
 
 
@@ -138,7 +137,6 @@ def test_memory_is_what_cost_says(score_residual: str, group_size: int, dtype: t
 def test_a_trace_is_filled_once() -> None:
     model, trace = _model(CONFIG, torch.float32, 2), Trace()
     layout = rows(torch.ones(1, 8, dtype=torch.int32), torch.arange(8)[None])
-    hidden = model.encoder(torch.arange(8)[None], layout, trace=trace)
-    hidden.sum().backward()
+    model.encoder(torch.arange(8)[None], layout, trace=trace).sum().backward()
     assert len(trace.probabilities) == CONFIG.num_layers
     assert len(trace.hidden) == CONFIG.num_layers + 1

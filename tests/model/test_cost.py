@@ -124,8 +124,7 @@ def _loss(model: MaskedLanguageModel, batch: int, seq_len: int, num_masked: int)
     documents = (torch.arange(seq_len) >= seq_len // 2).int().expand(batch, -1)
     layout = rows(documents, torch.arange(seq_len).expand(batch, -1))
     masked = torch.randperm(batch * seq_len)[:num_masked].clone()
-    targets = torch.zeros(num_masked, dtype=torch.int64)
-    loss, _ = model(ids, layout, masked, targets=targets)
+    loss, _ = model(ids, layout, masked, targets=torch.zeros(num_masked, dtype=torch.int64))
     return loss  # type: ignore[no-any-return]
 
 
@@ -147,8 +146,7 @@ def test_flops_equal_those_torch_counts(config: ModelConfig) -> None:
 
 
 def test_flops_of_documents_shorter_than_the_row() -> None:
-    short = cost.flops_per_token(TINY, 512, document_len=128)
-    assert short == cost.flops_per_token(TINY, 128)
+    assert cost.flops_per_token(TINY, 512, document_len=128) == cost.flops_per_token(TINY, 128)
     assert cost.flops_per_token(TINY, 512, document_len=9999) == cost.flops_per_token(TINY, 512)
 
 

@@ -26,10 +26,8 @@ POSITIONS = torch.tensor([[*range(5), *range(6), *range(3), 0, 0], list(range(16
 
 def _batch() -> tuple[torch.Tensor, Layout, torch.Tensor]:
     """Two packed rows: documents of 5, 6 and 3 tokens and 2 of padding; one of 16."""
-    generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(0, 50, (2, 16), generator=generator)
-    masked_index = torch.tensor([1, 6, 9, 12, 16, 31])
-    return ids, rows(DOCUMENTS, POSITIONS), masked_index
+    ids = torch.randint(0, 50, (2, 16), generator=torch.Generator().manual_seed(3))
+    return ids, rows(DOCUMENTS, POSITIONS), torch.tensor([1, 6, 9, 12, 16, 31])
 
 
 def _model(score_residual: str, **changes: object) -> MaskedLanguageModel:

@@ -57,8 +57,7 @@ def _whole(length: int) -> tuple[Tensor, Tensor]:
 
 def test_pooled_values_are_those_of_the_definition() -> None:
     first, middle, last = torch.randn(3, 2, 4, 6)
-    mask = torch.tensor([[1, 1, 1, 0], [0, 0, 0, 0]])
-    where = heads.masked_documents(mask)
+    where = heads.masked_documents(torch.tensor([[1, 1, 1, 0], [0, 0, 0, 0]]))
     hidden = [torch.zeros(2, 4, 6), first, middle, last]
     assert torch.equal(heads.pool("cls", hidden, where)[0], last[0, 0])
     mean = heads.pool("mean", hidden, where)
@@ -86,8 +85,7 @@ def test_classes() -> None:
 def test_choices_that_are_not_there_take_no_share() -> None:
     head = heads.LinearHead(CONFIG, 1, dropout=0.0)
     pooled = torch.randn(6, 16)
-    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
-    scores = heads.choice_scores(head, pooled, mask)
+    scores = heads.choice_scores(head, pooled, torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]]))
     alone = head(pooled)[:, 0]
     assert torch.equal(scores[0], torch.tensor([*alone[:2].tolist(), -math.inf, -math.inf]))
     assert torch.equal(scores[1], alone[2:])
@@ -149,8 +147,7 @@ def test_global_pointer_against_a_loop() -> None:
     size, num_types = 4, 3
     pointer = heads.GlobalPointer(CONFIG, num_types, dropout=0.0, head_size=size)
     x, mask = torch.randn(2, 5, 16), torch.tensor([[0, 1, 1, 1, 0], [1, 1, 1, 1, 1]])
-    positions = torch.arange(5).expand(2, 5)
-    scores = pointer(x, positions, mask)
+    scores = pointer(x, torch.arange(5).expand(2, 5), mask)
     both = pointer.query_key(x)
     for row, kind, start, last in itertools.product(range(2), range(num_types), range(5), range(5)):
         found = float(scores[row, kind, start, last])

@@ -246,5 +246,4 @@ def test_initialisation_follows_its_formula(init: str, size: dict[str, int]) -> 
         # The sample deviation of n values of this (nearly normal) law errs by about std/sqrt(2n).
         assert abs(float(values.std()) - std) < 4 * std / math.sqrt(2 * len(values)), name
         assert abs(float(values.mean())) < 4 * std / math.sqrt(len(values)), name
-        largest = float(values.abs().max())
-        assert 1.9 * std / CUT < largest <= 2 * std / CUT * 1.0001, name
+        assert 1.9 * std / CUT < float(values.abs().max()) <= 2 * std / CUT * 1.0001, name

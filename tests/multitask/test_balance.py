@@ -76,8 +76,7 @@ def test_tasks_without_a_gradient_give_no_nan() -> None:
 
 
 def test_pcgrad_projects_vectors() -> None:
-    orthogonal = np.diag([1.0, 4.0, 9.0])
-    assert balance.pcgrad(orthogonal, 1, 3).tolist() == [1, 1, 1]
+    assert balance.pcgrad(np.diag([1.0, 4.0, 9.0]), 1, 3).tolist() == [1, 1, 1]
     for step in range(50):
         g = gradients(2, 3)
         a, b = g
@@ -91,8 +90,7 @@ def test_pcgrad_projects_vectors() -> None:
 
 def test_pcgrad_takes_other_orders_in_other_steps() -> None:
     g = np.array([[1.0, 0.1], [-1.0, 0.4], [-0.2, -1.0]])
-    found = {tuple(balance.pcgrad(g @ g.T, 1, step).round(9)) for step in range(30)}
-    assert len(found) > 1
+    assert len({tuple(balance.pcgrad(g @ g.T, 1, step).round(9)) for step in range(30)}) > 1
     assert balance.pcgrad(g @ g.T, 1, 7).tolist() == balance.pcgrad(g @ g.T, 1, 7).tolist()
 
 
@@ -156,8 +154,7 @@ def test_shares_follow_sizes_caps_and_temperatures() -> None:
 
 
 def test_draws_have_their_frequencies() -> None:
-    draws = Draws([0.6, 0.3, 0.1], 8, seed=1)
-    counts = draws.before(5000)
+    counts = Draws([0.6, 0.3, 0.1], 8, seed=1).before(5000)
     assert counts.sum() == 40_000
     # 4 standard deviations of a binomial count.
     for count, p in zip(counts, [0.6, 0.3, 0.1], strict=True):

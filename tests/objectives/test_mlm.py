@@ -42,6 +42,5 @@ def test_no_masked_position_gives_zero_with_a_gradient() -> None:
 
 
 def test_a_bf16_model_sums_in_fp32() -> None:
-    objective = MaskedLanguageModeling()
-    sums = objective(model(seed=1).bfloat16(), micro_batch(2, 1, rows=2))
+    sums = MaskedLanguageModeling()(model(seed=1).bfloat16(), micro_batch(2, 1, rows=2))
     assert {each.dtype for pair in sums.values() for each in pair} == {torch.float32}

@@ -93,8 +93,7 @@ def test_sums_are_those_written_out(kind: PairKind) -> None:
 
 def test_the_gradient_is_that_of_differences() -> None:
     model, batch = _model(), _batch("sop")
-    total = _total(model, batch, "sop", 0.7)
-    total.backward()
+    _total(model, batch, "sop", 0.7).backward()
     named = dict(model.named_parameters())
     rng = np.random.default_rng(0)
     for name, parameter in named.items():
@@ -127,8 +126,7 @@ def test_a_bf16_model_sums_in_fp32_and_the_loss_is_that_of_masked_tokens() -> No
     objective = PairClassification("sop", 0.5)
     sums = objective(_model().bfloat16(), _batch("sop"))
     assert {each.dtype for pair in sums.values() for each in pair} == {torch.float32}
-    means = {"loss": 3.0, "sop": 0.6}
-    assert objective.tracked_loss(means) == 3.0
+    assert objective.tracked_loss({"loss": 3.0, "sop": 0.6}) == 3.0
     assert objective.losses == {"loss": 1.0, "sop": 0.5}
     assert objective.tracked_loss({"loss": 3.0}) == 3.0  # a batch without pairs
     assert math.isnan(objective.tracked_loss({"loss": 3.0, "sop": math.nan}))

@@ -274,8 +274,7 @@ def test_draws_at_even_steps_give_each_token_its_share() -> None:
     for temperature in (1.0, 0.5):
         found = draw_tokens(x.expand(count, -1), weight, None, uniform, temperature)
         shares = ((x.double() @ weight.double().T)[0] / temperature).softmax(-1)
-        counts = torch.bincount(found, minlength=13)
-        assert (counts - count * shares).abs().max() < 1.01
+        assert (torch.bincount(found, minlength=13) - count * shares).abs().max() < 1.01
         assert torch.equal(found, found.sort().values)
 
 
@@ -393,8 +392,7 @@ def test_tokens_are_drawn_by_their_probabilities() -> None:
     expected = len(uniform) * (x.double() @ weight.double().T)[0].softmax(-1)
     assert len(uniform) == 4864
     assert expected.min() > 20
-    counts = torch.bincount(found, minlength=13)
-    assert ((counts - expected).square() / expected).sum() < 39.13
+    assert ((torch.bincount(found, minlength=13) - expected).square() / expected).sum() < 39.13
 
 
 def test_config_refuses_what_the_generator_does_not_make() -> None:

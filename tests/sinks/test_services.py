@@ -109,8 +109,7 @@ def test_mlflow_has_all_numbers_of_both_attempts(
     run_dir = tmp_path / "run"
     _two_attempts(run_dir, dataset, start_ranks, "mlflow")
     client = mlflow.MlflowClient((run_dir / "mlruns").as_uri())
-    experiment = client.get_experiment_by_name("postnorm")
-    [run] = client.search_runs([experiment.experiment_id])
+    [run] = client.search_runs([client.get_experiment_by_name("postnorm").experiment_id])
     assert run.info.run_id == (run_dir / "sinks" / "mlflow").read_text().strip()
     assert run.info.run_name == f"{tmp_path.name}/run"
     assert run.info.status == "FINISHED"

@@ -69,8 +69,7 @@ def test_committed_studies_resolve_and_pair_their_batches(name: str, preset: str
         # A run that goes back leaves batches out, and others would not.
         assert not run.config.spikes.rewind
         if run.start is not None:
-            source = made.runs[run.start]
-            assert run.config.seed != source.config.seed
+            assert run.config.seed != made.runs[run.start].config.seed
     folders = [*made.runs, *(reading.task_name(*each) for each in made.fine_tunings)]
     assert all(sweep._SAFE_NAME.fullmatch(folder) for folder in folders)
     assert len(set(folders)) == len(folders)

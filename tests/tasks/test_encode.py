@@ -97,8 +97,7 @@ def test_entity_inside_a_token_is_counted(wordpiece: WordPieceTokenizer) -> None
 
 def test_entity_behind_the_cut_is_counted(wordpiece: WordPieceTokenizer) -> None:
     gold = (Span("x", 0, 2), Span("x", 5, 7), Span("x", 10, 12))
-    config = _config("spans", max_length=8)
-    [row], counts = _encode(wordpiece, config, text=CHINESE, gold=gold)
+    [row], counts = _encode(wordpiece, _config("spans", max_length=8), text=CHINESE, gold=gold)
     assert text_spans(row, row.spans) == [Span("x", 0, 2)], "six characters are left"
     assert counts == {"rows that were cut": 1, "entities behind the cut": 2}
 
@@ -167,8 +166,7 @@ def test_three_texts_are_cut_at_the_last_of_the_longest() -> None:
         for first, second, third in product(range(1, 8), repeat=3):
             left = [first, second, third]
             while sum(left) > room:
-                longest = [at for at in range(3) if left[at] == max(left)][-1]
-                left[longest] -= 1
+                left[[at for at in range(3) if left[at] == max(left)][-1]] -= 1
             assert _sizes("choice", room, "a" * first, "b" * second, "c" * third) == left
 
 
@@ -215,8 +213,9 @@ def test_candidate_stands_in_its_blank(wordpiece: WordPieceTokenizer) -> None:
     fields = {"text": text, "marks": marks, "choices": ("企业", "信贷"), "gold": 0}
     rows, _ = _encode(wordpiece, _config("cloze"), **fields)
     masks = "[MASK] [MASK] [MASK] [MASK]"
-    expected = f"[CLS] {masks} 博 士 [SEP] 信 贷 [SEP] 银 行 {masks} [SEP]"
-    assert _words(wordpiece, rows[1]) == expected
+    assert (
+        _words(wordpiece, rows[1]) == f"[CLS] {masks} 博 士 [SEP] 信 贷 [SEP] 银 行 {masks} [SEP]"
+    )
     rows, counts = _encode(wordpiece, _config("cloze", max_length=10), **fields)
     assert _words(wordpiece, rows[0]) == "[CLS] 博 士 [SEP] 企 业 [SEP] 银 行 [SEP]"
     assert counts == {"rows that were cut": 2}
@@ -271,8 +270,7 @@ def test_token_is_scored_where_it_has_most_context(
     wordpiece: WordPieceTokenizer, length: int, stride: int
 ) -> None:
     config = _config("qa", max_length=14, stride=stride)
-    text = (CHINESE * 2)[:length]
-    rows, _ = _encode(wordpiece, config, text=text, text_b="博士")
+    rows, _ = _encode(wordpiece, config, text=(CHINESE * 2)[:length], text_b="博士")
     found: dict[int, int] = {}
     for row in rows:
         for slot in range(*row.starts):

@@ -291,8 +291,7 @@ def test_answers_and_their_offsets(
 
 
 def test_questions_without_answers(folder: Folder) -> None:
-    plausible = [{"text": "它", "answer_start": 0}]
-    squad = _squad(is_impossible=True, plausible_answers=plausible)
+    squad = _squad(is_impossible=True, plausible_answers=[{"text": "它", "answer_start": 0}])
     assert folder.rows("qa", squad)[0].gold == (), "none is right"
     # Test files of CLUE's cmrc2018 fill the place of answers, which would all be missed.
     fake = [{"text": f"FAKE_ANSWER_{n}", "answer_start": -1} for n in (1, 2, 3)]

@@ -145,8 +145,7 @@ def test_entities_survive_tags(scheme: str) -> None:
 
 def test_entity_counts_if_type_start_and_end_are_equal() -> None:
     golds = [[["A", 0, 2], ["B", 3, 4]], []]
-    predictions = [[["A", 0, 2], ["A", 3, 4]], [["B", 0, 1]]]
-    scores = _scores("spans", golds, predictions)
+    scores = _scores("spans", golds, [[["A", 0, 2], ["A", 3, 4]], [["B", 0, 1]]])
     assert scores["f1"] == pytest.approx(2 * 1 / (2 + 3))
     assert scores["macro_f1"] == pytest.approx((2 * 1 / (1 + 2) + 0) / 2)
     assert _scores("spans", [[]], [[]]) == {"f1": 0, "macro_f1": 0}
@@ -218,8 +217,10 @@ def test_scores_that_assign_nothing_are_refused(scores: list[list[float]]) -> No
 
 
 def test_answers_are_averaged() -> None:
-    scores = _scores("qa", [["北京"], ["大学"]], ["北京", "x"], scorer="cmrc")
-    assert scores == {"em": 0.5, "f1": 0.5}
+    assert _scores("qa", [["北京"], ["大学"]], ["北京", "x"], scorer="cmrc") == {
+        "em": 0.5,
+        "f1": 0.5,
+    }
 
 
 def test_nothing_to_score_is_refused() -> None:

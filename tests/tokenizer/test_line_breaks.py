@@ -72,8 +72,7 @@ def test_every_break_is_one_token_and_comes_back(pair: tuple[Tokenizer, Tokenize
     assert token.decode(token.encode(POEM)) == POEM
     assert space.decode(space.encode(POEM)) == " ".join(POEM.split())
     lines = [space.encode(line) for line in POEM.split("\n")]
-    expected = [i for line in lines for i in (*line, newline)][:-1]
-    assert token.encode(POEM) == expected
+    assert token.encode(POEM) == [i for line in lines for i in (*line, newline)][:-1]
     assert not token.is_byte[newline]
     assert space.is_byte[newline]
     assert int(token.is_byte.sum()) == 255

@@ -108,8 +108,7 @@ def test_pieces_that_no_text_has(tmp_path: Path) -> None:
 def test_text_has_only_pieces_that_it_can_have(uncased: WordPieceTokenizer) -> None:
     possible = {*uncased.vocabulary.in_text.tolist(), uncased.unk_id}
     assert len(possible) < uncased.vocab_size - 106  # ## before Chinese characters
-    seen = {token for text in TEXTS for token in uncased.encode(text)}
-    assert seen <= possible
+    assert {token for text in TEXTS for token in uncased.encode(text)} <= possible
     whole = [i for i in sorted(possible) if not uncased.piece(i).startswith("##")]
     assert all(uncased.encode(uncased.piece(i)) == [i] for i in whole if i != uncased.unk_id)
 
@@ -118,8 +117,7 @@ def test_random_tokens_are_such_as_text_has(uncased: WordPieceTokenizer) -> None
     vocabulary = uncased.vocabulary
     config = DataConfig(dir="unused", masking="token", replace_mask_prob=0.0,
                         replace_random_prob=1.0, mask_prob=0.5)  # fmt: skip
-    rng = np.random.default_rng(0)
-    tokens = rng.choice(vocabulary.in_text, (2000, 64))
+    tokens = np.random.default_rng(0).choice(vocabulary.in_text, (2000, 64))
     every = np.ones(tokens.shape, dtype=bool)
     one, zero = np.ones(tokens.shape, np.int32), np.zeros(2000, dtype=np.int64)
     batch = Sequences(tokens, every, every, one, np.arange(2000), zero)

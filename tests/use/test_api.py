@@ -68,7 +68,6 @@ def test_type_checkers_and_python_see_the_same_names() -> None:
     assert typed == set(postnorm._HOMES.items())
     assert {name for name, _ in typed} | {"__version__"} == set(postnorm.__all__)
     for name in postnorm.__all__:
-        value = getattr(postnorm, name)
-        assert name == "__version__" or value.__doc__
+        assert name == "__version__" or getattr(postnorm, name).__doc__
     with pytest.raises(AttributeError, match="has no attribute 'lod'"):
         postnorm.lod  # noqa: B018

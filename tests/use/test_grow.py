@@ -97,8 +97,7 @@ def test_eps_is_repaired_or_the_growth_refused(tmp_path: Path) -> None:
     source = _small(tmp_path / "small", norm_eps=1e-7)
     report = grow(source, tmp_path / "wide", width=2, depth=None, noise=0.0, seed=0)
     # As it was done before, the halved embedding beside the same eps moves logits.
-    doubled = double_width(*_read(source))
-    moved, kept = _logits(*doubled), _logits(*_read(source))
+    moved, kept = _logits(*double_width(*_read(source))), _logits(*_read(source))
     assert float((moved - kept).abs().max() / kept.std()) > 1e-6
     assert report.config.norm_eps == 2.5e-8
     assert "norm_eps=2.5e-08" in report.notes[0]

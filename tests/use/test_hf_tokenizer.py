@@ -156,8 +156,7 @@ def test_transformers_alone_loads_it(
 def test_a_fast_tokenizer_stays_as_it_is(exported: tuple[Tokenizer, Path], tmp_path: Path) -> None:
     original = FastTokenizer(exported[1] / "tokenizer.json")
     write_hf_tokenizer(original, tmp_path / "new", token_types=False)
-    written = FastTokenizer(tmp_path / "new/tokenizer.json")
-    assert written.to_json() == original.to_json()
+    assert FastTokenizer(tmp_path / "new/tokenizer.json").to_json() == original.to_json()
     config = json.loads((tmp_path / "new/tokenizer_config.json").read_text())
     assert config["model_input_names"] == ["input_ids", "attention_mask"]
     assert config["cls_token"] == "[CLS]"

@@ -112,8 +112,7 @@ def test_vectors_keep_the_order_of_texts_and_stream(model: Model, many: list[str
 def test_vectors_go_to_a_file(model: Model, many: list[str], tmp_path: Path) -> None:
     out = tmp_path / "vectors.npy"
     assert model.encode_to(out, iter(many), batch_size=3) == 70
-    stored = np.load(out, mmap_mode="r")
-    assert np.array_equal(stored, model.encode(many, batch_size=3))
+    assert np.array_equal(np.load(out, mmap_mode="r"), model.encode(many, batch_size=3))
 
     def failing() -> Iterator[str]:
         yield from many
@@ -131,8 +130,7 @@ def test_long_texts_are_cut_and_counted(folder: Path) -> None:
     cut = model.encode(TEXTS, max_length=5)
     assert model.num_cut == 2
     ids = _ids(model, TEXTS[2])
-    short = torch.cat((ids[:, :4], ids[:, -1:]), 1)
-    expected = model(short).hidden[0].mean(0)
+    expected = model(torch.cat((ids[:, :4], ids[:, -1:]), 1)).hidden[0].mean(0)
     torch.testing.assert_close(torch.from_numpy(cut[2]), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -168,8 +166,7 @@ def test_ids_texts_and_the_model_s_own_forward_pass_agree(model: Model) -> None:
         expected = model.module(ids, layout, torch.arange(ids.shape[1]))
     torch.testing.assert_close(output.logits[0], expected, rtol=1e-4, atol=1e-4)
     assert not output.logits.requires_grad
-    other = model(ids, segments=torch.ones_like(ids)).hidden
-    assert not torch.allclose(other, output.hidden)
+    assert not torch.allclose(model(ids, segments=torch.ones_like(ids)).hidden, output.hidden)
     assert torch.equal(model(ids, segments=torch.zeros_like(ids)).hidden, output.hidden)
 
 

@@ -90,8 +90,7 @@ def test_ranks_of_a_launcher_call_it(
     )
     words = [sys.executable, "-c", script, str(_config(tmp_path)), str(tmp_path / "run")]
     ranks = start_command([*words, str(dataset.folder)], 2, tmp_path / "out")
-    codes = [rank.wait(300) for rank in ranks]
-    assert codes == [0, 0], (tmp_path / "out").read_text()
+    assert [rank.wait(300) for rank in ranks] == [0, 0], (tmp_path / "out").read_text()
     assert losses(tmp_path / "run") == losses(straight_run)
 
 

@@ -68,8 +68,7 @@ def test_all_parts_are_read_back(tmp_path: Path) -> None:
 
 def test_an_evaluation_has_all_parts(tmp_path: Path) -> None:
     model, [batch, _] = case.model(seed=1), case.micro_batches(2)
-    path = _run(tmp_path, model, MODEL, **OF_RTD)
-    loaded, _ = load_objective(path, case.OBJECTIVE)
+    loaded, _ = load_objective(_run(tmp_path, model, MODEL, **OF_RTD), case.OBJECTIVE)
     expected, found = case.OBJECTIVE(model.eval(), batch), case.OBJECTIVE(loaded, batch)
     for name, pair in expected.items():
         assert torch.equal(found[name].total, pair.total), name
@@ -79,8 +78,7 @@ def test_an_evaluation_has_all_parts(tmp_path: Path) -> None:
 def test_the_encoder_goes_on_with_a_head_that_is_new(tmp_path: Path, config: ModelConfig) -> None:
     torch.manual_seed(1)
     model = case.OBJECTIVE.make_model(config)
-    path = _run(tmp_path / "run", model, config, **OF_RTD)
-    loaded, _, made_new = load_checkpoint(path)
+    loaded, _, made_new = load_checkpoint(_run(tmp_path / "run", model, config, **OF_RTD))
     encoder = loaded.encoder.state_dict()
     assert encoder.keys() == model.encoder.state_dict().keys()
     for name, value in model.encoder.state_dict().items():
@@ -91,7 +89,6 @@ def test_the_encoder_goes_on_with_a_head_that_is_new(tmp_path: Path, config: Mod
     assert load_model(tmp_path / "model").facts[MADE_NEW] == made_new
     # Further runs start from it, with this objective or another.
     weights = initial_weights(tmp_path / "run").weights
-    other = case.OBJECTIVE.make_model(config)
-    missing, _ = other.load_state_dict(weights, strict=False)
+    missing, _ = case.OBJECTIVE.make_model(config).load_state_dict(weights, strict=False)
     assert all(name.startswith("objective.") for name in missing)
     MaskedLanguageModel(config).load_state_dict(weights)

@@ -6,11 +6,9 @@ from pipeline.use.similar import nearest
 
 
 def test_nearest_are_those_of_all_cosines_within_a_group() -> None:
-    random = np.random.default_rng(2)
-    vectors = random.normal(size=(1500, 8)).astype(np.float32)
+    vectors = np.random.default_rng(2).normal(size=(1500, 8)).astype(np.float32)
     pieces = [("##" if number % 3 == 0 else "") + str(number) for number in range(1500)]
-    ids = np.arange(5, 1500)
-    table = nearest(vectors, pieces, ids, 4)
+    table = nearest(vectors, pieces, np.arange(5, 1500), 4)
     assert (table[:5] == -1).all()
     centred = vectors[5:] - vectors[5:].mean(0)
     cosines = centred @ centred.T / np.outer(*[np.linalg.norm(centred, axis=1)] * 2)

@@ -58,8 +58,7 @@ def _run(*words: object) -> None:
 
 
 def test_cosines_are_those_of_numpy_and_zeros_are_counted() -> None:
-    numbers = np.random.default_rng(0)
-    first, second = numbers.normal(size=(2, 50, 7)).astype(np.float32)
+    first, second = np.random.default_rng(0).normal(size=(2, 50, 7)).astype(np.float32)
     first[3], second[4] = 0, 0
     second[5] = 3 * first[5]
     found, num_zero = cosines(first, second)
@@ -113,8 +112,7 @@ def test_a_model_that_has_diverged_has_no_score(folder: Path) -> None:
 
 @pytest.mark.parametrize("form", ["jsonl", "csv", "tsv", "txt"])
 def test_pairs_are_read_from_any_file(form: str, tmp_path: Path) -> None:
-    path = _write(tmp_path, form)
-    pairs = read_pairs(str(path))
+    pairs = read_pairs(str(_write(tmp_path, form)))
     first, second, gold = _columns()
     assert (list(pairs.first), list(pairs.second)) == (first, second)
     assert np.array_equal(pairs.gold, gold)

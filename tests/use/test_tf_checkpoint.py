@@ -51,10 +51,8 @@ def _write_table(path: Path, entries: list[tuple[bytes, bytes]], block_entries: 
         table += content + b"\0" + _masked_crc32c(content + b"\0")
         return handle
 
-    starts = range(0, len(entries), block_entries)
-    parts = [entries[at : at + block_entries] for at in starts]
-    index = [(part[-1][0], append(part)) for part in parts]
-    footer = append([]) + append(index)
+    parts = [entries[at : at + block_entries] for at in range(0, len(entries), block_entries)]
+    footer = append([]) + append([(part[-1][0], append(part)) for part in parts])
     path.write_bytes(table + footer.ljust(40, b"\0") + bytes.fromhex("57fb808b247547db"))
 
 

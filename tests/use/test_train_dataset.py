@@ -68,8 +68,7 @@ def test_items_are_the_trainer_s(
     rank: int, micro_batch: int, dataset: DatasetIndex, tmp_path: Path
 ) -> None:
     data = _data(dataset, rank, micro_batch=micro_batch)
-    expected = _trainer_s(dataset, tmp_path, rank, micro_batch)
-    _require_equal(iter(data), expected, 24)
+    _require_equal(iter(data), _trainer_s(dataset, tmp_path, rank, micro_batch), 24)
     assert data.num_sequences > 100
     if micro_batch == 4:
         whole = _data(dataset, rank, micro_batch=None)
@@ -164,8 +163,7 @@ def test_own_workers_keep_the_state_exact(dataset: DatasetIndex, tmp_path: Path)
 def test_it_can_be_pickled(dataset: DatasetIndex) -> None:
     data = _data(dataset)
     assert len(list(islice(data, 3))) == 3
-    copy = pickle.loads(pickle.dumps(data))
-    _require_equal(iter(copy), iter(data), 2)
+    _require_equal(iter(pickle.loads(pickle.dumps(data))), iter(data), 2)
 
 
 @pytest.mark.parametrize(("changes", "error", "message"), [

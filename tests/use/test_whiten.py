@@ -76,8 +76,7 @@ def test_fewer_texts_than_dimensions_give_the_rank() -> None:
     few = fit([_vectors(5)], 10, **ABOUT)
     assert (few.rank, few.size) == (4, 4)
     assert np.isfinite(few(_vectors(300, seed=1))).all()
-    repeated = fit([np.repeat(_vectors(3), 40, axis=0)], None, **ABOUT)
-    assert repeated.rank == 2
+    assert fit([np.repeat(_vectors(3), 40, axis=0)], None, **ABOUT).rank == 2
     # A layer norm leaves vectors one dimension less; rounding must not pass for another.
     flat = _vectors(500) - 100
     flat -= flat.mean(1, keepdims=True)
