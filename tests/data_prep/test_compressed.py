@@ -16,8 +16,8 @@ from data_prep import ingest
 from data_prep.config import CleanConfig, FiltersConfig, SourceConfig
 from data_prep.inputs import find, pieces
 from data_prep.pieces import read_documents, read_lines
-from data_prep.readers.items import Document, Rejected
-from tests.support.prepare import read_source
+from data_prep.readers.items import Rejected
+from tests.support.prepare import read_source, texts_of
 
 
 def _gzip(data: bytes) -> bytes:
@@ -26,7 +26,8 @@ def _gzip(data: bytes) -> bytes:
 
 
 COMPRESS = {".gz": gzip.compress, ".zst": zstd.compress, ".xz": lzma.compress, ".bz2": bz2.compress}
-RECORDS = [json.dumps({"text": f"text {i} {i**7}"}).encode() + b"\n" for i in range(5000)]
+TEXTS = [f"text {i} {i**7}" for i in range(5000)]
+RECORDS = [json.dumps({"text": text}).encode() + b"\n" for text in TEXTS]
 
 
 @pytest.mark.parametrize("suffix", ["", *COMPRESS])
@@ -37,9 +38,7 @@ def test_compression_is_read(tmp_path: Path, suffix: str) -> None:
     data = b"".join(RECORDS)
     path.write_bytes(compress(data[:70_001]) + compress(data[70_001:]))
     whole = read_source(path)
-    assert [item.text for item in whole if isinstance(item, Document)] == [
-        json.loads(line)["text"] for line in RECORDS
-    ]
+    assert texts_of(whole) == TEXTS
     assert whole[1].id == f"s/a.jsonl{suffix}@{len(RECORDS[0])}"
 
 
@@ -53,8 +52,7 @@ def test_compression_is_read(tmp_path: Path, suffix: str) -> None:
 def test_padding_and_frames_to_skip(tmp_path: Path, name: str, data: bytes) -> None:
     (tmp_path / name).write_bytes(data)
     items = read_source(tmp_path / name, txt_documents="line")
-    assert [item.text for item in items if isinstance(item, Document)] == ["a", "b"]
-    assert len(items) == 2
+    assert (texts_of(items), len(items)) == (["a", "b"], 2)
 
 
 @pytest.mark.parametrize(("mode", "suffix"), [
@@ -132,9 +130,7 @@ def test_a_damaged_member_gives_nothing(tmp_path: Path, suffix: str) -> None:
     flipped = stored[:place] + b"tex\xf4" + stored[place + 4 :]
     path.write_bytes(_stored(b"".join(RECORDS[:100]), suffix) + flipped + stored)
     *documents, last = read_source(path)
-    assert [item.text for item in documents if isinstance(item, Document)] == [
-        json.loads(line)["text"] for line in RECORDS[:100]
-    ]
+    assert texts_of(documents) == TEXTS[:100]
     assert last == Rejected(f"s/a.jsonl{suffix}", "file damaged", b"")
 
 

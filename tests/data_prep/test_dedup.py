@@ -229,6 +229,8 @@ def test_rewritten_pieces_are_as_ingestion_writes_them(with_lines: Prepared) -> 
         assert np.load(lines / f"{name}.hashes.npy").tobytes() == b"".join(hashes)
         ids = [document["id"] for document in documents]
         assert list(read_lines(lines / f"{name}.ids.jsonl.zst")) == ids
+        ingested = [document["id"] for document in read_lines(ingest / f"{name}.jsonl.zst")]
+        assert list(read_lines(ingest / f"{name}.ids.jsonl.zst")) == ingested
         id_hashes = np.load(lines / f"{name}.id_hashes.npy")
         assert (id_hashes == np.load(ingest / f"{name}.id_hashes.npy")).all()
         assert {id_hash(key) for key in ids} <= set(id_hashes.tolist())

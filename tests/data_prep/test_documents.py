@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,12 +11,7 @@ from data_prep.inputs import find, pieces
 from data_prep.readers.documents import encoding_of
 from data_prep.readers.items import Document, Rejected
 from pipeline.errors import DataError
-from tests.support.prepare import read_source
-
-
-def _texts(items: list[Document | Rejected]) -> list[str]:
-    return [item.text for item in items if isinstance(item, Document)]
-
+from tests.support.prepare import read_source, reasons_of, texts_of
 
 TXT = "first line\nsecond line\n\n\nsecond document\r\n\nlast"
 
@@ -29,7 +25,7 @@ def test_txt_documents(tmp_path: Path, mode: str, texts: list[str]) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(TXT.encode())
     items = read_source(path, txt_documents=mode)
-    assert _texts(items) == texts
+    assert texts_of(items) == texts
     assert items[0].id == "s/a.txt@0"
     assert len({item.id for item in items}) == len(items)
 
@@ -43,7 +39,7 @@ def test_bad_lines_cost_themselves_only(tmp_path: Path) -> None:
     ]  # fmt: skip
     path.write_bytes(b"\n".join(lines))
     items = read_source(path)
-    assert _texts(items) == ["good 1", "good 2", "好 3", "lone \ufffd surrogate"]
+    assert texts_of(items) == ["good 1", "good 2", "好 3", "lone \ufffd surrogate"]
     rejected = [item for item in items if isinstance(item, Rejected)]
     assert [item.reason for item in rejected] == [
         "invalid UTF-8 line", "invalid JSON line", "no text in field 'text'",
@@ -60,8 +56,8 @@ def test_bad_line_of_txt_is_left_out_of_its_document(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"\xef\xbb\xbfone\ntwo \xff\nthree\n\nfour")
     items = read_source(path)
-    assert _texts(items) == ["one\nthree", "four"]
-    assert [item.reason for item in items if isinstance(item, Rejected)] == ["invalid UTF-8 line"]
+    assert texts_of(items) == ["one\nthree", "four"]
+    assert reasons_of(items) == ["invalid UTF-8 line"]
 
 
 @pytest.mark.parametrize(("name", "content", "mode"), [
@@ -90,42 +86,39 @@ def test_folder_glob_and_list_are_found_once(tmp_path: Path) -> None:
     assert sorted(Path(path).name for path in found.ignored) == [
         "e.zst", "h.parquet.gz", "notes.pdf"
     ]  # fmt: skip
-    by_glob = find(SourceConfig(name="s", inputs=(f"{tmp_path}/*/*.jsonl",)))
-    assert [file.name for file in by_glob.files] == ["b/c.jsonl"]
+    assert _names(f"{tmp_path}/*/*.jsonl") == ["b/c.jsonl"]
+
+
+def _names(*inputs: object, **settings: Any) -> list[str]:
+    source = SourceConfig(name="s", inputs=tuple(map(str, inputs)), **settings)
+    return [file.name for file in find(source).files]
 
 
 def test_a_set_format_reads_named_files_whatever_they_are_called(tmp_path: Path) -> None:
     for name in ("part-0", "part-1", "_SUCCESS", "x.jsonl"):
         (tmp_path / name).write_bytes(b'{"text": "a"}\n')
-    by_glob = find(SourceConfig(name="s", inputs=(f"{tmp_path}/part-*",), format="jsonl"))
-    assert [file.name for file in by_glob.files] == ["part-0", "part-1"]
-    folder = find(SourceConfig(name="s", inputs=(str(tmp_path),), format="jsonl"))
-    assert [file.name for file in folder.files] == ["x.jsonl"]
-    assert len(folder.ignored) == 3
-    assert _texts(read_source(tmp_path / "part-0", format="jsonl")) == ["a"]
+    assert _names(f"{tmp_path}/part-*", format="jsonl") == ["part-0", "part-1"]
+    assert _names(tmp_path, format="jsonl") == ["x.jsonl"]
+    assert texts_of(read_source(tmp_path / "part-0", format="jsonl")) == ["a"]
 
 
 def test_files_of_one_name_get_different_ids(tmp_path: Path) -> None:
     for name in ("a/x/0.txt", "a/y/0.txt", "b/1.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
-    inputs = tuple(f"{tmp_path}/{folder}" for folder in ("a/x", "a/y", "b"))
-    found = find(SourceConfig(name="s", inputs=inputs))
-    assert [file.name for file in found.files] == ["1.txt", "x/0.txt", "y/0.txt"]
+    inputs = (tmp_path / folder for folder in ("a/x", "a/y", "b"))
+    assert _names(*inputs) == ["1.txt", "x/0.txt", "y/0.txt"]
 
 
-def test_a_file_name_that_is_no_utf8_is_refused(tmp_path: Path) -> None:
-    Path(str(tmp_path) + "/\udcff.txt").write_bytes(b"x")
-    with pytest.raises(DataError, match=r"udcff\.txt': .*rename"):
-        find(SourceConfig(name="s", inputs=(str(tmp_path),)))
-
-
-def test_missing_or_unknown_input_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nothing\*' matches no file"):
-        find(SourceConfig(name="s", inputs=(f"{tmp_path}/nothing*",)))
+def test_missing_unknown_and_misnamed_inputs_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.pdf").touch()
-    with pytest.raises(DataError, match=r"a\.pdf .*expected \.txt"):
-        find(SourceConfig(name="s", inputs=(f"{tmp_path}/a.pdf",)))
+    (tmp_path / "\udcff.txt").touch()
+    for given, message in (
+        ("nothing*", r"nothing\*' matches no file"), ("a.pdf", r"a\.pdf .*expected \.txt"),
+        ("", r"udcff\.txt': .*rename"),
+    ):  # fmt: skip
+        with pytest.raises(DataError, match=message):
+            _names(f"{tmp_path}/{given}")
 
 
 def test_files_are_grouped_by_size(tmp_path: Path) -> None:
@@ -160,7 +153,7 @@ def test_bad_lines_of_gb18030(tmp_path: Path) -> None:
     bad = "坏".encode("gb18030") + b"\xff"
     path.write_bytes("一二三\n".encode("gb18030") + bad + "\n四𠀀\n".encode("gb18030"))
     items = read_source(path, encoding="gb18030")
-    assert _texts(items) == ["一二三\n四𠀀"]
+    assert texts_of(items) == ["一二三\n四𠀀"]
     assert items[0] == Rejected("s/a.txt@7", "invalid GB18030 line", bad)
 
 
@@ -171,7 +164,7 @@ def test_odd_content(tmp_path: Path) -> None:
         for mode in ("blank_line", "line", "file"):
             assert read_source(path, txt_documents=mode) == []
     path.write_bytes(b"a\x00b")
-    assert _texts(read_source(path)) == ["a\0b"]
+    assert texts_of(read_source(path)) == ["a\0b"]
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"text": "a\\u0000", "id": "x\\ud800"}\n{"text": "b", "id": ""}')
     assert read_source(path) == [Document("s/x\ufffd", "a\0"), Document("s/a.jsonl@40", "b")]

@@ -17,7 +17,7 @@ from data_prep.inputs import find
 from data_prep.readers.documents import read_file
 from data_prep.readers.items import Document, Rejected
 from pipeline.errors import DataError
-from tests.support.prepare import read_source
+from tests.support.prepare import read_source, texts_of
 
 
 @pytest.mark.parametrize("kind", [
@@ -64,7 +64,7 @@ def test_broken_parquet(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": texts}), path, row_group_size=1000, use_dictionary=False)
     data = path.read_bytes()
     whole = read_source(path)
-    assert [item.text for item in whole if isinstance(item, Document)] == texts
+    assert texts_of(whole) == texts
     for broken in (b"", b"nothing of the kind", data[: len(data) // 2], data[:-1]):
         path.write_bytes(broken)
         assert read_source(path) == [Rejected("s/a.parquet", "file damaged", b"")]

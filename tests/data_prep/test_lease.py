@@ -28,11 +28,16 @@ with lease.held(Path(sys.argv[1]), lease.this_process(sys.argv[2], part)):
 
 
 def _hold(folder: Path, config: str, rank: str = "") -> subprocess.Popen[str]:
+    """A process that holds the folder."""
     command = [sys.executable, "-c", _HOLD, str(folder), config, rank]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    found = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert found.stdout
+    assert found.stdout.readline() == "held\n"
+    return found
 
 
-def _folder(tmp_path: Path) -> Path:
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
     return tmp_path / "data" / "work" / "lease"
 
 
@@ -52,16 +57,11 @@ def _remote(config: str = "c") -> Holder:
 
 
 @pytest.mark.usefixtures("processes")
-def test_another_run_is_refused_while_one_lives_and_let_in_once_killed(tmp_path: Path) -> None:
-    folder = _folder(tmp_path)
+def test_another_run_is_refused_while_one_lives_and_let_in_once_killed(folder: Path) -> None:
     first = _hold(folder, "one config")
-    assert first.stdout
-    assert first.stdout.readline() == "held\n"
     for config in ("one config", "another"):
-        with (
-            pytest.raises(BusyError, match=rf"process {first.pid}.*output_dir"),
-            held(folder, this_process(config, None)),
-        ):
+        busy = pytest.raises(BusyError, match=rf"process {first.pid}.*output_dir")
+        with busy, held(folder, this_process(config, None)):
             pass
     assert len(holders(folder)) == 1
     first.send_signal(signal.SIGKILL)
@@ -73,11 +73,8 @@ def test_another_run_is_refused_while_one_lives_and_let_in_once_killed(tmp_path:
 
 
 @pytest.mark.usefixtures("processes")
-def test_parts_of_one_array_are_let_in_and_everything_else_is_not(tmp_path: Path) -> None:
-    folder = _folder(tmp_path)
+def test_parts_of_one_array_are_let_in_and_everything_else_is_not(folder: Path) -> None:
     first = _hold(folder, "c", "1")
-    assert first.stdout
-    assert first.stdout.readline() == "held\n"
     with held(folder, this_process("c", ("ingest", 0, 4))) as hosts:
         assert len(hosts) == 1
         assert len(holders(folder)) == 2
@@ -87,17 +84,16 @@ def test_parts_of_one_array_are_let_in_and_everything_else_is_not(tmp_path: Path
             pass
     first.send_signal(signal.SIGKILL)
     first.wait()
-    with held(folder, this_process("c", ("ingest", 1, 4))):  # the killed task again
-        pass
-    with held(folder, this_process("c", ("shards", 0, 4))):
-        pass
+    for part in (("ingest", 1, 4), ("shards", 0, 4)):  # the killed task again, and another stage
+        with held(folder, this_process("c", part)):
+            pass
 
 
 def test_a_process_of_another_machine_is_believed_dead_only_when_it_is_silent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lease, "EXPIRES_S", 3.0)
-    folder, ours = _folder(tmp_path), this_process("c", None)
+    ours = this_process("c", None)
     path = _elsewhere(folder, _remote(), age_s=1.0)
     began = time.monotonic()
     with held(folder, ours):
@@ -111,9 +107,8 @@ def test_a_process_of_another_machine_is_believed_dead_only_when_it_is_silent(
 
 
 def test_a_process_of_another_machine_that_touches_its_file_keeps_its_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = _folder(tmp_path)
     path = _elsewhere(folder, _remote(), age_s=20)
     sleep = time.sleep
 
@@ -128,13 +123,11 @@ def test_a_process_of_another_machine_that_touches_its_file_keeps_its_folder(
 
 
 @pytest.mark.usefixtures("processes")
-def test_a_process_that_stood_still_and_lost_its_folder_ends_at_once(tmp_path: Path) -> None:
-    folder = _folder(tmp_path)
+def test_a_process_that_stood_still_and_lost_its_folder_ends_at_once(folder: Path) -> None:
     first = _hold(folder, "c")
-    assert first.stdout
-    assert first.stdout.readline() == "held\n"
     _elsewhere(folder, _remote("other"), age_s=0, number=2)
     assert first.wait(timeout=60) == EXIT_FAILED_RETRY
+    assert first.stdout
     assert "taken by another run" in first.stdout.read()
 
 
@@ -159,8 +152,8 @@ print(entered)
 
 
 @pytest.mark.usefixtures("processes")
-def test_of_many_that_come_at_once_one_is_inside(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", _RACE, str(_folder(tmp_path)), str(tmp_path / "inside")]
+def test_of_many_that_come_at_once_one_is_inside(folder: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _RACE, str(folder), str(tmp_path / "inside")]
     racing = [
         subprocess.Popen([*command, f"config {number}"], stdout=subprocess.PIPE, text=True)
         for number in range(4)

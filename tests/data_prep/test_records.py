@@ -24,7 +24,7 @@ from data_prep.run import run
 from data_prep.show import document_text, rejected_text
 from pipeline.config.load import load
 from pipeline.errors import ConfigError, DataError
-from tests.support.prepare import read_source
+from tests.support.prepare import read_source, reasons_of, texts_of
 
 _AWKWARD = ["", 'a "quote", a \\ and a \\" b', "[x], {y}", "雪\u2028,\n", "\\", "]}", "😀\ud800"]
 
@@ -46,7 +46,7 @@ def test_arrays_of_any_layout(
     data = " " + json.dumps(rows, indent=indent, ensure_ascii=step == 2) + "\n"
     path.write_text(data)
     items = read_source(path)
-    assert [item.text for item in items if isinstance(item, Document)] == texts
+    assert texts_of(items) == texts
     places = [int(item.id.rpartition("@")[2]) for item in items]
     found = [json.JSONDecoder().raw_decode(data.encode()[at:].decode())[0] for at in places]
     assert found == rows
@@ -63,8 +63,8 @@ def test_arrays_with_mistakes(tmp_path: Path, data: bytes, texts: list[str], rea
     path = tmp_path / "a.json"
     path.write_bytes(data)
     items = read_source(path)
-    assert [item.text for item in items if isinstance(item, Document)] == texts
-    assert [item.reason for item in items if isinstance(item, Rejected)] == [reason]
+    assert texts_of(items) == texts
+    assert reasons_of(items) == [reason]
 
 
 def test_a_json_file_of_lines_is_read_as_lines(tmp_path: Path) -> None:

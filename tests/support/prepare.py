@@ -48,3 +48,13 @@ def read_source(
     source = SourceConfig(name="s", inputs=(str(path),), **settings)
     [file] = find(source).files
     return list(read_file(file, source, max_bytes, encoding_of(file, source)))
+
+
+def texts_of(items: list[Document | Rejected]) -> list[str]:
+    """Texts of those that are no rejections."""
+    return [item.text for item in items if isinstance(item, Document)]
+
+
+def reasons_of(items: list[Document | Rejected]) -> list[str]:
+    """Reasons of the rejections."""
+    return [item.reason for item in items if isinstance(item, Rejected)]
