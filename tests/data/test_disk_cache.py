@@ -2,7 +2,6 @@
 
 import hashlib
 import multiprocessing
-import os
 import signal
 import threading
 from collections.abc import Callable
@@ -205,14 +204,20 @@ def _killed(folder: Path, at: str, pipe: Connection) -> None:
     blocks.get(cache, 1)
 
 
+def _writing(folder: Path, at: str) -> multiprocessing.process.BaseProcess:
+    """A process that stands still in the middle of keeping a block."""
+    ours, theirs = multiprocessing.Pipe()
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=_killed, args=(folder, at, theirs))
+    process.start()
+    assert ours.poll(60)
+    return process
+
+
 @pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("at", ["in the middle", "before its name"])
 def test_a_killed_writer_leaves_nothing_that_is_taken_for_a_block(tmp_path: Path, at: str) -> None:
-    ours, theirs = multiprocessing.Pipe()
-    context = multiprocessing.get_context("spawn")
-    process = context.Process(target=_killed, args=(tmp_path, at, theirs))
-    process.start()
-    assert ours.poll(60)
+    process = _writing(tmp_path, at)
     blocks, cache = _Blocks(), DiskCache(tmp_path, 10 * SIZE)
     [part] = _files(cache)
     assert part.suffix == ".part"
@@ -221,8 +226,7 @@ def test_a_killed_writer_leaves_nothing_that_is_taken_for_a_block(tmp_path: Path
     waits.start()
     waits.join(0.3)
     assert waits.is_alive(), "the writer lives, and has the block"
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGKILL)
+    process.kill()
     process.join()
     waits.join(60)
     assert blocks.fetched == [1]
@@ -231,11 +235,7 @@ def test_a_killed_writer_leaves_nothing_that_is_taken_for_a_block(tmp_path: Path
 
 @pytest.mark.usefixtures("processes")
 def test_what_a_killed_writer_left_goes_when_room_is_made(tmp_path: Path) -> None:
-    ours, theirs = multiprocessing.Pipe()
-    context = multiprocessing.get_context("spawn")
-    process = context.Process(target=_killed, args=(tmp_path, "before its name", theirs))
-    process.start()
-    assert ours.poll(60)
+    process = _writing(tmp_path, "before its name")
     blocks, cache = _Blocks(), DiskCache(tmp_path, 10 * SIZE)
     for number in range(2, 40):
         blocks.get(cache, number)

@@ -124,13 +124,8 @@ def test_steps_that_are_made_together_are_those_made_alone(
 def test_workers_change_nothing(
     two_sources: DatasetIndex, expected: list[tuple[list[Row], int]], world_size: int, workers: int
 ) -> None:
-    config = _config(two_sources, micro_batch=2, workers=workers)
-    steps = open_steps(two_sources, config)
-    counts = sequences_at(two_sources, config.batches.seq_lens, None)
-    ranks = [
-        start_workers(workers, two_sources, config, DataRank(rank, world_size), counts)
-        for rank in range(world_size)
-    ]
+    steps = open_steps(two_sources, _config(two_sources, 2, workers))
+    ranks = [_workers(two_sources, workers, 2, rank, world_size) for rank in range(world_size)]
     try:
         for cursor in _cursors(steps):
             for rank in ranks:
@@ -187,12 +182,18 @@ def test_masks_of_two_epochs_differ(expected: list[tuple[list[Row], int]]) -> No
         assert not long or len({row.masked for row in rows}) == len(rows)
 
 
+def _workers(
+    dataset: DatasetIndex, number: int, micro_batch: int = 4, rank: int = 0, world_size: int = 1
+) -> Workers:
+    config = _config(dataset, micro_batch, number)
+    counts = sequences_at(dataset, config.batches.seq_lens, None)
+    return start_workers(number, dataset, config, DataRank(rank, world_size), counts)
+
+
 @pytest.fixture
 def workers(two_sources: DatasetIndex) -> Iterator[Workers]:
     """Two workers that have made a step each."""
-    config = _config(two_sources, micro_batch=4, workers=2)
-    counts = sequences_at(two_sources, config.batches.seq_lens, None)
-    found = start_workers(2, two_sources, config, DataRank(0, 1), counts)
+    found = _workers(two_sources, 2)
     for cursor in (0, BATCH):
         found.ask(cursor)
     for _ in range(2):
@@ -267,9 +268,7 @@ def test_workers_end_when_their_parent_is_killed(two_sources: DatasetIndex) -> N
 
 
 def _start_workers(pipe: Connection, dataset: DatasetIndex) -> None:
-    config = _config(dataset, micro_batch=4, workers=2)
-    counts = sequences_at(dataset, config.batches.seq_lens, None)
-    workers = start_workers(2, dataset, config, DataRank(0, 1), counts)
+    workers = _workers(dataset, 2)
     for cursor in range(0, 20 * BATCH, BATCH):
         workers.ask(cursor)  # they are busy, and block when they hand over what they have made
     pipe.send([process.pid for process in workers.processes])
@@ -278,11 +277,8 @@ def _start_workers(pipe: Connection, dataset: DatasetIndex) -> None:
 
 @pytest.mark.usefixtures("processes")
 def test_an_error_in_a_worker_is_the_ranks(two_sources: DatasetIndex, tmp_path: Path) -> None:
-    config = _config(two_sources, micro_batch=4, workers=1)
-    counts = sequences_at(two_sources, config.batches.seq_lens, None)
-    workers = start_workers(
-        1, replace(two_sources, shard_root=tmp_path), config, DataRank(0, 1), counts
-    )
+    sequences_at(two_sources, _config(two_sources).batches.seq_lens, None)  # they are kept
+    workers = _workers(replace(two_sources, shard_root=tmp_path), 1)
     workers.ask(0)
     with pytest.raises(DataError, match="does not exist"):
         workers.take()

@@ -56,10 +56,6 @@ def _batch(loader: TrainLoader, locations: Locations) -> MicroBatch:
     return MicroBatch.of(batch)
 
 
-def _epoch(loader: TrainLoader) -> int:
-    return int(loader.steps.split.counts[64].sum())
-
-
 @pytest.mark.parametrize(("world_size", "micro_batch"), [(2, 4), (3, 8), (4, 1)])
 def test_sums_of_a_step_do_not_depend_on_ranks_and_micro_batch(
     dataset: DatasetIndex, world_size: int, micro_batch: int
@@ -129,7 +125,7 @@ def test_batch_that_does_not_split_over_ranks_is_refused(dataset: DatasetIndex) 
 def test_an_epoch_holds_every_document_once(dataset: DatasetIndex) -> None:
     loader = _train(dataset, _config(dataset), 0, 1)
     documents = []
-    for position in range(_epoch(loader)):
+    for position in range(int(loader.steps.split.counts[64].sum())):
         batch = _batch(loader, loader.steps.order.segment(0).locate(position, 1))
         ids, numbers = _originals(batch)[0], batch.documents[0]
         for number in range(1, int(numbers.max()) + 1):
@@ -193,21 +189,10 @@ def test_documents_without_a_mask_are_counted(dataset: DatasetIndex, at_least_on
     assert (unmasked == 0) == at_least_one
 
 
-def test_prefetching_gives_the_same_steps(dataset: DatasetIndex) -> None:
-    loader = _train(dataset, _config(dataset), 1, 2)
-    steps = loader.steps_from(48 * 3)
-    for k in range(3, 6):
-        for ahead, asked in zip(next(steps), loader.step_batches(48 * k), strict=True):
-            assert torch.equal(ahead.input_ids, asked.input_ids)
-            assert torch.equal(ahead.inputs["masked_index"], asked.inputs["masked_index"])
-    steps.close()
-
-
 def test_steps_before_one_that_is_broken_are_given(dataset: DatasetIndex, tmp_path: Path) -> None:
     whole = _train(dataset, _config(dataset), 0, 1)
-    blocks = [
-        set(whole.steps.located(48 * k, DataRank(0, 1))[0].blocks.tolist()) for k in range(40)
-    ]
+    places = [whole.steps.located(48 * k, DataRank(0, 1))[0] for k in range(40)]
+    blocks = [set(each.blocks.tolist()) for each in places]
     new = next(k for k, used in enumerate(blocks) if used - blocks[0])
     first = new - 3
     assert whole.steps.together(48 * first, DataRank(0, 1)) > 3
@@ -218,8 +203,9 @@ def test_steps_before_one_that_is_broken_are_given(dataset: DatasetIndex, tmp_pa
     flip(shard, int(copy.blocks.offset[row]))
     steps = _train(copy, _config(copy), 0, 1).steps_from(48 * first)
     for k in range(first, new):
-        [expected, *_], [found, *_] = whole.step_batches(48 * k), next(steps)
-        assert expected.hash == found.hash
+        for found, expected in zip(next(steps), whole.step_batches(48 * k), strict=True):
+            assert found.hash == expected.hash
+            assert torch.equal(found.input_ids, expected.input_ids)
     with pytest.raises(DataError, match="is damaged"):
         next(steps)
 
@@ -243,9 +229,7 @@ def test_evaluation_set_is_the_same_for_every_run_and_world_size(dataset: Datase
                     continue  # the rank has nothing left
                 targets = torch.full((batch.input_ids.numel(),), -1)
                 targets[batch.inputs["masked_index"]] = batch.inputs["targets"]
-                rows += list(
-                    zip(batch.input_ids.tolist(), targets.view(-1, 64).tolist(), strict=True)
-                )
+                rows += zip(batch.input_ids.tolist(), targets.view(-1, 64).tolist(), strict=True)
         return sorted(rows)
 
     expected = all_rows(1, seed=5)

@@ -35,7 +35,8 @@ KINDS: tuple[PairKind, ...] = ("nsp", "sop")
 VOCABULARY = Vocabulary(len(PIECES))
 
 
-def _as_read(block: Block) -> Block:
+def _as_read(tokens: np.ndarray, ends: np.ndarray, bits: np.ndarray) -> Block:
+    block = Block(tokens.astype(np.uint16), ends, bits.astype(np.uint8), b"")
     for array in (block.tokens, block.doc_ends, block.word_bits):
         array.flags.writeable = False
     return block
@@ -44,13 +45,8 @@ def _as_read(block: Block) -> Block:
 def _block(lengths: list[int], seed: int) -> Block:
     rng = np.random.default_rng(seed)
     ends = np.cumsum(lengths)
-    block = Block(
-        tokens=rng.integers(4, len(PIECES), ends[-1]).astype(np.uint16),
-        doc_ends=ends,
-        word_bits=rng.integers(0, 256, -(-ends[-1] // 8)).astype(np.uint8),
-        meta_json=b"",
-    )
-    return _as_read(block)
+    tokens = rng.integers(4, len(PIECES), ends[-1])
+    return _as_read(tokens, ends, rng.integers(0, 256, -(-ends[-1] // 8)))
 
 
 def _rule(kind: PairKind) -> PairRule:
@@ -168,8 +164,8 @@ def _prose(num_documents: int) -> Block:
             words = rng.integers(PIECES.index(" w0"), len(PIECES), rng.integers(3, 21))
             tokens += [*words.tolist(), PIECES.index("。")]
         ends.append(len(tokens))
-    every = np.full(-(-len(tokens) // 8), 255, np.uint8)
-    return _as_read(Block(np.array(tokens, np.uint16), np.array(ends, np.int64), every, b""))
+    every = np.full(-(-len(tokens) // 8), 255)
+    return _as_read(np.array(tokens), np.array(ends, np.int64), every)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -219,15 +215,12 @@ def _config(
     dataset: DatasetIndex, kind: ObjectiveKind, micro_batch: int = 4, seed: int = 5
 ) -> PretrainConfig:
     return PretrainConfig(
-        run_dir="unused",
-        seed=seed,
-        model=ModelConfig(pooler=True),
-        objective=ObjectiveConfig(kind=kind),
+        run_dir="unused", seed=seed, model=ModelConfig(pooler=True),
+        objective=ObjectiveConfig(kind=kind), monitor=MonitorConfig(eval_sequences=37),
         data=DataConfig(dir=str(dataset.folder), seq_len=64, window_blocks=3),
         train=TrainConfig(global_batch=24, micro_batch=micro_batch),
         phases=(PhaseConfig(tokens=24 * 32 * 3, seq_len=32, micro_batch=micro_batch),),
-        monitor=MonitorConfig(eval_sequences=37),
-    )
+    )  # fmt: skip
 
 
 def _joined(parts: list[Batch]) -> dict[str, np.ndarray]:
@@ -321,16 +314,9 @@ def test_the_hash_covers_segments_and_labels(dataset: DatasetIndex) -> None:
 
 
 def test_held_out_pairs_are_the_same_for_every_run(dataset: DatasetIndex) -> None:
-    share = DataRank(0, 1)
-    one, other = (
-        [
-            batch
-            for _, batch in eval_loader(
-                dataset, _config(dataset, "mlm_nsp", seed=seed), share
-            ).batches()
-        ]
-        for seed in (5, 6)
-    )
+    configs = (_config(dataset, "mlm_nsp", seed=seed) for seed in (5, 6))
+    loaders = (eval_loader(dataset, config, DataRank(0, 1)) for config in configs)
+    one, other = ([batch for _, batch in loader.batches()] for loader in loaders)
     for first, second in zip(one, other, strict=True):
         assert first.hash == second.hash
         assert first.inputs["pair_labels"].equal(second.inputs["pair_labels"])

@@ -72,15 +72,12 @@ class Case:
 def _config(
     lengths: list[int], tokens: list[float], *, batch: int, window: int, **data: Any
 ) -> PretrainConfig:
+    given = zip(lengths[:-1], tokens, strict=True)
     return PretrainConfig(
-        run_dir="unused",
+        run_dir="unused", train=TrainConfig(global_batch=batch, micro_batch=1),
         data=DataConfig(dir="unused", seq_len=lengths[-1], window_blocks=window, **data),
-        train=TrainConfig(global_batch=batch, micro_batch=1),
-        phases=tuple(
-            PhaseConfig(tokens=amount, seq_len=length)
-            for length, amount in zip(lengths[:-1], tokens, strict=True)
-        ),
-    )
+        phases=tuple(PhaseConfig(tokens=amount, seq_len=length) for length, amount in given),
+    )  # fmt: skip
 
 
 _LENGTHS = st.one_of(st.integers(1, 40), st.integers(1, 3_000), st.integers(1, 1_000_000))
@@ -172,22 +169,16 @@ def test_places_are_where_a_documents_tokens_are_seen() -> None:
     case = Case([rng.integers(1, 400, 12).tolist() for _ in range(6)], [0, 1] * 3, [1.0, 2.5])
     order = case.open(_config([64, 128, 32], [5e3, 9e3], batch=4, window=2))
     stop = order.segments[-1].first + 800
-    located = [
-        (place, segment, segment.locate(place, 1))
-        for place in range(stop)
-        for segment in [order.segment(place)]
-    ]
-    for block in range(6):
-        for document in range(12):
-            first = int(case.ends[block][document - 1]) if document else 0
-            tokens = range(first, int(case.ends[block][document]))
-            expected = []
-            for place, segment, found in located:
-                if found.blocks[0] == block:
-                    [pieces] = case.pieces(segment, found).values()
-                    if any(a < tokens.stop and b > tokens.start for a, b in pieces):
-                        expected.append(place)
-            assert list(order.places(block, tokens, stop)) == expected
+    pieces: dict[int, list[tuple[int, Any]]] = defaultdict(list)
+    for place in range(stop):
+        segment = order.segment(place)
+        for (block, _), found in case.pieces(segment, segment.locate(place, 1)).items():
+            pieces[block].append((place, found))
+    for block, ends in enumerate(case.ends):
+        for start, end in itertools.pairwise([0, *ends.tolist()]):
+            expected = [place for place, found in pieces[block]
+                        if any(a < end and b > start for a, b in found)]  # fmt: skip
+            assert list(order.places(block, range(start, end), stop)) == expected
 
 
 def test_sources_left_out_are_not_seen() -> None:

@@ -1,6 +1,5 @@
 """Shards staged on the node: the same batches, one copy a node, and never half a shard."""
 
-import errno
 import logging
 import os
 import re
@@ -16,12 +15,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from data_prep.verify import verify
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
-from pipeline.data import reader as reading
 from pipeline.data.format import Blocks, DatasetIndex, index_bytes, read_index
 from pipeline.data.reader import BlockReader, refuse_unlisted
 from pipeline.data.run_order import DataRank
@@ -46,12 +43,9 @@ def _staging(
 ) -> Iterator["subprocess.Popen[str]"]:
     """A process that stages; one that stops itself has done so when this enters."""
     with subprocess.Popen(
-        _program(index, stage_dir, *stop_after),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=ROOT,
-    ) as process:
+        _program(index, stage_dir, *stop_after), stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, cwd=ROOT,
+    ) as process:  # fmt: skip
         try:
             if stop_after:
                 _, status = os.waitpid(process.pid, os.WUNTRACED)
@@ -117,26 +111,17 @@ def test_staged_shards_give_the_same_batches_and_alone(copy: DatasetIndex, tmp_p
     path.write_text(CONFIG)
     config = load(PretrainConfig, path, [f"data.dir={copy.folder}"]).config
 
-    def batches(index: DatasetIndex) -> list[torch.Tensor]:
-        found = []
-        train, held_out = (
-            loader(index, config, DataRank(0, 1)) for loader in (train_loader, eval_loader)
-        )
+    def hashes(index: DatasetIndex) -> list[int]:
+        train = train_loader(index, config, DataRank(0, 1))
+        held_out = eval_loader(index, config, DataRank(0, 1))
         steps = [batch for cursor in range(0, 80, 8) for batch in train.step_batches(cursor)]
-        for batch in [*steps, *(batch for _, batch in held_out.batches())]:
-            found += [
-                batch.input_ids, batch.documents, batch.inputs["masked_index"],
-                batch.inputs["targets"],
-            ]  # fmt: skip
-        return found
+        return [batch.hash for batch in [*steps, *(batch for _, batch in held_out.batches())]]
 
-    expected = batches(copy)
+    expected = hashes(copy)
     staged = stage(copy, tmp_path / "node")
     assert staged.shard_path(0).is_relative_to(tmp_path / "node" / copy.fingerprint[:16])
     shutil.rmtree(copy.folder / "shards")
-    found = batches(staged)
-    assert len(found) == len(expected)
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert hashes(staged) == expected
 
 
 @pytest.mark.usefixtures("processes")
@@ -221,24 +206,10 @@ def test_damaged_copy_is_found_block_by_block(dataset: DatasetIndex, tmp_path: P
     BlockReader(stage(dataset, tmp_path)).check_all(range(len(dataset.blocks)))
 
 
-def test_a_moment_s_failure_of_the_source_is_tried_again(
-    dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, pauses = os.preadv, list[float]()
-
-    def preadv(*arguments: object) -> int:
-        if len(pauses) < 2:
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        return real(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(os, "preadv", preadv)
-    monkeypatch.setattr(reading.time, "sleep", pauses.append)
-    stage(dataset, tmp_path)
-    assert pauses == list(reading.PAUSES_S[:2])
-    assert _tars(tmp_path) == _originals(dataset)
-
-
 def test_too_little_space_is_told_before_copying(copy: DatasetIndex, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=f"{tmp_path}/file"):
+        stage(copy, tmp_path / "file")
     large = 10**13
     os.truncate(copy.shard_path(0), large)  # takes no space
     shards = (replace(copy.shards[0], num_bytes=large), *copy.shards[1:])
@@ -264,17 +235,9 @@ def test_space_that_runs_out_while_copying(dataset: DatasetIndex, tmp_path: Path
          *_program(dataset, tmp_path / "small", "3")],
         capture_output=True, text=True, cwd=ROOT, timeout=60,
     )  # fmt: skip
-    numbers = (
-        rf"data\.stage_dir, {tmp_path}/small: {total / 1e9:.4f} GB .* {(1 << 18) / 1e9:.4f} GB"
-    )
-    assert re.search(numbers, done.stdout)
+    sizes = f"{total / 1e9:.4f} GB .* {(1 << 18) / 1e9:.4f} GB"
+    assert re.search(rf"data\.stage_dir, {tmp_path}/small: {sizes}", done.stdout)
     assert done.stdout.endswith("code 2\n"), done.stdout + done.stderr
-
-
-def test_unusable_folder_is_named(dataset: DatasetIndex, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=f"{tmp_path}/file"):
-        stage(dataset, tmp_path / "file")
 
 
 def test_unlisted_tar_is_refused(copy: DatasetIndex) -> None:

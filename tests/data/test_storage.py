@@ -10,6 +10,7 @@ import pytest
 from pipeline.data import reader as reading
 from pipeline.data.format import DatasetIndex
 from pipeline.data.reader import BlockReader
+from pipeline.data.staging import stage
 from pipeline.errors import EXIT_FAILED_RETRY, DataError, StorageError
 
 
@@ -38,13 +39,17 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], list[float]
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
 def test_a_moment_s_failure_is_tried_again(
     dataset: DatasetIndex, failing: Callable[[int, int], list[float]], number: int,
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, tmp_path: Path,
 ) -> None:  # fmt: skip
     expected = BlockReader(dataset).block(1)
     reader = BlockReader(dataset)
     pauses = failing(number, 3)
     assert (reader.block(1).tokens == expected.tokens).all()
     assert pauses == list(reading.PAUSES_S[:3])
+    staging = failing(number, 2)
+    copied = stage(dataset, tmp_path).shard_path(0)
+    assert copied.read_bytes() == dataset.shard_path(0).read_bytes()
+    assert staging == list(reading.PAUSES_S[:2])
     assert f"member {dataset.block_key(1)[:6]}" in caplog.text
     assert os.strerror(number) in caplog.text
 

@@ -200,8 +200,8 @@ def test_pieces_and_workers_change_nothing_and_action_report_drops_nothing(
     _decontaminate(tmp_path / "kept", source, replace(config, action="report"), piece_mb=100)
     lines, keep = _outcome(tmp_path / "kept")
     assert lines == results[0][0][0]
-    assert all(keep)
-    assert not all(results[0][0][1])
+    originals = len({normalise(text) for text in documents if text})
+    assert sum(keep) == originals > sum(results[0][0][1])
 
 
 def test_common_ngrams_are_ignored_wherever_they_stand(tmp_path: Path) -> None:
