@@ -232,7 +232,7 @@ def test_memory_of_workers_is_used_again_but_never_under_an_array(workers: Worke
 
 
 @pytest.mark.usefixtures("processes")
-def test_workers_live_on_when_the_run_is_asked_to_stop(workers: Workers) -> None:
+def test_workers_outlive_signals_and_not_their_end(workers: Workers) -> None:
     for process in workers.processes:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
             os.kill(process.pid or 0, number)
@@ -240,10 +240,6 @@ def test_workers_live_on_when_the_run_is_asked_to_stop(workers: Workers) -> None
     workers.ask(BATCH)
     assert workers.take()
     assert workers.take()
-
-
-@pytest.mark.usefixtures("processes")
-def test_workers_are_gone_after_the_end(workers: Workers) -> None:
     processes = list(workers.processes)
     workers.ask(0)
     workers.close()

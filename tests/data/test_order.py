@@ -45,15 +45,6 @@ def test_location_names_the_sequence() -> None:
     assert not places.leftover.any()
 
 
-def test_order_does_not_depend_on_what_was_asked_before() -> None:
-    one, other = _order(), _order()
-    forward = [_plain(one.locate(p, 1)) for p in range(100)]
-    assert forward == [_plain(other.locate(p, 1)) for p in reversed(range(100))][::-1]
-    # A range is its positions, over the ends of windows and epochs.
-    assert _plain(_order().locate(0, 100)) == [row for rows in forward for row in rows]
-    assert _plain(one.locate(7, 0)) == []
-
-
 def test_few_blocks_are_open_at_a_time() -> None:
     blocks = _order(np.full(40, 50), seed=1, window_blocks=4).locate(0, 2000).blocks.tolist()
     for window in range(10):
@@ -62,11 +53,17 @@ def test_few_blocks_are_open_at_a_time() -> None:
     assert 0.2 < np.mean([a == b for a, b in itertools.pairwise(blocks)]) < 0.3
 
 
-def test_seed_source_and_segment_change_the_order() -> None:
+def test_an_order_follows_from_seed_source_and_segment_alone() -> None:
     first = _epoch(_order(), 0)
     assert first != _epoch(_order(seed=4), 0)
     assert first != _epoch(_order(source=1), 0)
     assert first != _epoch(_order(segment=1), 0)
+    one, other = _order(), _order()
+    forward = [_plain(one.locate(p, 1)) for p in range(100)]
+    assert forward == [_plain(other.locate(p, 1)) for p in reversed(range(100))][::-1]
+    # A range is its positions, over the ends of windows and epochs.
+    assert _plain(_order().locate(0, 100)) == [row for rows in forward for row in rows]
+    assert _plain(one.locate(7, 0)) == []
 
 
 def test_a_segment_has_the_windows_of_any_other() -> None:

@@ -35,9 +35,13 @@ def _read_everything(folder: Path) -> None:
     reader.check_all(range(len(reader.index.blocks)))
 
 
-def test_intact_dataset_verifies(dataset: DatasetIndex) -> None:
+def test_an_intact_dataset_verifies_and_an_unfinished_one_is_refused(
+    dataset: DatasetIndex, tmp_path: Path
+) -> None:
     _read_everything(dataset.folder)
     assert verify(dataset.folder) == []
+    with pytest.raises(DataError, match="data_prep run"):
+        read_index(tmp_path)
 
 
 def test_what_is_claimed_of_the_whole_is_derived_again(copy: Path) -> None:
@@ -119,11 +123,6 @@ def test_damaged_index_or_tokenizer_is_refused(copy: Path, name: str) -> None:
     else:
         with pytest.raises(DataError, match=f"{path} (was changed|is damaged)"):
             read_index(copy)
-
-
-def test_unfinished_dataset_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="data_prep run"):
-        read_index(tmp_path)
 
 
 def test_word_starts_are_read_at_any_offset(dataset: DatasetIndex) -> None:

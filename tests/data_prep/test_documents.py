@@ -52,12 +52,18 @@ def test_bad_lines_cost_themselves_only(tmp_path: Path) -> None:
     assert [item.id for item in items if isinstance(item, Document)][2] == "s/x7"
 
 
-def test_bad_line_of_txt_is_left_out_of_its_document(tmp_path: Path) -> None:
+def test_bad_lines_of_text_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"\xef\xbb\xbfone\ntwo \xff\nthree\n\nfour")
     items = read_source(path)
     assert texts_of(items) == ["one\nthree", "four"]
     assert reasons_of(items) == ["invalid UTF-8 line"]
+    path = tmp_path / "a.txt"
+    bad = "坏".encode("gb18030") + b"\xff"
+    path.write_bytes("一二三\n".encode("gb18030") + bad + "\n四𠀀\n".encode("gb18030"))
+    items = read_source(path, encoding="gb18030")
+    assert texts_of(items) == ["一二三\n四𠀀"]
+    assert items[0] == Rejected("s/a.txt@7", "invalid GB18030 line", bad)
 
 
 @pytest.mark.parametrize(("name", "content", "mode"), [
@@ -146,15 +152,6 @@ def test_encoding_is_found(tmp_path: Path, data: bytes, encoding: str, taken: st
     path.write_bytes(data)
     source = SourceConfig(name="s", inputs=(str(path),), encoding=encoding)  # type: ignore[arg-type]
     assert encoding_of(find(source).files[0], source) == taken
-
-
-def test_bad_lines_of_gb18030(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    bad = "坏".encode("gb18030") + b"\xff"
-    path.write_bytes("一二三\n".encode("gb18030") + bad + "\n四𠀀\n".encode("gb18030"))
-    items = read_source(path, encoding="gb18030")
-    assert texts_of(items) == ["一二三\n四𠀀"]
-    assert items[0] == Rejected("s/a.txt@7", "invalid GB18030 line", bad)
 
 
 def test_odd_content(tmp_path: Path) -> None:

@@ -55,13 +55,10 @@ def test_words_start_at_spaces_punctuation_and_chinese_characters(tokenizer: Tok
     expected = ["An", "extraordinarily", "unusual", "word", ",", "(", "quoted", ")",
                 "模", "型", "训", "练"]  # fmt: skip
     assert [word for word in _words(tokenizer, text) if word] == expected
-
-
-def test_word_starts_of_nothing(tokenizer: Tokenizer) -> None:
     assert len(tokenizer.word_starts(np.zeros(0, dtype=np.uint16))) == 0
 
 
-def test_vocabulary_larger_than_the_text_supports() -> None:
+def test_vocabularies_and_models_that_cannot_be_used(tmp_path: Path) -> None:
     def sentences() -> Iterator[str]:
         yield from ("to be or not to be", "that is the question")
 
@@ -69,9 +66,6 @@ def test_vocabulary_larger_than_the_text_supports() -> None:
         train(sentences(), vocab_size=5000, model_type="unigram", character_coverage=0.9995)
     with pytest.raises(DataError, match=r"Raise tokenizer\.vocab_size"):
         train(sentences(), vocab_size=265, model_type="unigram", character_coverage=0.9995)
-
-
-def test_foreign_model_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.model"
     path.write_bytes(b"no model")
     with pytest.raises(DataError, match="cannot be loaded"):

@@ -138,7 +138,13 @@ def test_scores_agree_with_scikit_learn(tmp_path: Path) -> None:
     assert scored.body["warnings"] == []
 
 
-def test_dev_is_reported_where_test_has_no_gold(tmp_path: Path) -> None:
+def test_rows_without_gold_are_left_out_and_dev_reported_for_test(tmp_path: Path) -> None:
+    rows = class_rows(1, 50)
+    whole = score_run(_config(tmp_path, "classify"), LABELS, {"dev": rows[10:]}).body["dev"]
+    rows[:10] = [row._replace(gold=None) for row in rows[:10]]
+    body = score_run(_config(tmp_path, "classify"), LABELS, {"dev": rows}).body
+    assert body["dev"] == whole
+    assert body["warnings"] == ["dev: 10 of 50 rows have no gold"]
     test = [row._replace(gold=None) for row in class_rows(2, 80)]
     splits = {"dev": class_rows(1, 50), "test": test}
     body = score_run(_config(tmp_path, "classify"), LABELS, splits).body
@@ -149,24 +155,12 @@ def test_dev_is_reported_where_test_has_no_gold(tmp_path: Path) -> None:
         score_run(_config(tmp_path, "classify"), LABELS, {"test": test})
 
 
-def test_rows_without_gold_are_left_out_and_counted(tmp_path: Path) -> None:
-    rows = class_rows(1, 50)
-    whole = score_run(_config(tmp_path, "classify"), LABELS, {"dev": rows[10:]}).body["dev"]
-    rows[:10] = [row._replace(gold=None) for row in rows[:10]]
-    body = score_run(_config(tmp_path, "classify"), LABELS, {"dev": rows}).body
-    assert body["dev"] == whole
-    assert body["warnings"] == ["dev: 10 of 50 rows have no gold"]
-
-
-def test_chance_counts_the_choices_that_are_there(tmp_path: Path) -> None:
+def test_chance_scorer_and_metric_are_the_tasks(tmp_path: Path) -> None:
     scores = ([0.5, 0.1, None, None], [0.5, 0.7, 0.1, 0.1])
     rows = [PredictionRow(str(number), number, number, row) for number, row in enumerate(scores)]
     body = score_run(_config(tmp_path, "choice"), (), {"dev": rows}).body
     assert body["chance"] == pytest.approx((1 / 2 + 1 / 4) / 2)
     assert body["dev"] == {"accuracy": 1.0}
-
-
-def test_the_scorer_and_metric_are_the_tasks(tmp_path: Path) -> None:
     # CMRC compares characters, SQuAD words: "中国。" and "中国" are equal for the first alone.
     pairs: list[tuple[Any, Any]] = [(["中国。"], "中国"), (["b"], "b")]
     cmrc = _score(_config(tmp_path, "qa", scorer="cmrc", metric="em"), pairs)

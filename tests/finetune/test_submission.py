@@ -51,11 +51,13 @@ def test_names_and_lines(task: str, name: str, row: tuple[str, Any], line: str) 
     assert _lines(task, _predicted(row), ("x",))[0] == line
 
 
-def test_every_task_of_the_suites_has_its_name() -> None:
+def test_the_suites_tasks_have_names_and_others_none() -> None:
     tasks = {
         task for suite in ("clue", "fewclue") for task in load(SuiteConfig, suite).config.tasks
     }
     assert tasks == {task for task, *_ in _LABELS}
+    with pytest.raises(ConfigError, match="'sst2' has no submission file; expected one of afqmc"):
+        official_name("sst2", "test.tsv")
 
 
 @pytest.mark.parametrize("task", ["tnews", "cluewsc", "chid", "c3"])
@@ -64,20 +66,12 @@ def test_the_older_test_files_have_names_of_their_own(task: str) -> None:
     assert official_name(task, f"data1.0/{task}/test1.1.json") == f"{task}11_predict.json"
 
 
-def test_a_task_of_another_suite_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'sst2' has no submission file; expected one of afqmc"):
-        official_name("sst2", "test.tsv")
-
-
-def test_answers_and_idioms_are_one_object() -> None:
+def test_answers_entities_and_ids_have_their_forms() -> None:
     rows = _predicted(("TEST_0_QUERY_0", "第二艘"), ("TEST_0_QUERY_1", ""))
     found = json.loads("\n".join(_lines("cmrc2018", rows)))
     assert found == {"TEST_0_QUERY_0": "第二艘", "TEST_0_QUERY_1": ""}
     with pytest.raises(DataError, match="1 of 2 rows have an id that stands before"):
         _lines("chid", _predicted(("#idiom1#", 3), ("#idiom1#", 4)))
-
-
-def test_entities_have_inclusive_ends() -> None:
     text = "浙商银行和浙商银行"
     spans = [["company", 0, 4], ["company", 5, 9], ["address", 0, 1]]
     rows = _predicted(("0", spans), ("1", []))
@@ -87,9 +81,6 @@ def test_entities_have_inclusive_ends() -> None:
         "id": 0, "text": text, "label": {"company": company, "address": {"浙": [[0, 0]]}},
     }  # fmt: skip
     assert other == {"id": 1, "text": "无", "label": {}}
-
-
-def test_ids_that_should_be_numbers() -> None:
     with pytest.raises(DataError, match="id 'x' is not a number, as fewclue-csl has them"):
         _lines("fewclue-csl", _predicted(("x", "0")))
 
@@ -99,22 +90,16 @@ def _write(out: Path, task: str = "tnews", source: str = "test.json") -> Path:
     return write_submission(out, config, task, _predicted(("0", "108")), source=source)
 
 
-def test_a_folder_gets_the_official_name(tmp_path: Path) -> None:
-    assert _write(tmp_path) == tmp_path / "tnews11_predict.json"
-    assert _write(tmp_path / "new", source="test1.0.json") == tmp_path / "new/tnews10_predict.json"
-    assert _write(tmp_path / "tnews11_predict.json").read_text() == '{"id": "0", "label": "108"}\n'
-
-
-def test_other_names_are_refused(tmp_path: Path) -> None:
+def test_files_have_the_official_name(tmp_path: Path) -> None:
     for name in ("tnews_predict.json", "tnews10_predict.json", "tnews11_predict.txt"):
         with pytest.raises(ConfigError, match=r"as tnews11_predict\.json and scores another name"):
             _write(tmp_path / name)
     with pytest.raises(ConfigError, match=r"write to .*ocnli_50k_predict\.json"):
         _write(tmp_path / "ocnli_predict.json", "ocnli")
     assert not list(tmp_path.iterdir())
-
-
-def test_fewclue_of_several_splits(tmp_path: Path) -> None:
+    assert _write(tmp_path) == tmp_path / "tnews11_predict.json"
+    assert _write(tmp_path / "new", source="test1.0.json") == tmp_path / "new/tnews10_predict.json"
+    assert _write(tmp_path / "tnews11_predict.json").read_text() == '{"id": "0", "label": "108"}\n'
     for name in ("tnewsf_predict.json", "tnewsf_predict_3.json", "tnews_predict_all.json"):
         assert _write(tmp_path / name, "fewclue-tnews") == tmp_path / name
     for name in ("tnews_predict.json", "tnewsf_predict_5.json", "tnewsf_predict_few_all.json"):

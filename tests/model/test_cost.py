@@ -287,7 +287,7 @@ def test_command_says_what_fused_kernels_save() -> None:
         assert float(_numbers(fused, label)[0]) < float(_numbers(plain, label)[0]) / 2
 
 
-def test_an_included_run_is_a_run(tmp_path: Path) -> None:
+def test_a_run_may_be_included_and_numbers_begin_at_one(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(f"from: {ROOT / 'configs' / 'demo.yaml'}\n")
     (tmp_path / "model.yaml").write_text(f"from: {ROOT / 'configs/model/bert-base.yaml'}\n")
     (tmp_path / "circle.yaml").write_text("from: circle.yaml\n")
@@ -295,6 +295,8 @@ def test_an_included_run_is_a_run(tmp_path: Path) -> None:
     assert read_plan(tmp_path / "model.yaml").config.bias
     with pytest.raises(ConfigError, match="in a circle"):
         read_plan(tmp_path / "circle.yaml")
+    with pytest.raises(ConfigError, match=r"--ranks 0: expected a whole number from 1"):
+        TrainingSetup(TINY, num_ranks=0)
 
 
 @pytest.mark.parametrize(("file", "override", "message"), [
@@ -305,8 +307,3 @@ def test_an_included_run_is_a_run(tmp_path: Path) -> None:
 def test_wrong_key_is_refused(file: str, override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_plan(ROOT / "configs" / file, [override])
-
-
-def test_number_below_one_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--ranks 0: expected a whole number from 1"):
-        TrainingSetup(TINY, num_ranks=0)

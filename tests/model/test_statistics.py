@@ -13,13 +13,10 @@ from pipeline.train.attention_stats import attention_statistics, divergence_of, 
 CONFIG = ModelConfig(vocab_size=40, num_layers=3, hidden_size=24, num_heads=3, ffn_size=40)
 
 
-def test_entropy_of_known_distributions() -> None:
+def test_entropy_and_divergence_of_known_distributions() -> None:
     share = torch.tensor([[1.0, 0, 0, 0], [0.25] * 4, [0.5, 0.5, 0, 0]])[None, None]
     expected = torch.tensor([0.0, math.log(4), math.log(2)])
     torch.testing.assert_close(entropy_of(share)[0, 0], expected)
-
-
-def test_divergence_of_known_distributions() -> None:
     one, other = torch.tensor([[1.0, 0.0]])[None, None], torch.tensor([[0.0, 1.0]])[None, None]
     assert float(divergence_of(one, other)) == pytest.approx(math.log(2))
     assert float(divergence_of(one, one)) == 0.0

@@ -247,16 +247,13 @@ def test_draws_follow_from_the_batch_however_it_is_split() -> None:
     assert torch.equal(torch.cat(parts), whole)
 
 
-def test_without_targets_it_gives_the_generators_logits() -> None:
+def test_without_targets_it_gives_the_generators_logits_and_adds_nothing() -> None:
     model, batch = _model(), _batch()
     layout = rows(batch.documents, batch.positions)
     logits = model(batch.input_ids, layout, batch.inputs["masked_index"])
     assert isinstance(logits, Tensor)
     picked = logits.log_softmax(-1).gather(1, batch.inputs["targets"][:, None])
     assert -picked.sum().item() == pytest.approx(_run(model, batch)[0].item())
-
-
-def test_a_batch_without_targets_adds_nothing() -> None:
     batch = _batch()
     inputs = {name: each[:0] for name, each in batch.inputs.items()}
     sums = OBJECTIVE(

@@ -88,21 +88,15 @@ def test_every_entity_of_whole_characters_survives(tokenizer: Any) -> None:
         assert expressed == list(gold), "a character is a token"
 
 
-def test_entity_inside_a_token_is_counted(wordpiece: WordPieceTokenizer) -> None:
+def test_entities_that_are_lost_are_counted(wordpiece: WordPieceTokenizer) -> None:
     gold = (Span("x", 4, 7), Span("x", 5, 7))
     [row], counts = _encode(wordpiece, _config("spans"), text="the old man", gold=gold)
     assert text_spans(row, row.spans) == [Span("x", 4, 7)]
     assert counts == {"entities that begin or end inside a token": 1}
-
-
-def test_entity_behind_the_cut_is_counted(wordpiece: WordPieceTokenizer) -> None:
     gold = (Span("x", 0, 2), Span("x", 5, 7), Span("x", 10, 12))
     [row], counts = _encode(wordpiece, _config("spans", max_length=8), text=CHINESE, gold=gold)
     assert text_spans(row, row.spans) == [Span("x", 0, 2)], "six characters are left"
     assert counts == {"rows that were cut": 1, "entities behind the cut": 2}
-
-
-def test_tags_keep_the_longest_of_nested_entities(wordpiece: WordPieceTokenizer) -> None:
     gold = (Span("company", 0, 4), Span("place", 0, 2), Span("name", 9, 12))
     [row], counts = _encode(wordpiece, _config("tag"), text=CHINESE, gold=gold)
     assert text_spans(row, row.spans) == [gold[0], gold[2]]
@@ -295,13 +289,10 @@ def test_window_trains_on_whichever_answer_it_holds(wordpiece: WordPieceTokenize
     ]  # fmt: skip
 
 
-def test_answer_that_is_never_given_is_counted(wordpiece: WordPieceTokenizer) -> None:
+def test_answers_that_are_lost_are_counted(wordpiece: WordPieceTokenizer) -> None:
     fields = {"text": CHINESE, "text_b": "博士", "gold": (Answer(CHINESE[:31], 0),)}
     _, counts = _encode(wordpiece, _config("qa", max_length=40, stride=8), **fields)
     assert counts == {"answers longer than head.max_answer": 1}, "30 tokens"
-
-
-def test_answer_that_no_window_holds_is_counted(wordpiece: WordPieceTokenizer) -> None:
     config = _config("qa", max_length=12, stride=4)
     gold = (Answer(CHINESE[2:20], 2),)
     rows, counts = _encode(wordpiece, config, text=CHINESE, text_b="博士", gold=gold)
@@ -310,9 +301,6 @@ def test_answer_that_no_window_holds_is_counted(wordpiece: WordPieceTokenizer) -
     config = _config("qa", max_length=40, max_question=2, stride=8)
     _, counts = _encode(wordpiece, config, text="博士", text_b=CHINESE)
     assert counts == {"questions that were cut": 1}
-
-
-def test_answer_inside_a_token_becomes_that_token(wordpiece: WordPieceTokenizer) -> None:
     gold = (Answer("ld", 5),)
     config = _config("qa", max_length=32, stride=16)
     [row], _ = _encode(wordpiece, config, text="the old man", text_b="man", gold=gold)

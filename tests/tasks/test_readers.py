@@ -53,19 +53,27 @@ ROW = {"sentence": "x", "label": "a"}
 # Classes
 
 
-def test_rows_without_gold_are_dropped_and_counted(folder: Folder) -> None:
+def test_rows_without_gold_or_cells_are_dropped_and_counted(folder: Folder) -> None:
     rows = [{"sentence1": "甲", "sentence2": "乙", "label": y} for y in ("neutral", "-", "-", "")]
     data = folder.read("pair", rows, drop_labels=["-", ""], **NLI)
     [row] = data.splits["train"]
     assert (row.text, row.text_b, row.gold) == ("甲", "乙", "neutral")
     assert data.counts["train"] == {"dropped: label '-'": 2, "dropped: label ''": 1, "rows": 1}
+    text = "sentence\tlabel\na\t1\nb\nc\t0\n"
+    data = folder.read("classify", text, "a.tsv", short_rows="drop", **SENTENCE)
+    assert data.counts["train"] == {"dropped: cells missing": 1, "rows": 2}
 
 
-def test_labels_may_be_numbers_and_are_in_order(folder: Folder) -> None:
+def test_labels_may_be_numbers_and_several_and_are_in_order(folder: Folder) -> None:
     rows = [{"sentence": "x", "label": y} for y in (116, 100, "9", 100)]
     data = folder.read("classify", rows, **SENTENCE)
     assert data.labels == ("9", "100", "116")
     assert data.splits["train"][0].gold == "116"
+    data = folder.read("multilabel", 'sentence,label\nx,"b,a"\ny,\n', "a.csv", **SENTENCE)
+    assert [row.gold for row in data.splits["train"]] == [("a", "b"), ()]
+    assert data.labels == ("a", "b")
+    rows = [{"sentence": "x", "label": label} for label in (["b", 1], 7)]
+    assert [row.gold for row in folder.rows("multilabel", rows, **SENTENCE)] == [("1", "b"), ("7",)]
 
 
 def test_ids_are_the_file_s_or_row_numbers(folder: Folder) -> None:
@@ -134,16 +142,13 @@ def test_wrong_files_are_refused_with_their_line(
         folder.read(kind, content, name, fields=fields)
 
 
-def test_missing_file_and_other_bytes_are_refused(folder: Folder) -> None:
+def test_missing_files_fields_and_other_bytes_are_refused(folder: Folder) -> None:
     with pytest.raises(DataError, match=r"no\.json does not exist.*data\.root"):
         read_task(folder.task("classify", train=["no.json"], **SENTENCE))
     for name in ("b.json", "b.csv", "b.tsv"):
         (folder.path / name).write_bytes("sentence,label\n中,1".encode("gb18030"))
         with pytest.raises(DataError, match=rf"{name} is not UTF-8"):
             read_task(folder.task("classify", train=[name], **SENTENCE))
-
-
-def test_fields_must_be_named(folder: Folder) -> None:
     with pytest.raises(ConfigError, match=r"needs data\.fields\.text: .*a\.json"):
         folder.read("classify", [ROW])
 
@@ -190,20 +195,6 @@ def test_cola_has_a_header_in_test_only(folder: Folder) -> None:
     assert [(row.text, row.gold) for row in data.splits["test"]] == [("Bill left.", None)]
 
 
-def test_short_rows_are_dropped_if_asked_for(folder: Folder) -> None:
-    text = "sentence\tlabel\na\t1\nb\nc\t0\n"
-    data = folder.read("classify", text, "a.tsv", short_rows="drop", **SENTENCE)
-    assert data.counts["train"] == {"dropped: cells missing": 1, "rows": 2}
-
-
-def test_several_labels(folder: Folder) -> None:
-    data = folder.read("multilabel", 'sentence,label\nx,"b,a"\ny,\n', "a.csv", **SENTENCE)
-    assert [row.gold for row in data.splits["train"]] == [("a", "b"), ()]
-    assert data.labels == ("a", "b")
-    rows = [{"sentence": "x", "label": label} for label in (["b", 1], 7)]
-    assert [row.gold for row in folder.rows("multilabel", rows, **SENTENCE)] == [("1", "b"), ("7",)]
-
-
 # Entities
 
 
@@ -243,7 +234,7 @@ def test_spans_in_lists(folder: Folder) -> None:
     assert row.gold == (Span("name", 1, 3),)
 
 
-def test_bmes_of_characters(folder: Folder) -> None:
+def test_bmes_of_characters_and_conll_of_words(folder: Folder) -> None:
     # U+3000 is a character of the text, as in files that have every character on a line.
     text = "吴 B-NAME\n重 M-NAME\n阳 E-NAME\n\u3000 O\nA\tS-ORG\n\n任 O\n董 M-ORG\n事 E-ORG\n"
     data = folder.read("tag", text, "train.char.bmes")
@@ -252,9 +243,6 @@ def test_bmes_of_characters(folder: Folder) -> None:
     assert (second.text, second.gold) == ("任董事", (Span("ORG", 1, 3),))
     assert data.counts["train"]["tags that continue no entity"] == 1
     assert second.where.endswith(":7")
-
-
-def test_conll_of_words_is_joined_by_spaces(folder: Folder) -> None:
     text = "-DOCSTART- -X- O\n\nU.N. NNP I-ORG\nofficial NN  O\nEkeus NNP I-PER\n"
     [row] = folder.rows("tag", text, "a.conll")
     assert row.text == "U.N. official Ekeus"

@@ -57,10 +57,11 @@ def test_classes_agree_with_scikit_learn(seed: int, num_classes: int) -> None:
         assert scores["f1"] == pytest.approx(f1)
 
 
-def test_macro_f1_is_over_classes_that_are_there() -> None:
+def test_macro_f1_counts_classes_that_are_there_and_constants_correlate_with_nothing() -> None:
     # Of c nothing is gold and nothing predicted: it does not count, as in scikit-learn.
     scores = _scores("classify", ["a", "a", "b"], ["a", "b", "b"], labels=["a", "b", "c"])
     assert scores["macro_f1"] == pytest.approx(2 / 3)
+    assert _scores("regress", [1, 2, 3], [0.1, 0.1, 0.1]) == {"pearson": 0, "spearman": 0}
 
 
 @pytest.mark.parametrize("gold", ["0", "1"])
@@ -83,10 +84,6 @@ def test_correlations_agree_with_scipy_with_ties(seed: int) -> None:
     assert scores["pearson"] == pytest.approx(expected, abs=1e-9)
     expected = scipy.stats.spearmanr(golds, predictions).statistic
     assert scores["spearman"] == pytest.approx(expected, abs=1e-12)
-
-
-def test_correlation_with_a_constant_is_zero() -> None:
-    assert _scores("regress", [1, 2, 3], [0.1, 0.1, 0.1]) == {"pearson": 0, "spearman": 0}
 
 
 def test_multilabel_agrees_with_scikit_learn() -> None:
@@ -179,11 +176,15 @@ def test_cmrc_rules(answers: list[str], prediction: str, em: float, f1: float) -
     assert cmrc_scores(answers, prediction) == (em, pytest.approx(f1))
 
 
-def test_cmrc_segments() -> None:
+def test_cmrc_segments_and_averages() -> None:
     assert cmrc_segments("用了U.S. 的3,000个(约)，don't") == [
         "用", "了", "u.s", ".", "的", "3,000", "个", "(", "约", ")", "do", "n't",
     ]  # fmt: skip
     assert longest_common_run("abcde", "xbcdaab") == 3
+    assert _scores("qa", [["北京"], ["大学"]], ["北京", "x"], scorer="cmrc") == {
+        "em": 0.5,
+        "f1": 0.5,
+    }
 
 
 @pytest.mark.parametrize(("run", "words"), [
@@ -214,13 +215,6 @@ def test_candidates_are_assigned_as_scipy_does(ties: bool) -> None:
 def test_scores_that_assign_nothing_are_refused(scores: list[list[float]]) -> None:
     with pytest.raises(DataError, match="finite scores"):
         assign(np.array(scores))
-
-
-def test_answers_are_averaged() -> None:
-    assert _scores("qa", [["北京"], ["大学"]], ["北京", "x"], scorer="cmrc") == {
-        "em": 0.5,
-        "f1": 0.5,
-    }
 
 
 def test_nothing_to_score_is_refused() -> None:

@@ -58,9 +58,6 @@ def test_runs_of_white_space_with_breaks_become_one_or_two() -> None:
     assert tidied("a \r\n\t b\r\n \r\n\r\n  c\n") == "a\nb\n\nc\n"
     for text in _odd_texts(3000):
         assert tidied(text) == _by_hand(text)
-
-
-def test_a_long_run_of_blanks_takes_no_longer_than_its_length() -> None:
     assert tidied("a" + " " * 1_000_000 + "b") == "a" + " " * 1_000_000 + "b"
 
 

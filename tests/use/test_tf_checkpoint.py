@@ -161,16 +161,13 @@ def test_every_flipped_byte_of_the_data_fails_one_tensor(mixed: Path, shard: int
     assert len(failed) > 20
 
 
-def test_truncated_data_file_fails_what_is_beyond_its_end(mixed: Path) -> None:
+def test_data_files_cut_short_or_missing_fail_what_they_hold(mixed: Path) -> None:
     path = mixed / "mixed.ckpt-12.data-00000-of-00002"
     path.write_bytes(path.read_bytes()[:400])
     messages = _failing(mixed)
     assert 1 < len(messages) < len(_expected("mixed"))
     for name, message in messages.items():
         assert re.search(f"{path} has 400 bytes, .*tensor {name}", message)
-
-
-def test_missing_data_file_fails_what_it_holds(mixed: Path) -> None:
     path = mixed / "mixed.ckpt-12.data-00001-of-00002"
     path.unlink()
     messages = _failing(mixed)
