@@ -226,7 +226,9 @@ def test_faults_of_a_store_change_no_block(
     assert store.part_bytes == before, "all blocks were kept"
 
 
-def test_a_store_that_is_gone_ends_for_retry(store: Store, published: Path, tmp_path: Path) -> None:
+def test_gone_and_changed_objects_of_a_store_are_told(
+    store: Store, published: Path, tmp_path: Path
+) -> None:
     store.upload(published)
     index = open_index(_data(tmp_path, f"s3://{BUCKET}/{published.name}"))
     store.faults += ["busy"] * 4
@@ -234,9 +236,6 @@ def test_a_store_that_is_gone_ends_for_retry(store: Store, published: Path, tmp_
         _blocks(index, [0])
     assert found.value.exit_code == EXIT_FAILED_RETRY
     _blocks(index, [0])
-
-
-def test_an_object_that_changes_is_noticed(store: Store, published: Path, tmp_path: Path) -> None:
     store.upload(published)
     index = open_index(_data(tmp_path, f"s3://{BUCKET}/{published.name}"))
     info = index.shards[0]

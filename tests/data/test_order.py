@@ -35,7 +35,7 @@ def test_every_sequence_comes_once_in_every_epoch(window_blocks: int) -> None:
     assert epochs[0] != epochs[1] != epochs[2]
 
 
-def test_location_names_the_sequence() -> None:
+def test_locations_name_sequences_of_few_blocks_at_a_time() -> None:
     firsts = np.cumsum(COUNTS) - COUNTS
     places = _order().locate(0, 3 * TOTAL)
     np.testing.assert_array_equal(places.epochs, np.arange(3 * TOTAL) // TOTAL)
@@ -43,9 +43,6 @@ def test_location_names_the_sequence() -> None:
     assert (places.sequences < COUNTS[places.blocks]).all()
     np.testing.assert_array_equal(places.sample_ids, firsts[places.blocks] + places.sequences)
     assert not places.leftover.any()
-
-
-def test_few_blocks_are_open_at_a_time() -> None:
     blocks = _order(np.full(40, 50), seed=1, window_blocks=4).locate(0, 2000).blocks.tolist()
     for window in range(10):
         assert len(set(blocks[window * 200 : (window + 1) * 200])) == 4

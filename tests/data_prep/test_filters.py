@@ -293,11 +293,6 @@ def test_language(text: str, kept: bool) -> None:
         assert outcome.reason == "language: low confidence"
 
 
-def test_unknown_language_is_refused() -> None:
-    with pytest.raises(ConfigError, match=" xx; expected ISO 639-1"):
-        Filters(only("language", languages=("xx",)))
-
-
 def test_c4_rules() -> None:
     text = "First line ends.\nmenu item\n\nPlease enable JavaScript now.\n\n中文一行。\n短。"
 
@@ -529,9 +524,11 @@ def test_stage(prep_config: Path, corpus: Path, tmp_path: Path) -> None:
     assert stages["dedup"]["documents_in"] == stages["filter"]["documents_out"]
 
 
-def test_nothing_left_is_a_clear_error(prep_config: Path, tmp_path: Path) -> None:
+def test_empty_corpora_and_unknown_languages_are_refused(prep_config: Path, tmp_path: Path) -> None:
     write_texts(tmp_path / "in.jsonl", ["too few words here"])
     arguments = [f"output_dir={tmp_path / 'data'}", "filters.quality.enabled=true",
                  f"sources=[{{name: s, inputs: [{tmp_path / 'in.jsonl'}]}}]"]  # fmt: skip
     with pytest.raises(DataError, match=r"the corpus is empty(.|\n)*quality: few words: 1"):
         run(load(PrepConfig, prep_config, arguments).config)
+    with pytest.raises(ConfigError, match=" xx; expected ISO 639-1"):
+        Filters(only("language", languages=("xx",)))

@@ -78,7 +78,7 @@ def test_documents_come_back_as_text(dataset: DatasetIndex, corpus: Path) -> Non
     assert len(seen) + rejected == len(texts)
 
 
-def test_splits_are_disjoint_and_drawn_by_id(dataset: DatasetIndex) -> None:
+def test_splits_are_disjoint_and_the_entropy_is_that_of_training(dataset: DatasetIndex) -> None:
     reader = BlockReader(dataset)
     train, held_out = (
         {i for row in dataset.split_blocks(split) for i in reader.block(int(row)).document_ids}
@@ -87,9 +87,6 @@ def test_splits_are_disjoint_and_drawn_by_id(dataset: DatasetIndex) -> None:
     assert not train & held_out
     # 5% of about 600 documents: standard deviation 0.9%.
     assert 0.02 < len(held_out) / len(held_out | train) < 0.09
-
-
-def test_unigram_entropy_is_that_of_the_training_tokens(dataset: DatasetIndex) -> None:
     reader = BlockReader(dataset)
     tokens = np.concatenate([reader.block(int(r)).tokens for r in dataset.split_blocks("train")])
     share = np.unique(tokens, return_counts=True)[1] / len(tokens)

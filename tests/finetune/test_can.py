@@ -133,13 +133,19 @@ def test_the_result_has_scores_before_and_after(tmp_path: Path) -> None:
     assert dev["shift_gold"] == pytest.approx(1 / 6)
 
 
-def test_an_unlabelled_split_has_no_scores(tmp_path: Path) -> None:
+def test_splits_without_gold_and_rows_all_uncertain(tmp_path: Path) -> None:
     run = _run(tmp_path, _rows(("0", 0.1), ("1", 0.45)), {"0": 1, "1": 1})
     run.predictions["test"] = _rows((None, 0.1), (None, 0.45))
     run.scored.body["test"] = None
     test = can_result([run], CanConfig())["splits"]["test"]
     assert (test["before"], test["after"], test["shift_gold"]) == (None, None, None)
     assert test["changed"] == 1
+    rows = _rows(("0", 0.45), ("1", 0.55))
+    body = can_result([_run(tmp_path, rows, {"0": 9, "1": 1})], CanConfig())
+    dev = body["splits"]["dev"]
+    assert (dev["uncertain"], dev["changed"], dev["shift_confident"]) == (2, 0, None)
+    assert dev["before"] == dev["after"]
+    assert "dev: all rows are uncertain at tau=0.9: CAN changes nothing" in body["warnings"]
 
 
 def test_the_assumption_is_checked(tmp_path: Path) -> None:
@@ -151,15 +157,6 @@ def test_the_assumption_is_checked(tmp_path: Path) -> None:
         "dev: confident predictions and training rows are distributed 0.50 apart",
         "dev: gold and training rows are distributed 0.50 apart",
     ]
-
-
-def test_all_rows_uncertain_is_said(tmp_path: Path) -> None:
-    rows = _rows(("0", 0.45), ("1", 0.55))
-    body = can_result([_run(tmp_path, rows, {"0": 9, "1": 1})], CanConfig())
-    dev = body["splits"]["dev"]
-    assert (dev["uncertain"], dev["changed"], dev["shift_confident"]) == (2, 0, None)
-    assert dev["before"] == dev["after"]
-    assert "dev: all rows are uncertain at tau=0.9: CAN changes nothing" in body["warnings"]
 
 
 @pytest.mark.parametrize(

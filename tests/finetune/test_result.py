@@ -11,16 +11,8 @@ import pytest
 import sklearn.metrics
 
 from pipeline.errors import DataError
-from pipeline.finetune.result import (
-    PredictionRow,
-    Scored,
-    averaged,
-    combine,
-    read_predictions,
-    read_runs,
-    score_run,
-    write_predictions,
-)
+from pipeline.finetune import result
+from pipeline.finetune.result import PredictionRow, Scored, read_runs, score_run
 from pipeline.tasks.task import TaskConfig, load_task
 from tests.finetune.result_folders import LABELS, class_rows, write_run, write_seeds
 
@@ -55,16 +47,16 @@ def test_rows_are_read_as_they_were_written(
     tmp_path: Path, kind: str, labels: tuple[str, ...], rows: list[PredictionRow]
 ) -> None:
     path = tmp_path / "predictions-dev.jsonl"
-    write_predictions(path, rows)
-    assert read_predictions(path, kind, labels) == rows
+    result.write_predictions(path, rows)
+    assert result.read_predictions(path, kind, labels) == rows
 
 
 def test_scores_that_are_not_finite_are_not_written(tmp_path: Path) -> None:
     path = tmp_path / "predictions-dev.jsonl"
-    write_predictions(path, [PredictionRow("1", "a", "a")])
+    result.write_predictions(path, [PredictionRow("1", "a", "a")])
     before = path.read_bytes()
     with pytest.raises(DataError, match=r"row '7' is not finite .*lower train\.lr"):
-        write_predictions(path, [PredictionRow("7", "a", "a", [math.nan, 0.0])])
+        result.write_predictions(path, [PredictionRow("7", "a", "a", [math.nan, 0.0])])
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
 
@@ -103,12 +95,12 @@ _BAD: list[tuple[str, Any, str]] = [
 @pytest.mark.parametrize(("kind", "row", "message"), _BAD)
 def test_a_bad_row_is_told_with_its_line(tmp_path: Path, kind: str, row: Any, message: str) -> None:
     path = tmp_path / "predictions-dev.jsonl"
-    write_predictions(path, [_GOOD[kind]])
+    result.write_predictions(path, [_GOOD[kind]])
     names = ("gold", "prediction", "scores")
     line = row if isinstance(row, str) else json.dumps({"id": 2, **dict(zip(names, row))})  # noqa: B905
     path.write_text(f"{path.read_text()}{line}\n")
     with pytest.raises(DataError) as caught:
-        read_predictions(path, kind, ("a", "b"))
+        result.read_predictions(path, kind, ("a", "b"))
     assert f"{path}:2: " in str(caught.value)
     assert message in str(caught.value)
 
@@ -117,7 +109,7 @@ def test_an_empty_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "predictions-dev.jsonl"
     path.touch()
     with pytest.raises(DataError, match=r"predictions-dev\.jsonl is empty"):
-        read_predictions(path, "qa", ())
+        result.read_predictions(path, "qa", ())
 
 
 def test_scores_agree_with_scikit_learn(tmp_path: Path) -> None:
@@ -201,7 +193,7 @@ def test_seeds_are_combined(tmp_path: Path) -> None:
     rows = [class_rows(seed, 400, skill=0.8) for seed in (1, 2, 3)]
     runs = [score_run(config, LABELS, {"dev": each}) for each in rows]
     about = {"task": "t", "rows": {"train": 7}, "protocol": {"model": "m"}, "counts": {"x": 1}}
-    body = combine(runs, [1, 2, 3], about)
+    body = result.combine(runs, [1, 2, 3], about)
     scores = [run.table.score for run in runs]
     assert body["scores"] == scores
     assert (body["mean"], body["sd"]) == (statistics.mean(scores), statistics.stdev(scores))
@@ -216,7 +208,7 @@ def test_seeds_are_combined(tmp_path: Path) -> None:
 def test_the_interval_of_one_seed_is_that_of_a_share_of_rows(tmp_path: Path) -> None:
     # Drawing rows alone, accuracy has the variance p (1 - p) / n.
     run = score_run(_config(tmp_path, "classify"), LABELS, {"dev": class_rows(5, 400, skill=0.8)})
-    body = combine([run], [5])
+    body = result.combine([run], [5])
     share = body["mean"]
     half = 1.96 * math.sqrt(share * (1 - share) / 400)
     assert body["interval"] == pytest.approx([share - half, share + half], abs=0.008)
@@ -228,17 +220,19 @@ def test_warnings_of_several_seeds_name_the_seed(tmp_path: Path) -> None:
     config = _config(tmp_path, "pair")
     good = _score(config, [("a", "a"), ("b", "b")], ("a", "b"))
     bad = _score(config, [("a", "b"), ("b", "b")], ("a", "b"))
-    assert combine([bad], [4])["warnings"][0].startswith("dev: all 2 predictions")
-    (warning,) = combine([good, bad], [3, 4])["warnings"]
+    assert result.combine([bad], [4])["warnings"][0].startswith("dev: all 2 predictions")
+    (warning,) = result.combine([good, bad], [3, 4])["warnings"]
     assert warning.startswith("seed 4, dev: all 2 predictions")
-    assert combine([bad, bad], [3, 4])["warnings"] == bad.body["warnings"], "all say it: once"
+    assert result.combine([bad, bad], [3, 4])["warnings"] == bad.body["warnings"], (
+        "all say it: once"
+    )
 
 
 def test_numbers_alone_are_averaged() -> None:
     one = {"a": 1, "b": {"c": 2.0, "d": None}, "e": "x"}
     other = {"a": 2, "b": {"c": 4.0, "d": 5.0}, "e": "x"}
-    assert averaged([one, other]) == {"a": 1.5, "b": {"c": 3.0, "d": 5.0}, "e": "x"}
-    assert averaged([one]) == one
+    assert result.averaged([one, other]) == {"a": 1.5, "b": {"c": 3.0, "d": 5.0}, "e": "x"}
+    assert result.averaged([one]) == one
 
 
 def test_folders_of_seeds_are_read_by_their_number(tmp_path: Path) -> None:

@@ -64,11 +64,6 @@ def _changed(changes: dict[str, Any], **more: Any) -> ModelConfig:
 RANDOM = [_random_config(seed) for seed in range(60)]
 
 
-def test_random_configs_have_every_value_of_every_switch() -> None:
-    for name, values in SWITCHES.items():
-        assert {getattr(config, name) for config in RANDOM} == set(values)
-
-
 def group_of(name: str) -> str:
     """Group of a parameter of the real module, by its name."""
     places = {f"encoder.{name}": name.replace("_", " ") for name in (
@@ -115,7 +110,11 @@ def test_flops_done_by_hand(layers: int, width: int, ffn: int, seq_len: int, mfl
     config = ModelConfig(
         vocab_size=50_000, num_layers=layers, hidden_size=width, num_heads=width // 64, ffn_size=ffn
     )
-    assert cost.flops_per_token(config, seq_len).total / 1e6 == pytest.approx(mflop, abs=0.05)
+    flops = cost.flops_per_token(config, seq_len)
+    assert flops.total / 1e6 == pytest.approx(mflop, abs=0.05)
+    # Of documents shorter than the row, and of no longer ones.
+    assert cost.flops_per_token(config, 4 * seq_len, document_len=seq_len) == flops
+    assert cost.flops_per_token(config, seq_len, document_len=9999) == flops
 
 
 def _loss(model: MaskedLanguageModel, batch: int, seq_len: int, num_masked: int) -> torch.Tensor:
@@ -143,11 +142,6 @@ def test_flops_equal_those_torch_counts(config: ModelConfig) -> None:
     flops = cost.flops_per_token(config, seq_len, num_masked / tokens)
     assert forward.get_total_flops() == pytest.approx(flops.forward * tokens, rel=1e-12)
     assert total.get_total_flops() == pytest.approx(flops.total * tokens, rel=1e-12)
-
-
-def test_flops_of_documents_shorter_than_the_row() -> None:
-    assert cost.flops_per_token(TINY, 512, document_len=128) == cost.flops_per_token(TINY, 128)
-    assert cost.flops_per_token(TINY, 512, document_len=9999) == cost.flops_per_token(TINY, 512)
 
 
 def kept_bytes(
@@ -223,7 +217,7 @@ def test_activations_of_random_configs(config: ModelConfig) -> None:
     assert formula["total"] == pytest.approx(others, abs=16)  # a few scalars
 
 
-def test_state_of_one_rank() -> None:
+def test_state_of_one_rank_and_values_of_random_configs() -> None:
     config = _changed({"pooler": True})
     groups = cost.parameters(config)
     # Even, so that two ranks need no filling up.
@@ -231,6 +225,8 @@ def test_state_of_one_rank() -> None:
     whole = 8 * groups["total"] - 2 * groups["pooler"]
     assert cost.state_bytes(config, 1)["total"] == whole + 12 * groups["total"]
     assert cost.state_bytes(config, 2)["total"] == whole + 6 * groups["total"]
+    for name, values in SWITCHES.items():
+        assert {getattr(config, name) for config in RANDOM} == set(values)
 
 
 def _numbers(text: str, label: str) -> list[str]:
@@ -253,38 +249,26 @@ def test_command_on_a_model() -> None:
     assert "every token sees 128 keys" in describe(plan)
 
 
-def test_command_on_a_run() -> None:
-    plan = read_plan(ROOT / "configs" / "demo.yaml", ["model.vocab_size=21128"], num_ranks=2)
+def test_what_is_said_of_a_run() -> None:
+    words = ["model.vocab_size=21128"]
+    plan = read_plan(ROOT / "configs" / "demo.yaml", words, num_ranks=2)
     assert (plan.seq_len, plan.micro_batch, plan.config.num_layers) == (128, 16, 4)
     text = describe(plan)
-    assert _numbers(text, "vocabulary") == ["21,128"]
-    assert "  21,128                          3,491,072\n" in text
-    assert float(_numbers(text, "carried scores")[0]) > 0
+    assert (_numbers(text, "vocabulary"), _numbers(text, "21,128")) == (["21,128"], ["3,491,072"])
     flops = cost.flops_per_token(plan.config, 128).total
     assert _numbers(text, "tokens/s, 2 ranks") == [f"{989e12 / flops:,.0f}"]
-    assert read_plan(ROOT / "configs" / "demo.yaml", seq_len=64).seq_len == 64
-
-
-def test_command_on_a_run_that_checkpoints_activations() -> None:
-    overrides = ["model.vocab_size=21128", "train.activation_checkpoint_layers=2"]
-    texts = [describe(read_plan(ROOT / "configs" / "demo.yaml", overrides[:n])) for n in (1, 2)]
-    everything, some = (float(_numbers(text, "carried scores")[0]) for text in texts)
-    assert some == everything / 2  # of four layers
-    assert float(_numbers(texts[1], "layer inputs")[0]) > 0
-    assert "2 layers of them at a time" in texts[1]
-    assert "layer inputs" not in texts[0]
-
-
-def test_command_says_what_fused_kernels_save() -> None:
-    plans = [
-        read_plan(ROOT / "configs" / "demo.yaml", ["model.vocab_size=21128", *overrides])
-        for overrides in ((), ("kernels.attention=reference", "kernels.residual_norm=reference"))
-    ]
-    fused, plain = map(describe, plans)
-    assert "tokens; fused, as on a GPU: carried scores, residuals and norms\n" in fused
-    assert "fused" not in plain
+    references = ["kernels.attention=reference", "kernels.residual_norm=reference"]
+    parted, plain = (
+        describe(read_plan(ROOT / "configs" / "demo.yaml", [*words, *more]))
+        for more in (["train.activation_checkpoint_layers=2"], references)
+    )
+    # Of four layers two at a time keep theirs; fused kernels keep less of everything.
+    whole = float(_numbers(text, "carried scores")[0])
+    assert float(_numbers(parted, "carried scores")[0]) == whole / 2 > 0
+    assert float(_numbers(parted, "layer inputs")[0]) > 0
+    assert ("layer inputs" in text, "fused" in text, "fused" in plain) == (False, True, False)
     for label in ("carried scores", "norms and residuals"):
-        assert float(_numbers(fused, label)[0]) < float(_numbers(plain, label)[0]) / 2
+        assert float(_numbers(text, label)[0]) < float(_numbers(plain, label)[0]) / 2
 
 
 def test_a_run_may_be_included_and_numbers_begin_at_one(tmp_path: Path) -> None:
@@ -292,6 +276,7 @@ def test_a_run_may_be_included_and_numbers_begin_at_one(tmp_path: Path) -> None:
     (tmp_path / "model.yaml").write_text(f"from: {ROOT / 'configs/model/bert-base.yaml'}\n")
     (tmp_path / "circle.yaml").write_text("from: circle.yaml\n")
     assert read_plan(tmp_path / "run.yaml").micro_batch == 16
+    assert read_plan(tmp_path / "run.yaml", seq_len=64).seq_len == 64
     assert read_plan(tmp_path / "model.yaml").config.bias
     with pytest.raises(ConfigError, match="in a circle"):
         read_plan(tmp_path / "circle.yaml")

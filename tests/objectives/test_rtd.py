@@ -22,13 +22,9 @@ from pipeline.data.random import Purpose
 from pipeline.errors import ConfigError
 from pipeline.kernels import loss as kernel
 from pipeline.model.layout import rows
+from pipeline.objectives import rtd
 from pipeline.objectives.inputs import MaskedInputs
-from pipeline.objectives.rtd import (
-    ReplacedTokenDetection,
-    ReplacedTokenModel,
-    detection_sums,
-    draw_tokens,
-)
+from pipeline.objectives.rtd import ReplacedTokenDetection, ReplacedTokenModel
 from tests.model import reference
 from tests.support.mask_reference import VOCABULARY
 
@@ -230,21 +226,18 @@ def test_each_table_is_saved_once_and_a_reloaded_model_has_the_same_losses() -> 
     assert all(torch.equal(found[name].total, expected[name].total) for name in expected)
 
 
-def test_alpha_is_that_of_both_encoders() -> None:
+def test_draws_follow_from_the_batch_alone_and_alpha_is_of_both_encoders() -> None:
+    model, batch = _model(), _batch()
+    whole = _run(model, batch)[2]
+    assert torch.equal(whole, _run(model, batch)[2])
+    parts = [_run(model, _only_row(batch, row))[2] for row in range(ROWS)]
+    assert torch.equal(torch.cat(parts), whole)
     model, batch = _model(), _batch()
     before = _run(model, batch)
     model.set_alpha(0.25)
     after = _run(model, batch)
     assert [float(each.alpha) for each in model.encoders] == [0.25, 0.25]
     assert before[0] != after[0]
-
-
-def test_draws_follow_from_the_batch_however_it_is_split() -> None:
-    model, batch = _model(), _batch()
-    whole = _run(model, batch)[2]
-    assert torch.equal(whole, _run(model, batch)[2])
-    parts = [_run(model, _only_row(batch, row))[2] for row in range(ROWS)]
-    assert torch.equal(torch.cat(parts), whole)
 
 
 def test_without_targets_it_gives_the_generators_logits_and_adds_nothing() -> None:
@@ -269,7 +262,7 @@ def test_draws_at_even_steps_give_each_token_its_share() -> None:
     count, x, weight = 4000, 3 * torch.randn(1, 4), torch.randn(13, 4)
     uniform = torch.arange(count) / count
     for temperature in (1.0, 0.5):
-        found = draw_tokens(x.expand(count, -1), weight, None, uniform, temperature)
+        found = rtd.draw_tokens(x.expand(count, -1), weight, None, uniform, temperature)
         shares = ((x.double() @ weight.double().T)[0] / temperature).softmax(-1)
         assert (torch.bincount(found, minlength=13) - count * shares).abs().max() < 1.01
         assert torch.equal(found, found.sort().values)
@@ -280,17 +273,17 @@ def test_no_draw_gives_a_token_of_probability_0_and_nan_gives_an_id() -> None:
     ends = torch.tensor([0.0, 1 - 2.0**-24, 1.0])
     for kind in (torch.float32, torch.float64, torch.bfloat16):
         x, weight = torch.zeros(3, 2, dtype=kind), torch.zeros(7, 2, dtype=kind)
-        assert draw_tokens(x, weight, never.to(kind), ends, 1.0).tolist() == [1, 4, 4]
-        found = draw_tokens(x, weight, never.to(kind) + math.nan, ends, 1.0)
+        assert rtd.draw_tokens(x, weight, never.to(kind), ends, 1.0).tolist() == [1, 4, 4]
+        found = rtd.draw_tokens(x, weight, never.to(kind) + math.nan, ends, 1.0)
         assert 0 <= int(found.min()) <= int(found.max()) < 7
 
 
 def test_chunks_of_rows_draw_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     x, weight, uniform = torch.randn(50, 4), torch.randn(13, 4), torch.rand(50)
-    whole = draw_tokens(x, weight, None, uniform, 1.0)
+    whole = rtd.draw_tokens(x, weight, None, uniform, 1.0)
     monkeypatch.setattr(kernel, "LOGITS_BYTES", 13 * 20 * 7)
-    assert torch.equal(draw_tokens(x, weight, None, uniform, 1.0), whole)
+    assert torch.equal(rtd.draw_tokens(x, weight, None, uniform, 1.0), whole)
 
 
 def test_sums_of_the_discriminator_written_out() -> None:
@@ -311,7 +304,7 @@ def test_sums_of_the_discriminator_written_out() -> None:
     }
     assert len({*good} & {*bad}) > 3
     for kind in (torch.float64, torch.bfloat16):
-        sums = detection_sums(
+        sums = rtd.detection_sums(
             torch.from_numpy(logits).to(kind), torch.from_numpy(replaced), torch.from_numpy(counted)
         )
         assert sums.keys() == expected.keys()
@@ -385,7 +378,7 @@ def test_tokens_are_drawn_by_their_probabilities() -> None:
     uniform = torch.from_numpy(np.concatenate(draws))
     torch.manual_seed(0)
     x, weight = torch.randn(1, 4) / 2, torch.randn(13, 4)
-    found = draw_tokens(x.expand(len(uniform), -1), weight, None, uniform, 1.0)
+    found = rtd.draw_tokens(x.expand(len(uniform), -1), weight, None, uniform, 1.0)
     expected = len(uniform) * (x.double() @ weight.double().T)[0].softmax(-1)
     assert len(uniform) == 4864
     assert expected.min() > 20

@@ -40,7 +40,7 @@ def test_interval_of_few_pairs_is_students(count: int) -> None:
     assert found.mean == pytest.approx(values.mean(), abs=1e-15)
 
 
-def test_interval_of_many_pairs_is_a_bootstrap() -> None:
+def test_interval_of_one_pair_and_of_many() -> None:
     values = RANDOM.normal(0.3, 1.0, 40)
     expected = scipy.stats.bootstrap(
         (values,), np.mean, n_resamples=20_000, method="percentile", rng=np.random.default_rng(1)
@@ -51,9 +51,6 @@ def test_interval_of_many_pairs_is_a_bootstrap() -> None:
     tolerance = 0.1 * values.std() / math.sqrt(len(values))
     np.testing.assert_allclose([found.low, found.high], expected, atol=tolerance)
     assert found == interval_of(values.tolist())
-
-
-def test_one_pair_decides_nothing() -> None:
     found = interval_of([0.5])
     assert (found.mean, found.method, found.is_decided) == (0.5, "none", False)
 
@@ -115,10 +112,8 @@ def test_an_outcome_tells_divergence_from_other_failures(tmp_path: Path) -> None
     _give_up(tmp_path, "preempted", 75)
     _give_up(tmp_path, "state", 2, "the state after step 3 is not finite: rank 0")
     folder = _give_up(tmp_path, "loss", 2)
-    add_to_ledger(
-        folder,
-        NonFinite(batch=3, cursor=12, step=4, grad_norm="nan", ranks={}, samples=[], unix_s=1.0),
-    )
+    lost = {"batch": 3, "cursor": 12, "step": 4, "grad_norm": "nan", "ranks": {}, "samples": []}
+    add_to_ledger(folder, NonFinite(**lost, unix_s=1.0))
     _finish(tmp_path, "done", 5.0)
     names = ("disk", "config", "preempted", "state", "loss", "done")
     expected = ["failed", "failed", "missing", "diverged", "diverged", "finished"]
@@ -211,9 +206,8 @@ def test_partial_results_say_so_and_missing_numbers_are_named(tmp_path: Path) ->
     assert "**Partial results**: 3 runs" in (tmp_path / "mine.md").read_text()
     assert "no pair" in body["verdicts"][0]
     metrics = reading.runs_folder(tmp_path) / "plain/seed-1/metrics.jsonl"
-    metrics.write_text(
-        metrics.read_text().replace('"step": 10, "kind": "eval"', '"step": 9, "kind": "eval"')
-    )
+    evaluated = '"step": %d, "kind": "eval"'
+    metrics.write_text(metrics.read_text().replace(evaluated % 10, evaluated % 9))
     with pytest.raises(DataError, match="step 10"):
         _readings(made, tmp_path)
 
@@ -255,7 +249,7 @@ def test_sparsity_is_that_of_a_loop_over_rows(model: EncoderModel, dataset: Data
     found = probes.sparsity(Path(), config, {})
     batch = probes.held_out(config).spread(8)
     trace = Trace()
-    layout = _layout_of(batch)
+    layout = rows(batch.documents, batch.positions)
     with torch.no_grad():
         model.encoder(batch.input_ids, layout, trace=trace)
     documents = batch.documents.numpy()
@@ -289,10 +283,6 @@ def test_sparsity_is_that_of_a_loop_over_rows(model: EncoderModel, dataset: Data
     np.testing.assert_allclose(found.profiles["cosine"], cosines, atol=2e-5)
 
 
-def _layout_of(batch: Any) -> Any:
-    return rows(batch.documents, batch.positions)
-
-
 def _entropy(p: np.ndarray) -> float:
     p = p[p > 0]
     return float(-(p * np.log(p)).sum())
@@ -306,7 +296,8 @@ def test_lengths_predict_the_same_tokens(model: EncoderModel, dataset: DatasetIn
     config = _run_config(dataset)
     found = probes.lengths(Path(), config, {"lengths": [8, 16, 32]})
     size = 4 * 6
-    texts = list(probes._long_texts(_with_length(config, 32), size))
+    of_length = replace(config, data=replace(config.data, seq_len=32))
+    texts = list(probes._long_texts(of_length, size))
     assert len(texts) > 3
     cls, sep = dataset.vocabulary.cls, dataset.vocabulary.sep
     for length, width in ((8, 6), (16, 12), (32, 24)):
@@ -326,28 +317,20 @@ def test_lengths_predict_the_same_tokens(model: EncoderModel, dataset: DatasetIn
         assert found.values[f"accuracy@{length}"] == pytest.approx(np.mean(hits))
 
 
-def _with_length(config: Any, length: int) -> Any:
-    return replace(config, data=replace(config.data, seq_len=length))
-
-
 def test_a_start_may_switch_on_the_carry_and_grow(tmp_path: Path) -> None:
     source = write_tiny_model(tmp_path / "source")
     before = load_trained(source).model
     sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "ffn_size": 64}
     base = {f"model.{name}": value for name, value in sizes.items()}
     twice = {f"model.{n}": v * (1 if n == "num_layers" else 2) for n, v in sizes.items()}
-    study = study_of(
-        arms={
-            "plain": {"set": base},
-            "late": {"start": "plain", "set": {**base, "model.score_residual": "sum"}},
-            "wide": {"start": "plain", "grow": {"width": 2}, "set": twice},
-            "wrong": {"start": "plain", "grow": {"width": 2}, "set": base},
-        },
-        parts={
-            "one": {"asks": "?", "arms": ["plain", "late", "wide", "wrong"], "other_batches": "x"}
-        },
-    )
-    made = plan_of(study, "model.vocab_size=null")
+    arms = {
+        "plain": {"set": base},
+        "late": {"start": "plain", "set": {**base, "model.score_residual": "sum"}},
+        "wide": {"start": "plain", "grow": {"width": 2}, "set": twice},
+        "wrong": {"start": "plain", "grow": {"width": 2}, "set": base},
+    }
+    parts = {"one": {"asks": "?", "arms": [*arms], "other_batches": "x"}}
+    made = plan_of(study_of(arms=arms, parts=parts), "model.vocab_size=null")
     runs = {run.cell.arm: run for run in made.runs.values() if run.seed == 1}
     make_start(runs["late"], source, tmp_path / "late")
     late = load_trained(tmp_path / "late").model
@@ -358,10 +341,8 @@ def test_a_start_may_switch_on_the_carry_and_grow(tmp_path: Path) -> None:
     wide = load_trained(tmp_path / "wide").model
     assert (wide.config.hidden_size, wide.config.num_heads) == (64, 4)
     ids, layout = torch.arange(5, 12)[None], padded(torch.tensor([7]), 7)
-    index = torch.arange(7)
-    torch.testing.assert_close(
-        wide(ids, layout, index), before(ids, layout, index), atol=1e-4, rtol=1e-4
-    )
+    logits = [model(ids, layout, torch.arange(7)) for model in (wide, before)]
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
     with pytest.raises(Exception, match="does not fit the architecture"):
         make_start(runs["wrong"], source, tmp_path / "wrong")
 
@@ -390,11 +371,10 @@ def test_speed_compares_starts_of_the_same_kind() -> None:
     [_, row] = speed.analyse(study, starts)["rows"]
     assert row["ratio"]["low"] < 1.0 < 1.23 < row["ratio"]["mean"] < 1.24
     [_, row] = speed.analyse(study, starts[:1])["rows"]
-    starts[0]["subjects"]["ours/roformer-base/auto/plain/zero0"]["cases"]["s128 512"]["error"] = "x"
-    assert speed.analyse(study, starts[:1])["absent"] == {
-        f"{absent} 1": "out of memory",
-        "ours/roformer-base/auto/plain/zero0, s128 512, start 1": "x",
-    }
+    case = "ours/roformer-base/auto/plain/zero0"
+    starts[0]["subjects"][case]["cases"]["s128 512"]["error"] = "x"
+    found = speed.analyse(study, starts[:1])["absent"]
+    assert found == {f"{absent} 1": "out of memory", f"{case}, s128 512, start 1": "x"}
     assert "low" not in row["ratio"]
     assert speed._shown(row["ratio"]) == "1.30"
     fewer = [

@@ -302,16 +302,13 @@ def test_forms_of_answers(folder: Folder, answers: Any, gold: Any) -> None:
         folder.read("qa", [row], **QA)
 
 
-def test_squad_without_ids_and_with_its_first_line_cut(folder: Folder) -> None:
+def test_other_forms_of_squad(folder: Folder) -> None:
     qas = [{"question": f"{n}？", "answers": []} for n in range(2)]
     whole = json.dumps({"version": "1", "data": [{"paragraphs": [{"context": "x", "qas": qas}]}]})
     rows = folder.rows("qa", whole.replace(', "data"', ',\n"data"'))
     assert [(row.id, row.text_b) for row in rows] == [("0-0-0", "0？"), ("0-0-1", "1？")]
     lines = [{"sentence": "x", "label": "a", "data": [1]}] * 2
     assert len(folder.rows("classify", lines, **SENTENCE)) == 2, "a key of JSON lines"
-
-
-def test_cmrc_s_own_form_has_no_offsets(folder: Folder) -> None:
     question = {"query_id": "Q1", "query_text": "何时？", "answers": ["九年", "七年"]}
     rows = [{"context_id": "C", "context_text": "八年，九年。", "qas": [question]}]
     [row] = folder.rows("qa", json.dumps(rows))

@@ -10,23 +10,8 @@ import scipy.stats
 import sklearn.metrics
 
 from pipeline.errors import DataError
-from pipeline.tasks.scores import (
-    Span,
-    assign,
-    bootstrap,
-    chance,
-    cmrc_scores,
-    cmrc_segments,
-    decode_tags,
-    encode_tags,
-    interval,
-    longest_common_run,
-    majority,
-    ranks,
-    squad_scores,
-    squad_words,
-    tables,
-)
+from pipeline.tasks import scores as metrics
+from pipeline.tasks.scores import Span, tables
 
 
 def _scores(kind: str, golds: list, predictions: list, **options: object) -> dict[str, float]:
@@ -78,7 +63,7 @@ def test_correlations_agree_with_scipy_with_ties(seed: int) -> None:
     rng = np.random.default_rng(seed)
     golds = rng.integers(0, 2 if seed % 2 else 6, 50).astype(float)
     predictions = np.round(golds + rng.normal(size=50), 1) + 1e6 * (seed == 4)
-    assert np.array_equal(ranks(predictions), scipy.stats.rankdata(predictions))
+    assert np.array_equal(metrics.ranks(predictions), scipy.stats.rankdata(predictions))
     scores = _scores("regress", list(golds), list(predictions))
     expected = scipy.stats.pearsonr(golds, predictions).statistic
     assert scores["pearson"] == pytest.approx(expected, abs=1e-9)
@@ -114,7 +99,7 @@ def test_multilabel_agrees_with_scikit_learn() -> None:
     ("O O", []),
 ])  # fmt: skip
 def test_tags_are_decoded_as_conlleval_does(tags: str, spans: list[tuple[str, int, int]]) -> None:
-    assert decode_tags(tags.split()) == spans
+    assert metrics.decode_tags(tags.split()) == spans
 
 
 def test_tags_agree_with_seqeval() -> None:
@@ -122,7 +107,7 @@ def test_tags_agree_with_seqeval() -> None:
     rng = random.Random(1)
     names = ["O", *(f"{prefix}-{kind}" for prefix in "BIES" for kind in "XY")]
     rows = [[[rng.choice(names) for _ in range(9)] for _ in range(60)] for _ in range(2)]
-    spans = [[decode_tags(tags) for tags in side] for side in rows]
+    spans = [[metrics.decode_tags(tags) for tags in side] for side in rows]
     scores = _scores("tag", *spans)
     assert scores["f1"] == pytest.approx(seqeval.f1_score(*rows))
     assert scores["macro_f1"] == pytest.approx(seqeval.f1_score(*rows, average="macro"))
@@ -134,10 +119,12 @@ def test_tags_agree_with_seqeval() -> None:
 @pytest.mark.parametrize("scheme", ["bio", "bioes"])
 def test_entities_survive_tags(scheme: str) -> None:
     spans = [Span("A", 0, 1), Span("B", 1, 4), Span("B", 4, 6)]
-    tags = encode_tags(spans, 7, scheme)
+    tags = metrics.encode_tags(spans, 7, scheme)
     assert tags is not None
-    assert decode_tags(tags) == spans
-    assert encode_tags([*spans, Span("A", 2, 3)], 7, scheme) is None, "flat tags cannot nest"
+    assert metrics.decode_tags(tags) == spans
+    assert metrics.encode_tags([*spans, Span("A", 2, 3)], 7, scheme) is None, (
+        "flat tags cannot nest"
+    )
 
 
 def test_entity_counts_if_type_start_and_end_are_equal() -> None:
@@ -157,8 +144,8 @@ def test_entity_counts_if_type_start_and_end_are_equal() -> None:
     (["cat"], "", 0, 0), (["the"], "", 1, 1), (["the", "cat"], "", 0, 0),
 ])  # fmt: skip
 def test_squad_rules(answers: list[str], prediction: str, em: float, f1: float) -> None:
-    assert squad_scores(answers, prediction) == (em, pytest.approx(f1))
-    assert squad_words("An apple, the U.S. pear's") == ["apple", "us", "pears"]
+    assert metrics.squad_scores(answers, prediction) == (em, pytest.approx(f1))
+    assert metrics.squad_words("An apple, the U.S. pear's") == ["apple", "us", "pears"]
 
 
 @pytest.mark.parametrize(("answers", "prediction", "em", "f1"), [
@@ -173,14 +160,14 @@ def test_squad_rules(answers: list[str], prediction: str, em: float, f1: float) 
     (["BERT模型"], "bert模型", 1, 1),
 ])  # fmt: skip
 def test_cmrc_rules(answers: list[str], prediction: str, em: float, f1: float) -> None:
-    assert cmrc_scores(answers, prediction) == (em, pytest.approx(f1))
+    assert metrics.cmrc_scores(answers, prediction) == (em, pytest.approx(f1))
 
 
 def test_cmrc_segments_and_averages() -> None:
-    assert cmrc_segments("用了U.S. 的3,000个(约)，don't") == [
+    assert metrics.cmrc_segments("用了U.S. 的3,000个(约)，don't") == [
         "用", "了", "u.s", ".", "的", "3,000", "个", "(", "约", ")", "do", "n't",
     ]  # fmt: skip
-    assert longest_common_run("abcde", "xbcdaab") == 3
+    assert metrics.longest_common_run("abcde", "xbcdaab") == 3
     assert _scores("qa", [["北京"], ["大学"]], ["北京", "x"], scorer="cmrc") == {
         "em": 0.5,
         "f1": 0.5,
@@ -194,7 +181,7 @@ def test_cmrc_segments_and_averages() -> None:
 ])  # fmt: skip
 def test_words_are_those_of_nltk(run: str, words: str) -> None:
     # As NLTKWordTokenizer of nltk 3.10 splits them.
-    assert cmrc_segments(run) == words.split()
+    assert metrics.cmrc_segments(run) == words.split()
 
 
 @pytest.mark.parametrize("ties", [False, True])
@@ -204,7 +191,7 @@ def test_candidates_are_assigned_as_scipy_does(ties: bool) -> None:
         num_rows = int(rng.integers(1, 8))
         scores = rng.normal(size=(num_rows, int(rng.integers(num_rows, 11))))
         scores = np.round(scores) if ties else scores
-        columns = assign(scores)
+        columns = metrics.assign(scores)
         assert len(set(columns)) == num_rows
         rows, expected = scipy.optimize.linear_sum_assignment(scores, maximize=True)
         assert scores[rows, columns].sum() == pytest.approx(scores[rows, expected].sum())
@@ -214,7 +201,7 @@ def test_candidates_are_assigned_as_scipy_does(ties: bool) -> None:
 @pytest.mark.parametrize("scores", [[[1.0], [2.0]], [[math.nan, 1.0]], [[1.0, -math.inf]]])
 def test_scores_that_assign_nothing_are_refused(scores: list[list[float]]) -> None:
     with pytest.raises(DataError, match="finite scores"):
-        assign(np.array(scores))
+        metrics.assign(np.array(scores))
 
 
 def test_nothing_to_score_is_refused() -> None:
@@ -229,15 +216,15 @@ def test_nothing_to_score_is_refused() -> None:
 
 def test_baselines() -> None:
     golds = ["a", "b", "b", "b"]
-    assert majority("classify", golds, labels=["a", "b"])["accuracy"] == 0.75
-    assert majority("classify", golds, labels=["a", "b"])["matthews"] == 0
-    assert majority("pair", ["0", "0", "1"], labels=["0", "1"])["f1"] == 0.5, "of always 1"
-    assert majority("choice", [0, 1, 1])["accuracy"] == pytest.approx(2 / 3)
-    assert majority("qa", [[], ["x"]])["em"] == 0.5
-    assert majority("spans", [[["A", 0, 1]], []])["f1"] == 0
-    assert majority("multilabel", [["a"], ["a", "b"]], labels=["a", "b"])["accuracy"] == 0.5
-    assert majority("regress", [1.0, 2.0])["pearson"] == 0
-    assert chance("choice", [0, 1], num_choices=[2, 4])["accuracy"] == pytest.approx(3 / 8)
+    assert metrics.majority("classify", golds, labels=["a", "b"])["accuracy"] == 0.75
+    assert metrics.majority("classify", golds, labels=["a", "b"])["matthews"] == 0
+    assert metrics.majority("pair", ["0", "0", "1"], labels=["0", "1"])["f1"] == 0.5, "of always 1"
+    assert metrics.majority("choice", [0, 1, 1])["accuracy"] == pytest.approx(2 / 3)
+    assert metrics.majority("qa", [[], ["x"]])["em"] == 0.5
+    assert metrics.majority("spans", [[["A", 0, 1]], []])["f1"] == 0
+    assert metrics.majority("multilabel", [["a"], ["a", "b"]], labels=["a", "b"])["accuracy"] == 0.5
+    assert metrics.majority("regress", [1.0, 2.0])["pearson"] == 0
+    assert metrics.chance("choice", [0, 1], num_choices=[2, 4])["accuracy"] == pytest.approx(3 / 8)
 
 
 def test_chance_is_the_mean_of_guesses() -> None:
@@ -247,14 +234,16 @@ def test_chance_is_the_mean_of_guesses() -> None:
     guesses = [
         _scores("classify", golds, rng.choices(labels, k=400), labels=labels) for _ in range(40)
     ]
-    for name, value in chance("classify", golds, labels=labels).items():
+    for name, value in metrics.chance("classify", golds, labels=labels).items():
         measured = np.mean([scores[name] for scores in guesses])
         assert measured == pytest.approx(value, abs=4 * 0.05 / math.sqrt(40)), name
 
 
 def test_interval_covers_what_the_binomial_says() -> None:
     golds, predictions = ["a"] * 400, ["a"] * 300 + ["b"] * 100
-    low, high = interval(bootstrap([tables("classify", golds, predictions)["accuracy"]]))
+    low, high = metrics.interval(
+        metrics.bootstrap([tables("classify", golds, predictions)["accuracy"]])
+    )
     error = math.sqrt(0.75 * 0.25 / 400)
     assert low == pytest.approx(0.75 - 1.96 * error, abs=0.006)
     assert high == pytest.approx(0.75 + 1.96 * error, abs=0.006)
@@ -268,12 +257,12 @@ def test_difference_of_two_models_is_paired() -> None:
     wrong = [i for i in range(400) if one[i] != golds[i]][:12]
     other = [golds[i] if i in wrong else label for i, label in enumerate(one)]
     first, second = (
-        bootstrap([tables("classify", golds, rows)["accuracy"]]) for rows in (one, other)
+        metrics.bootstrap([tables("classify", golds, rows)["accuracy"]]) for rows in (one, other)
     )
-    low, high = interval(second - first)
+    low, high = metrics.interval(second - first)
     assert 0.01 < low < 12 / 400 < high < 0.06
-    assert interval(first)[1] > interval(second)[0]
-    assert np.array_equal(first, bootstrap([tables("classify", golds, one)["accuracy"]]))
+    assert metrics.interval(first)[1] > metrics.interval(second)[0]
+    assert np.array_equal(first, metrics.bootstrap([tables("classify", golds, one)["accuracy"]]))
 
 
 def test_draws_weigh_each_metric_as_repeated_rows_do() -> None:

@@ -20,23 +20,15 @@ from pipeline.data.format import DatasetIndex, Source, Vocabulary, index_bytes, 
 from pipeline.data.masking import Sequences, mask_tokens
 from pipeline.data.random import Purpose
 from pipeline.errors import DataError
+from pipeline.tokenizer import wordpiece
 from pipeline.tokenizer.fast import BertOptions, FastTokenizer
-from pipeline.tokenizer.wordpiece import (
-    WordPieceTokenizer,
-    build,
-    difference_of_ids,
-    read_tokenizer_json,
-    read_vocab_txt,
-)
+from pipeline.tokenizer.wordpiece import WordPieceTokenizer, build, read_vocab_txt
 from tests.support import bert_vocabulary, near_texts
 
-CHINESE = [
-    "我们在北京大学学习计算机,他喜欢喝咖啡。",
-    "今天天气很好!模型训练需要很多数据,语言模型尤其如此。",
-    "龘的训练 中文 模型",
-]
 TEXTS = [
-    *near_texts.english()[::12], *near_texts.chinese(np.random.default_rng(0), 4), *CHINESE,
+    *near_texts.english()[::12], *near_texts.chinese(np.random.default_rng(0), 4),
+    "我们在北京大学学习计算机,他喜欢喝咖啡。", "龘的训练 中文 模型",
+    "今天天气很好!模型训练需要很多数据,语言模型尤其如此。",
     "Crème Brûlée, ÀÉÎ naïve ﬁ", "用 PyTorch 2.0 训练BERT-base模型,效果(很)好;don't ##x",
     "emoji 😀 tabs\tand\r\nlines\u2028 \u3000\u00a0x" + "b" * 200,
 ]  # fmt: skip
@@ -95,14 +87,12 @@ def test_pieces_that_no_text_has(tmp_path: Path) -> None:
     absent = {"A", "##A", "é", "##中", "...", "##.", "\u2028", "##", "a b"}
     absent |= set(bert_vocabulary.SPECIALS)
     path = bert_vocabulary.write(tmp_path / "vocab.txt", pieces)
-    (tmp_path / "t.json").write_text(build(pieces, BertOptions(), path), encoding="utf-8")
-    vocabulary = WordPieceTokenizer(tmp_path / "t.json").vocabulary
-    assert [pieces[i] for i in vocabulary.in_text] == [p for p in pieces if p not in absent]
     cased = BertOptions(do_lower_case=False, tokenize_chinese_chars=False)
-    (tmp_path / "t.json").write_text(build(pieces, cased, path), encoding="utf-8")
-    vocabulary = WordPieceTokenizer(tmp_path / "t.json").vocabulary
-    absent -= {"A", "##A", "é", "##中"}
-    assert [pieces[i] for i in vocabulary.in_text] == [p for p in pieces if p not in absent]
+    for options, there in ((BertOptions(), set[str]()), (cased, {"A", "##A", "é", "##中"})):
+        (tmp_path / "t.json").write_text(build(pieces, options, path), encoding="utf-8")
+        vocabulary = WordPieceTokenizer(tmp_path / "t.json").vocabulary
+        expected = [piece for piece in pieces if piece not in absent - there]
+        assert [pieces[i] for i in vocabulary.in_text] == expected
 
 
 def test_text_has_only_pieces_that_it_can_have(uncased: WordPieceTokenizer) -> None:
@@ -180,23 +170,23 @@ def test_random_text_as_jieba_and_transformers(uncased: WordPieceTokenizer, tmp_
 
 def test_published_forms_are_read_alike(uncased: WordPieceTokenizer, tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
-    pieces, options = read_tokenizer_json(uncased.to_json(), path)
+    pieces, options = wordpiece.read_tokenizer_json(uncased.to_json(), path)
     assert build(pieces, options, path) == uncased.to_json()
     # As transformers saves it: the same pieces and options.
     bert_vocabulary.write(tmp_path / "vocab.txt", pieces)
     reference = transformers.BertTokenizerFast.from_pretrained(tmp_path, local_files_only=True)
     reference.save_pretrained(tmp_path / "saved")
     saved = (tmp_path / "saved/tokenizer.json").read_text(encoding="utf-8")
-    assert read_tokenizer_json(saved, path) == (pieces, options)
+    assert wordpiece.read_tokenizer_json(saved, path) == (pieces, options)
     path.write_text(uncased.to_json(), encoding="utf-8")
-    assert difference_of_ids(FastTokenizer(path), uncased) == ""
+    assert wordpiece.difference_of_ids(FastTokenizer(path), uncased) == ""
     other = [*pieces[:200], pieces[201], pieces[200], *pieces[202:]]
     path.write_text(build(other, options, path), encoding="utf-8")
-    found = difference_of_ids(FastTokenizer(path), uncased)
+    found = wordpiece.difference_of_ids(FastTokenizer(path), uncased)
     assert "200" in found
     assert repr(pieces[201]) in found
     path.write_text(build(pieces[:-1], options, path), encoding="utf-8")
-    assert "pieces there" in difference_of_ids(FastTokenizer(path), uncased)
+    assert "pieces there" in wordpiece.difference_of_ids(FastTokenizer(path), uncased)
 
 
 @pytest.mark.parametrize(("content", "message"), [
@@ -231,7 +221,7 @@ def test_other_tokenizer_json_is_refused(
 ) -> None:
     body = {**json.loads(uncased.to_json()), **change}
     with pytest.raises(DataError, match=message):
-        read_tokenizer_json(json.dumps(body), tmp_path / "tokenizer.json")
+        wordpiece.read_tokenizer_json(json.dumps(body), tmp_path / "tokenizer.json")
 
 
 def test_index_carries_special_ids_and_sources_and_its_first_version_is_read(
@@ -259,7 +249,5 @@ def test_index_carries_special_ids_and_sources_and_its_first_version_is_read(
         sources=([Source("a", 2.0), Source("b", 1.0)], [0, 0, 1]),
     )  # fmt: skip
     body = json.loads(written)
-    assert body["format_version"] == 2
-    assert body["source_runs"] == [[0, 2], [1, 1]]
-    assert body["vocabulary"]["kind"] == "wordpiece"
-    assert body["vocabulary"]["mask"] == 103
+    assert (body["format_version"], body["source_runs"]) == (2, [[0, 2], [1, 1]])
+    assert (body["vocabulary"]["kind"], body["vocabulary"]["mask"]) == ("wordpiece", 103)

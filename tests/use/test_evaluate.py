@@ -16,18 +16,12 @@ import torch
 
 from data_prep.config import PrepConfig
 from data_prep.run import run as prepare
+from pipeline import errors
 from pipeline.config.load import load
 from pipeline.config.model import ModelConfig
 from pipeline.data.counts import sequences_at
 from pipeline.data.format import DatasetIndex
-from pipeline.errors import (
-    EXIT_FAILED_RETRY,
-    EXIT_FINISHED,
-    EXIT_PREEMPTED,
-    CheckpointError,
-    ConfigError,
-    DataError,
-)
+from pipeline.errors import CheckpointError, ConfigError, DataError
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.runtime import cli, stop
 from pipeline.runtime.stop import StopRequest
@@ -79,7 +73,7 @@ def evaluate(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
         found = cli.parse(parser, ["evaluate", str(source), *map(str, arguments), "--json"])
         capsys.readouterr()
         try:
-            assert found.run(found) == EXIT_FINISHED
+            assert found.run(found) == errors.EXIT_FINISHED
             assert not torch.distributed.is_initialized()
         finally:
             # A command that fails ends its process; this one goes on.
@@ -353,9 +347,9 @@ def test_a_signal_to_one_rank_ends_all(run: Path, monkeypatch: pytest.MonkeyPatc
         assert time.monotonic() < deadline, output.read_text()
         time.sleep(0.05)
     ranks.signal(signal.SIGTERM, 1)
-    assert ranks.wait() == [EXIT_PREEMPTED, EXIT_PREEMPTED], output.read_text()
+    assert ranks.wait() == [errors.EXIT_PREEMPTED, errors.EXIT_PREEMPTED], output.read_text()
     assert "stopped by SIGTERM; there is nothing to save, start again" in output.read_text()
-    assert (run / "exit/local/rank-00000").read_text() == f"{EXIT_PREEMPTED}\n"
+    assert (run / "exit/local/rank-00000").read_text() == f"{errors.EXIT_PREEMPTED}\n"
     assert not (run / "evaluations.jsonl").exists()
 
 
@@ -363,6 +357,6 @@ def test_a_lost_rank_is_worth_another_try(run: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("POSTNORM_RUN_DIR", str(run))
     monkeypatch.setenv("LAST_RANK_DIES", "1")
     ranks, output = _start("tests.use.staged_main", run)
-    assert ranks.wait() == [EXIT_FAILED_RETRY, 9], output.read_text()
+    assert ranks.wait() == [errors.EXIT_FAILED_RETRY, 9], output.read_text()
     assert "rank 0 lost another rank" in output.read_text()
-    assert (run / "exit/local/rank-00000").read_text() == f"{EXIT_FAILED_RETRY}\n"
+    assert (run / "exit/local/rank-00000").read_text() == f"{errors.EXIT_FAILED_RETRY}\n"

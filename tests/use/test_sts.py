@@ -33,6 +33,11 @@ def _columns(binary: bool = False) -> tuple[list[str], list[str], np.ndarray]:
     return list(first), list(second), (values > 2).astype(float) if binary else values
 
 
+def _pairs(binary: bool = False) -> TextPairs:
+    first, second, gold = _columns(binary)
+    return TextPairs("pairs", tuple(first), tuple(second), gold)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, dataset: DatasetIndex) -> Path:
     return write(tmp_path_factory.mktemp("models") / "bert", dataset, pooler=True, **BERT)
@@ -72,13 +77,11 @@ def test_cosines_are_those_of_numpy_and_zeros_are_counted() -> None:
 def test_scores_are_those_of_scipy(pooling: Any, binary: bool, folder: Path) -> None:
     model = load(folder)
     first, second, gold = _columns(binary)
-    found = evaluate(model, TextPairs("pairs", tuple(first), tuple(second), gold), [pooling])
+    found = evaluate(model, _pairs(binary), [pooling])
     expected, _ = cosines(model.encode(first, pooling), model.encode(second, pooling))
     [score] = found.scores
     # Vectors depend on the batch in their last bits, and so may the cosines of equal texts.
-    expected = np.array(
-        [1.0 if a == b else c for a, b, c in zip(first, second, expected, strict=True)]
-    )
+    expected = np.where(np.array(first) == np.array(second), 1.0, expected)
     assert score.spearman == pytest.approx(spearmanr(expected, gold).statistic, abs=1e-12)
     assert score.size == 32
     if binary:
@@ -91,8 +94,7 @@ def test_vectors_of_zeros_are_said(folder: Path) -> None:
     model = load(folder)
     whitening = model.fit_whitening([row[0] for row in ROWS], 2)
     nothing = Whitening(**{**vars(whitening), "weight": whitening.weight * 0})
-    first, second, gold = _columns()
-    found = evaluate(model, TextPairs("p", tuple(first), tuple(second), gold), whitening=nothing)
+    found = evaluate(model, _pairs(), whitening=nothing)
     scores = [(score.spearman != 0, score.num_zero) for score in found.scores]
     assert scores == [(True, 0), (False, 8)]
     assert len(found.notes) == 1
@@ -103,11 +105,10 @@ def test_a_model_that_has_diverged_has_no_score(folder: Path) -> None:
     model = load(folder)
     with torch.no_grad():
         model.module.encoder.token_embedding.weight.fill_(math.nan)
-    first, second, gold = _columns()
     with pytest.raises(CheckpointError, match=r"the vector of texts\[0\] is not finite"):
-        evaluate(model, TextPairs("p", tuple(first), tuple(second), gold))
+        evaluate(model, _pairs())
     with pytest.raises(CheckpointError, match="take an earlier checkpoint"):
-        model.fit_whitening(first)
+        model.fit_whitening(_pairs().first)
 
 
 @pytest.mark.parametrize("form", ["jsonl", "csv", "tsv", "txt"])

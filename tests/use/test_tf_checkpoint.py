@@ -4,6 +4,7 @@
 indexes that TensorFlow does not write for small checkpoints, with a crc32c of its own.
 """
 
+import itertools
 import re
 import shutil
 from pathlib import Path
@@ -188,6 +189,21 @@ def test_bad_magic_and_crc_of_a_block_are_refused(mixed: Path, spoil: Any, messa
         TfCheckpoint(mixed)
 
 
+@pytest.mark.parametrize(("header", "entry", "message"), [
+    (None, b"\x08\x01", "has 0 data files"), (b"\x12\x02\x08\x01", b"\x08\x01", "has 0 data files"),
+    (b"\x08\x01\x10\x01", b"\x08\x01", "byte order 1"), (b"\x08", b"\x08\x01", "at byte 1"),
+    (b"\x08\x01\x1a\x04\x08\x02\x10\x02", b"\x08\x01", "version 2"),
+    (b"\x08\x01", b"\x08\x01\x28\x05", "name has 5 bytes"), (b"\x08\x01", b"\x08\x63", "number 99"),
+])  # fmt: skip
+def test_entries_that_do_not_fit_are_refused(
+    tmp_path: Path, header: bytes | None, entry: bytes, message: str
+) -> None:
+    first = [] if header is None else [(b"", header)]
+    _write_table(tmp_path / "a.index", [*first, (b"name", entry)])
+    with pytest.raises(CheckpointError, match=message):
+        TfCheckpoint(tmp_path).read("name")
+
+
 def test_compressed_block_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.index"
     _write_table(path, [(b"", b"\x08\x01")])
@@ -199,37 +215,11 @@ def test_compressed_block_is_refused(tmp_path: Path) -> None:
         TfCheckpoint(tmp_path)
 
 
-@pytest.mark.parametrize(("header", "message"), [
-    ([], "has 0 data files"), ([(b"", b"\x12\x02\x08\x01")], "has 0 data files"),
-    ([(b"", b"\x08\x01\x10\x01")], "byte order 1"),
-    ([(b"", b"\x08\x01\x1a\x04\x08\x02\x10\x02")], "version 2"), ([(b"", b"\x08")], "at byte 1"),
-])  # fmt: skip
-def test_header_that_does_not_fit_is_refused(
-    tmp_path: Path, header: list[tuple[bytes, bytes]], message: str
-) -> None:
-    _write_table(tmp_path / "a.index", [*header, (b"name", b"\x08\x01")])
-    with pytest.raises(CheckpointError, match=message):
-        TfCheckpoint(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("entry", "message"), [(b"\x08\x01\x28\x05", "name has 5 bytes"), (b"\x08\x63", "number 99")]
-)
-def test_sizes_and_dtypes_have_to_fit(tmp_path: Path, entry: bytes, message: str) -> None:
-    _write_table(tmp_path / "a.index", [(b"", b"\x08\x01"), (b"name", entry)])
-    with pytest.raises(CheckpointError, match=message):
-        TfCheckpoint(tmp_path).read("name")
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_other_dtypes_are_refused_by_name(name: str) -> None:
-    checkpoint = TfCheckpoint(FIXTURE / "mixed")
-    for read in (checkpoint.read, checkpoint.dtype):
+def test_tensors_of_other_kinds_and_unknown_names_are_refused() -> None:
+    mixed = TfCheckpoint(FIXTURE / "mixed")
+    for name, read in itertools.product(REFUSED, (mixed.read, mixed.dtype)):
         with pytest.raises(CheckpointError, match=f"tensor {name} has dtype {name.split('/')[1]}"):
             read(name)
-
-
-def test_partitioned_tensors_and_unknown_names_are_refused() -> None:
     checkpoint = TfCheckpoint(FIXTURE / "sliced")
     assert checkpoint.names() == ["partitioned", "step"]
     assert checkpoint.shape("partitioned") == (6, 2)
@@ -237,17 +227,14 @@ def test_partitioned_tensors_and_unknown_names_are_refused() -> None:
     with pytest.raises(CheckpointError, match="is partitioned"):
         checkpoint.read("partitioned")
     with pytest.raises(CheckpointError, match=r"no tensor 'float32/scalars'.*'float32/scalar'"):
-        TfCheckpoint(FIXTURE / "mixed").read("float32/scalars")
+        mixed.read("float32/scalars")
 
 
-def test_folder_with_two_checkpoints_is_refused(mixed: Path) -> None:
+def test_two_checkpoints_and_the_v1_format_are_refused(mixed: Path, tmp_path: Path) -> None:
     shutil.copy(mixed / "mixed.ckpt-12.index", mixed / "mixed.ckpt-13.index")
     with pytest.raises(CheckpointError, match="holds 2 checkpoints"):
         TfCheckpoint(mixed)
     assert not _failing(mixed / "mixed.ckpt-12")
-
-
-def test_v1_checkpoint_is_refused(tmp_path: Path) -> None:
     for path in (FIXTURE / "v1", FIXTURE / "v1/model.ckpt"):
         with pytest.raises(CheckpointError, match=r"model\.ckpt is a checkpoint of the V1 format"):
             TfCheckpoint(path)
