@@ -15,7 +15,6 @@ from pipeline.config.runs import PretrainConfig
 from pipeline.config.train import MonitorConfig, TrainConfig
 from pipeline.data.format import CLS_ID, NUM_SPECIAL, PAD_ID, SEP_ID, DatasetIndex, read_index
 from pipeline.data.loader import EvalLoader, MicroBatch, TrainLoader
-from pipeline.data.order import Locations
 from pipeline.data.reader import Block, BlockReader
 from pipeline.data.run_order import DataRank, TrainSteps
 from pipeline.errors import ConfigError, DataError
@@ -46,14 +45,6 @@ def _originals(batch: MicroBatch) -> torch.Tensor:
     ids = batch.input_ids.clone().view(-1)
     ids[batch.inputs["masked_index"]] = batch.inputs["targets"]
     return ids.view_as(batch.input_ids)
-
-
-def _batch(loader: TrainLoader, locations: Locations) -> MicroBatch:
-    split = loader.steps.split
-    slots = split.slots(locations, 64)
-    inputs = train_inputs(_config(loader.steps.split.reader.index).train_data, split.reader.index)
-    [batch] = inputs(slots, locations, 0, micro_batch=1, places=np.arange(1))
-    return MicroBatch.of(batch)
 
 
 @pytest.mark.parametrize(("world_size", "micro_batch"), [(2, 4), (3, 8), (4, 1)])
@@ -124,9 +115,12 @@ def test_batch_that_does_not_split_over_ranks_is_refused(dataset: DatasetIndex) 
 
 def test_an_epoch_holds_every_document_once(dataset: DatasetIndex) -> None:
     loader = _train(dataset, _config(dataset), 0, 1)
-    documents = []
+    inputs, documents = train_inputs(_config(dataset).train_data, dataset), []
     for position in range(int(loader.steps.split.counts[64].sum())):
-        batch = _batch(loader, loader.steps.order.segment(0).locate(position, 1))
+        locations = loader.steps.order.segment(0).locate(position, 1)
+        slots = loader.steps.split.slots(locations, 64)
+        [made] = inputs(slots, locations, 0, micro_batch=1, places=np.arange(1))
+        batch = MicroBatch.of(made)
         ids, numbers = _originals(batch)[0], batch.documents[0]
         for number in range(1, int(numbers.max()) + 1):
             piece = ids[numbers == number]

@@ -186,8 +186,8 @@ def test_a_stage_dir_that_cannot_be_used(published: Path, tmp_path: Path) -> Non
         open_index(_data(tmp_path, f"file://{published}"))
 
 
-def test_a_block_that_the_node_s_disk_damaged_is_fetched_again(
-    dataset: DatasetIndex, published: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_block_that_the_disk_damaged_is_fetched_again(
+    published: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     data = _data(tmp_path, f"file://{published}")
     index = open_index(data)

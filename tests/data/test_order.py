@@ -12,14 +12,11 @@ COUNTS = np.array([5, 1, 9, 3, 7, 2, 8])
 TOTAL = int(COUNTS.sum())
 
 
-def _material(counts: np.ndarray = COUNTS) -> SequencePool:
-    return SequencePool(np.arange(len(counts)), counts, np.cumsum(counts) - counts)
-
-
 def _order(
     counts: np.ndarray = COUNTS, seed: int = 3, window_blocks: int = 2, **more: Any
 ) -> Order:
-    return Order(_material(counts), seed=seed, window_blocks=window_blocks, **more)
+    material = SequencePool(np.arange(len(counts)), counts, np.cumsum(counts) - counts)
+    return Order(material, seed=seed, window_blocks=window_blocks, **more)
 
 
 def _epoch(order: Order, epoch: int) -> list[int]:

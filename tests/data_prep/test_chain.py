@@ -243,7 +243,7 @@ def test_state_of_a_task_whose_process_is_gone(tmp_path: Path) -> None:
     process.kill()
     process.wait()
     assert state_of(task).name == "stopped"
-    run_tasks(Stage("s", [task], write_nothing), 1)
+    run_tasks(Stage("s", [task], lambda _: ({}, [])), 1)
     assert state_of(task).name == "done"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["t.done.json"]
 
@@ -255,10 +255,6 @@ from data_prep.stage import Stage, StageTask, make_key, run_tasks
 task = StageTask("t", Path(sys.argv[1]), make_key("x"), None)
 run_tasks(Stage("s", [task], lambda task: time.sleep(60)), 1)
 """
-
-
-def write_nothing(task: StageTask[None]) -> tuple[dict[str, Any], list[Path]]:
-    return {}, []
 
 
 @pytest.mark.usefixtures("processes")

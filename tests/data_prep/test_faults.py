@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -60,9 +59,8 @@ def test_disk_that_fills_up_at_any_stage(
     overrides = [f"output_dir={tmp_path}/straight",
                  f"sources=[{{name: topics, inputs: [{corpus}]}}]", *ALL_STAGES]  # fmt: skip
     run(load(PrepConfig, prep_config, overrides).config)
-    assert (
-        read_index(tmp_path / "copy").fingerprint == read_index(tmp_path / "straight").fingerprint
-    )
+    found, expected = (read_index(tmp_path / name).fingerprint for name in ("copy", "straight"))
+    assert found == expected
 
 
 @pytest.mark.usefixtures("processes")
@@ -93,27 +91,21 @@ def test_folder_that_becomes_read_only(command: list[str], tmp_path: Path) -> No
     assert "Traceback" not in done.stdout
 
 
-def _prepare(prep_config: Path, folder: Path, *overrides: str) -> dict[str, Any]:
-    values = [f"output_dir={folder}/data", *ALL_STAGES, *overrides]
-    return run(load(PrepConfig, prep_config, values).config)
-
-
 def test_odd_files_among_good_ones(prep_config: Path, corpus: Path, tmp_path: Path) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
     (folder / "a-empty.jsonl").write_bytes(b"")
     (folder / "b-blank.jsonl").write_bytes(b"\n \n\t\n" * 50)
     (folder / "c-good.jsonl").write_bytes(corpus.read_bytes())
-    (folder / "d-nul.jsonl").write_text(
-        json.dumps({"id": "nul", "text": "zero\0 bytes\0 inside " * 30})
-    )
+    (folder / "d-nul.jsonl").write_text(json.dumps({"text": "zero\0 bytes\0 inside " * 30}))
     (folder / "e-blank.txt").write_bytes(b"\n\n\n")
     # Each file a piece of its own.
     names = sorted(path.name for path in folder.iterdir())
     sources = ", ".join(
         f"{{name: s{number}, inputs: ['{folder / name}']}}" for number, name in enumerate(names)
     )
-    report = _prepare(prep_config, tmp_path, f"sources=[{sources}]")
+    settings = [f"output_dir={tmp_path}/data", f"sources=[{sources}]", *ALL_STAGES]
+    report = run(load(PrepConfig, prep_config, settings).config)
     rejected = report["stages"]["ingest"]["rejected"]
     assert report["stages"]["ingest"]["documents_out"] == len(corpus.read_bytes().splitlines()) + 1
     assert rejected == {}

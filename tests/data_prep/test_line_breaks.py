@@ -70,9 +70,7 @@ def test_documents_have_their_lines(broken: DatasetIndex, dataset: DatasetIndex)
     assert 0.9 * breaks < more < 1.1 * breaks
 
 
-def test_only_tokenizer_and_shards_are_made_again(
-    broken: DatasetIndex, dataset: DatasetIndex, prep_config: Path, corpus: Path
-) -> None:
+def test_only_tokenizer_and_shards_are_made(broken: DatasetIndex, dataset: DatasetIndex) -> None:
     for stage in ("ingest", "exact", "dedup"):
         for path in (dataset.folder / "work" / stage).glob("*.done.json"):
             again = broken.folder / "work" / stage / path.name

@@ -90,8 +90,7 @@ def test_distributions_are_those_of_the_documents(folder: Path, result: dict[str
 
 def test_the_sample_is_a_fixed_part_of_each_source(folder: Path) -> None:
     config = read(folder)
-    drawn = preview.sample(config, config.sources[0], 20)
-    again = preview.sample(config, config.sources[0], 20)
+    drawn, again = (preview.sample(config, config.sources[0], 20) for _ in range(2))
     assert [item.id for item in drawn] == [item.id for item in again]
     assert len(drawn) == 20
     numbers = [int(item.id.partition("/")[2]) for item in drawn if isinstance(item, Document)]
@@ -106,16 +105,13 @@ def test_compressed_files_end_early(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path.write_bytes(gzip.compress("\n".join(lines).encode()))
     end = path.stat().st_size - 8  # where the checksum is
     path.write_bytes(path.read_bytes()[:end] + bytes(8))
-    config = load(PrepConfig, _config_of(tmp_path, path)).config
+    (tmp_path / "prep.yaml").write_text(
+        f"output_dir: {tmp_path}/data\nsources: [{{name: s, inputs: [{path}]}}]\n"
+    )
+    config = load(PrepConfig, tmp_path / "prep.yaml").config
     items = preview.sample(config, config.sources[0], 5)
     # A run that looks for the damage first gives nothing of such a file.
     assert [isinstance(item, Document) for item in items] == [True] * 5
-
-
-def _config_of(folder: Path, inputs: Path) -> Path:
-    path = folder / "prep.yaml"
-    path.write_text(f"output_dir: {folder}/data\nsources: [{{name: s, inputs: [{inputs}]}}]\n")
-    return path
 
 
 def test_examples_and_page(folder: Path, result: dict[str, Any]) -> None:

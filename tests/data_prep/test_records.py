@@ -11,12 +11,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from backports import zstd
 
 from data_prep.config import CleanConfig, PrepConfig, SourceConfig
 from data_prep.export import export
 from data_prep.inputs import InputPiece, find
 from data_prep.metadata import FieldCounts, count, merged, shown
+from data_prep.pieces import read_lines
 from data_prep.readers import records
 from data_prep.readers.documents import ReadStats, read_piece
 from data_prep.readers.items import Document, Rejected
@@ -161,10 +161,9 @@ def test_a_dataset_of_the_hub_with_its_metadata(tmp_path: Path, prep_config: Pat
         count, files = export(tmp_path / "out", tmp_path / form, form)  # type: ignore[arg-type]
         assert count == 399
         found[form] = [
-            record
-            for path in files
-            for record in (pq.read_table(path).to_pylist() if form == "parquet" else _lines(path))
-        ]
+            record for path in files for record in
+            (pq.read_table(path).to_pylist() if form == "parquet" else read_lines(path))
+        ]  # fmt: skip
     by_url = {record["url"]: record for record in found["jsonl"]}
     assert {url: record["text"] for url, record in by_url.items()} == {
         row["url"]: row["text"] for row in rows if row["text"] != "x"
@@ -182,10 +181,6 @@ def test_a_dataset_of_the_hub_with_its_metadata(tmp_path: Path, prep_config: Pat
     mask.write_bytes(mask.read_bytes()[:-1] + b"\0")
     with pytest.raises(DataError, match="does not hold the 399 documents"):
         export(tmp_path / "out", tmp_path / "again", "jsonl")
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in zstd.decompress(path.read_bytes()).splitlines()]
 
 
 def test_long_documents(tmp_path: Path) -> None:
@@ -215,11 +210,8 @@ def test_long_documents(tmp_path: Path) -> None:
     assert all(item.text.endswith("x\n") for item in documents[:2])
     assert remarks.num_split == 2
     items, _ = read("reject")
-    assert [getattr(item, "reason", "") for item in items] == [
-        "longer than 1 MB",
-        "",
-        "longer than 1 MB",
-    ]
+    long = "longer than 1 MB"
+    assert [getattr(item, "reason", "") for item in items] == [long, "", long]
 
 
 def test_an_endless_document_stops_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ def test_what_is_not_there_is_said(
 
 
 def test_a_store_that_is_gone_is_asked_a_few_times(
-    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     store.client.put_object(Bucket=BUCKET, Key="gone.txt", Body=b"text")
     with remote.open_file(f"s3://{BUCKET}/gone.txt") as file:

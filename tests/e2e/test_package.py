@@ -8,13 +8,11 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def _run(words: list[str], cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:

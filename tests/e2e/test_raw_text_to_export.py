@@ -9,8 +9,6 @@ from pipeline.data.format import read_index
 from tests.support.processes import python
 from tests.support.ranks import Ranks, records
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.mark.smoke
 def test_raw_text_to_an_encoder(corpus: Path, tmp_path: Path, start_ranks: type[Ranks]) -> None:

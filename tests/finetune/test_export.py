@@ -159,12 +159,6 @@ def _texts(kind: str, row: dict[str, Any]) -> list[list[str]]:
     return [[row[name] for name in ("text", "text_b") if name in row]]
 
 
-def _usage(card: str) -> str:
-    found = re.search(r"```python\n(.*?)```", card, re.S)
-    assert found is not None
-    return found[1]
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that all of this module's lie in."""
@@ -189,8 +183,8 @@ def exported(folder: Path, tiny_model: Path) -> dict[str, Any]:
         assert (folder / kind / "modeling_postnorm.py").exists() == (not is_native)
         card = (folder / kind / "README.md").read_text()
         rows = [_texts(kind, row) for row in rows_of(kind)[:NUM_ROWS]]
-        cases[kind] = {"folder": str(folder / kind), "auto": auto, "rows": rows,
-                       "usage": _usage(card)}  # fmt: skip
+        usage = re.findall(r"```python\n(.*?)```", card, re.S)[0]
+        cases[kind] = {"folder": str(folder / kind), "auto": auto, "rows": rows, "usage": usage}
     (folder / "cases.json").write_text(json.dumps(cases))
     _python(READ, folder / "cases.json", folder / "found.pt", cwd=folder)
     return torch.load(folder / "found.pt", weights_only=False)  # type: ignore[no-any-return]

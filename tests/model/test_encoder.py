@@ -1,7 +1,6 @@
 """The model against an independent float64 reference: values, gradients, packing, start."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layout import Layout, rows
 from tests.model import reference
 
-CONFIGS = Path(__file__).parents[2] / "configs" / "model"
 TINY = ModelConfig(
     vocab_size=50, num_layers=3, hidden_size=24, num_heads=3, ffn_size=40, init="unit",
     dropout=0.0, attention_dropout=0.0,

@@ -33,8 +33,9 @@ def test_pooling_is_the_same_however_documents_lie(kind: heads.Pool) -> None:
         encoder(ids, layout, trace=trace)
         return heads.pool(kind, trace.hidden, where, encoder)
 
+    first = torch.zeros(1, dtype=torch.int64)
     single = torch.cat([
-        pooled(ids[None], masked(torch.ones(1, len(ids))), heads.Documents(*_whole(len(ids))))
+        pooled(ids[None], masked(torch.ones(1, len(ids))), heads.Documents(first, 0 * ids))
         for ids in documents
     ])  # fmt: skip
     bounds = torch.tensor([0, 5, 6, 13])
@@ -49,10 +50,6 @@ def test_pooling_is_the_same_however_documents_lie(kind: heads.Pool) -> None:
     padded = pooled(ids, masked(mask), heads.masked_documents(mask))
     assert torch.allclose(end_to_end, single, atol=1e-12)
     assert torch.allclose(padded, single, atol=1e-12)
-
-
-def _whole(length: int) -> tuple[Tensor, Tensor]:
-    return torch.zeros(1, dtype=torch.int64), torch.zeros(length, dtype=torch.int64)
 
 
 def test_pooled_values_are_those_of_the_definition() -> None:

@@ -30,8 +30,6 @@ from pipeline.train.timing import BEGIN, BODY, DATA, END, FORWARD, HEAD, PREFIX,
 from tests.support.processes import python
 from tests.support.ranks import CONFIG, Starter
 
-ROOT = Path(__file__).parents[2]
-
 # As torch's profiler writes them on A100 and H100 (PyTorch 2.1 to 2.11), parameters cut.
 KERNELS = {
     GEMM: [
@@ -165,10 +163,6 @@ def test_work_of_attention() -> None:
     assert plain.least_s("NVIDIA H200") == pytest.approx(plain.flops / 989e12)
     assert carried.least_s("NVIDIA H200") == pytest.approx(carried.num_bytes / 4.8e12)
     assert plain.least_s("cpu") is None
-
-
-def _files(folder: Path) -> list[str]:
-    return sorted(str(path) for path in folder.rglob("*"))
 
 
 def _check(found: dict[str, Any], steps: int) -> None:

@@ -69,9 +69,7 @@ def test_slope_is_that_of_least_squares() -> None:
 # Folders as runs leave them
 
 
-def _finish(
-    out: Path, name: str, loss: float, *, first_hash: int = 7, unigram: float = 6.0
-) -> None:
+def _finish(out: Path, name: str, loss: float, *, first_hash: int = 7) -> None:
     """Leave what a run of 10 steps leaves."""
     folder = reading.runs_folder(out) / name
     folder.mkdir(parents=True)

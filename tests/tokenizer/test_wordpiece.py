@@ -148,7 +148,7 @@ def test_words_by_hand(uncased: WordPieceTokenizer) -> None:
     assert len(word_starts(uncased.spell("")[1], np.zeros(0, dtype=np.uint16))) == 0
 
 
-def test_random_text_as_jieba_and_transformers(uncased: WordPieceTokenizer, tmp_path: Path) -> None:
+def test_random_text_as_jieba_and_transformers(uncased: WordPieceTokenizer) -> None:
     rng = random.Random(1)
     pool = "今天天气很好我们在北京大学学习计算机他喜欢喝咖啡模型训练数据语言的是和龘 the MODEL."
     unknown = 0

@@ -119,16 +119,11 @@ def test_what_depth_and_noise_do_is_said(tmp_path: Path) -> None:
     names = [note.partition(":")[0] for note in report.notes]
     assert names == ["depth 6", "width 48", "noise 0.01"]
     moved = float(report.notes[0].partition("up to ")[2].split()[0])
-    assert moved == pytest.approx(_same_depth(source), rel=0.05)
-
-
-def _same_depth(source: Path) -> float:
-    config, weights = _read(source)
-    deeper = stack(config, weights, 6)
-    logits = [
-        probe_logits(build_model(*each, "test").double()) for each in ((config, weights), deeper)
-    ]
-    return float((logits[1] - logits[0]).abs().max() / logits[0].std())
+    deeper = stack(*_read(source), 6)
+    before, after = (
+        probe_logits(build_model(*each, "test").double()) for each in (_read(source), deeper)
+    )
+    assert moved == pytest.approx(float((after - before).abs().max() / before.std()), rel=0.05)
 
 
 def test_gradients_of_the_wider_model_differ_by_noise(straight_run: Path, tmp_path: Path) -> None:
