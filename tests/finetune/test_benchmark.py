@@ -11,15 +11,8 @@ import pytest
 
 from pipeline.config.load import to_yaml
 from pipeline.errors import ConfigError, DataError, PreemptedError, StoppedError
-from pipeline.finetune import benchmark_text
-from pipeline.finetune.benchmark import (
-    BenchmarkPlan,
-    count_overlap,
-    difference,
-    read_cell,
-    read_plan,
-    run,
-)
+from pipeline.finetune import benchmark, benchmark_text
+from pipeline.finetune.benchmark import BenchmarkPlan, read_plan
 from pipeline.finetune.result import RESULT, PredictionRow, combine
 from pipeline.finetune.run import finetune
 from pipeline.runtime.files import write_json_atomic
@@ -29,7 +22,6 @@ from tests.finetune.result_folders import write_run
 from tests.support import warm
 from tests.support.tiny_tasks import write_tiny_model
 
-ROOT = Path(__file__).parents[2]
 ROWS = 400
 SUITE = """\
 tasks: [topic.yaml, names.yaml, which.yaml]
@@ -140,7 +132,7 @@ def _plan(
 
 
 def _table(plan: BenchmarkPlan, finetune: Callable[..., Any]) -> tuple[dict[str, Any], int]:
-    return run(plan, finetune, lambda body: None)
+    return benchmark.run(plan, finetune, lambda body: None)
 
 
 def _half_better(source: str, seed: int, number: int) -> bool:
@@ -149,8 +141,7 @@ def _half_better(source: str, seed: int, number: int) -> bool:
 
 
 def test_numbers_of_the_table(tmp_path: Path) -> None:
-    plan = _plan(tmp_path)
-    body, code = _table(plan, Finetune(_half_better))
+    body, code = _table(_plan(tmp_path), Finetune(_half_better))
     assert code == 0
     topic, names, which = body["tasks"]
     assert topic["columns"]["runs/a"]["mean"] == 0.75
@@ -232,24 +223,23 @@ def test_an_interrupted_benchmark_has_a_partial_table(stop: Exception, tmp_path:
     first = Finetune(_half_better)
     first.fails["names", "random:runs/a"] = stop
     with pytest.raises(type(stop)):
-        run(plan, first, seen.append)
+        benchmark.run(plan, first, seen.append)
     partial = json.loads((tmp_path / "out/table.json").read_text())
     assert partial == seen[-1]
     assert partial["partial"]
     assert [len(line["columns"]) for line in partial["tasks"]] == [2, 1, 0]
-    body, code = run(plan, Finetune(_half_better), seen.append)
+    body, code = benchmark.run(plan, Finetune(_half_better), seen.append)
     assert (len(seen), code, body["partial"]) == (9, 0, False)
 
 
 def test_other_rows_give_no_difference(tmp_path: Path) -> None:
-    plan = _plan(tmp_path)
-    one = _table(plan, Finetune(_half_better))[0]["tasks"][0]
+    one = _table(_plan(tmp_path), Finetune(_half_better))[0]["tasks"][0]
     assert one["differences"][0]["mean"] == 0.5
     folder = tmp_path / "out/runs-a/topic"
-    cell = read_cell(folder, one)
+    cell = benchmark.read_cell(folder, one)
     other = cell._replace(rows=cell.rows[::-1])
-    assert difference(cell, other) == {"mean": None, "low": None, "high": None}
-    assert difference(cell, cell) == {"mean": 0.0, "low": 0.0, "high": 0.0}
+    assert benchmark.difference(cell, other) == {"mean": None, "low": None, "high": None}
+    assert benchmark.difference(cell, cell) == {"mean": 0.0, "low": 0.0, "high": 0.0}
 
 
 def test_a_missing_file_and_a_bug_fail_their_task_only(tmp_path: Path) -> None:
@@ -273,7 +263,7 @@ def test_overlap_is_counted_without_a_task_that_cannot_be_read(tmp_path: Path) -
     which = plan.tasks["which"]
     plan.tasks["which"] = replace(which, data=replace(which.data, fields=fields))
     (tmp_path / "corpus.txt").write_text("about everything")
-    found = count_overlap(plan, [str(tmp_path / "corpus.txt")])
+    found = benchmark.count_overlap(plan, [str(tmp_path / "corpus.txt")])
     assert found["sets"] == {"topic": {"rows": 5, "shared": 0, "too_short": 5}}
 
 

@@ -57,8 +57,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 def tuned(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     """A folder with a task, and its finished runs `out` of seed 1 and `two` of seeds 1 and 2."""
     folder = tmp_path_factory.mktemp("tuned")
-    data = {"drop_labels": ["-"]}
-    path = write_task(folder, "classify", train={"epochs": 1}, data=data)
+    path = write_task(folder, "classify", train={"epochs": 1}, data={"drop_labels": ["-"]})
     _run(path, tiny_model, folder / "out", seeds=[1])
     _run(path, tiny_model, folder / "two", seeds=[1, 2])
     return folder
@@ -92,9 +91,7 @@ def test_every_kind_is_trained_and_predicts(
             assert mine["prediction"] == theirs["prediction"]
 
 
-def test_folder_is_a_run_and_a_model(
-    task_file: Make, tuned: Path, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_run_is_a_model(task_file: Make, tuned: Path, tiny_model: Path, tmp_path: Path) -> None:
     out = tuned / "two"
     body = json.loads((out / "result.json").read_text())
     assert body["seeds"] == [1, 2]
@@ -148,9 +145,7 @@ def test_finished_result_is_kept(tuned: Path, tiny_model: Path) -> None:
     assert json.loads((out / "result.json").read_text()) == first
 
 
-def test_another_architecture_is_not_taken_for_finished(
-    task_file: Make, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_other_layers_are_not_finished(task_file: Make, tiny_model: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny_model, tmp_path / "model")
     path, source = task_file("classify", train={"epochs": 1}), f"random:{tmp_path}/model"
     _run(path, source, tmp_path / "out")
@@ -178,9 +173,7 @@ def test_time_is_that_of_the_whole_run(
 
 
 @pytest.mark.usefixtures("processes")
-def test_another_seed_is_not_taken_for_finished(
-    tuned: Path, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_other_seeds_are_not_finished(tuned: Path, tiny_model: Path, tmp_path: Path) -> None:
     path, out = tuned / "my-classify.yaml", tuned / "out"
     two = Path(shutil.copytree(tuned / "two", tmp_path / "two"))
     first = json.loads((out / "result.json").read_text())
@@ -222,12 +215,13 @@ def test_stopped_run_is_not_continued_with_another_model(
     path, out = task_file("classify"), tmp_path / "out"
     _stopped(None, path, tiny_model, out)
     assert published(out / "checkpoints")
-    with pytest.raises(CheckpointError, match=r"protocol.lr: checkpoint 0.003, now 0.001"):
-        _run(path, tiny_model, out, overrides=["train.lr=1e-3"])
-    with pytest.raises(CheckpointError, match=r"protocol.metric: checkpoint 'accuracy', now"):
-        _run(path, tiny_model, out, overrides=["task.metric=macro_f1"])
-    with pytest.raises(CheckpointError, match=r"protocol.model: checkpoint .* now 'random:"):
-        _run(path, f"random:{tiny_model}", out)
+    for model, override, message in (
+        (tiny_model, "train.lr=1e-3", r"protocol.lr: checkpoint 0.003, now 0.001"),
+        (tiny_model, "task.metric=macro_f1", r"protocol.metric: checkpoint 'accuracy', now"),
+        (f"random:{tiny_model}", "train.seeds=[1]", r"protocol.model: checkpoint .*'random:"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            _run(path, model, out, overrides=[override])
     assert _run(path, tiny_model, out)["test"]["accuracy"] == 1.0
 
 
@@ -244,15 +238,12 @@ def test_run_with_a_sentencepiece_tokenizer_is_a_start(
     assert (tmp_path / "out/model/tokenizer.model").is_file()
     # In the run's precision: the same answers, not nearly the same.
     predict(tmp_path / "out", tmp_path / "tag.jsonl", tmp_path / "answers.jsonl")
-    assert (tmp_path / "answers.jsonl").read_bytes() == (
-        tmp_path / "out/predictions-test.jsonl"
-    ).read_bytes()
+    stored = tmp_path / "out/predictions-test.jsonl"
+    assert (tmp_path / "answers.jsonl").read_bytes() == stored.read_bytes()
 
 
 @pytest.mark.long
-def test_same_seed_same_result_and_seeds_differ(
-    task_file: Make, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_same_seed_same_result(task_file: Make, tiny_model: Path, tmp_path: Path) -> None:
     path = task_file("classify", train={"steps": 3}, head={"dropout": 0.1})
     for name, seed, source in (
         ("a", 1, tiny_model), ("b", 1, tiny_model), ("c", 2, tiny_model),
@@ -285,9 +276,7 @@ def test_killed_run_continues_to_the_same_answers(
         assert (out / name).read_bytes() == (straight / name).read_bytes()
 
 
-def test_signal_after_the_last_step_is_not_forgotten(
-    task_file: Make, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_late_signal_is_kept(task_file: Make, tiny_model: Path, tmp_path: Path) -> None:
     path, out, overrides = task_file("classify"), tmp_path / "out", ["train.epochs=1"]
     _stopped(8, path, tiny_model, out, overrides=overrides, seeds=[1, 2])
     assert not (out / "seed-2").exists()
@@ -304,15 +293,14 @@ def test_two_ranks_give_what_one_gives(
     command = [sys.executable, "-m", "postnorm", "finetune", str(path), "--from", str(tiny_model),
                "--out", str(tmp_path / "two"), "--seeds", "1,2"]  # fmt: skip
     output = tmp_path / "output.txt"
-    assert [process.wait(240) for process in start(command, 2, output)] == [0, 0], (
-        output.read_text()
-    )
+    codes = [process.wait(240) for process in start(command, 2, output)]
+    assert codes == [0, 0], output.read_text()
     two = json.loads((tmp_path / "two/result.json").read_text())
     # Gradients are summed in another order.
-    assert two["scores"] == pytest.approx(alone["scores"], abs=0.05)
-    assert [each["dev"] for each in two["search"]] == pytest.approx(
-        [each["dev"] for each in alone["search"]], abs=0.05
+    found, expected = (
+        [*body["scores"], *(each["dev"] for each in body["search"])] for body in (two, alone)
     )
+    assert found == pytest.approx(expected, abs=0.05)
     assert two["rows"] == alone["rows"]
 
 
@@ -330,9 +318,7 @@ def test_best_epoch_is_reported(task_file: Make, tiny_model: Path, tmp_path: Pat
 
 
 @pytest.mark.long
-def test_search_takes_what_is_best_on_dev(
-    task_file: Make, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_search_takes_the_best_on_dev(task_file: Make, tiny_model: Path, tmp_path: Path) -> None:
     path = task_file("classify", train={"steps": 4}, search={"lr": [1e-6, 1e-2], "batch": [16]})
     body = _run(path, tiny_model, tmp_path / "out", seeds=[1, 2])
     assert len(body["search"]) == 2
@@ -356,8 +342,7 @@ def test_search_takes_what_is_best_on_dev(
 def test_an_epoch_has_every_unit_once_whatever_the_ranks(
     kind: str, task_file: Make, tiny_model: Path, tmp_path: Path
 ) -> None:
-    config = load_task(str(task_file(kind)))
-    prepared = prepare(config, "t", str(tiny_model), None)
+    prepared = prepare(load_task(str(task_file(kind))), "t", str(tiny_model), None)
     plan = BatchPlan((), seq_len=32, global_batch=12, micro_batch=2)
 
     def stream(share: DataRank) -> TaskStream:
@@ -426,9 +411,7 @@ def test_rates_fall_from_the_head_down(task_file: Make, tiny_model: Path, tmp_pa
     assert found["encoder.token_embedding.weight"] == 0.125
 
 
-def test_what_cannot_be_trained_is_refused(
-    task_file: Make, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_what_cannot_train_is_refused(task_file: Make, tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.train names no file"):
         _run(task_file("classify", data={"train": []}), tiny_model, tmp_path / "out")
     one = write_rows(tmp_path / "one.jsonl", [{"text": "张伟", "label": "a"}] * 3)

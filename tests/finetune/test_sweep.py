@@ -84,8 +84,7 @@ def test_benchmark_takes_what_its_sweep_has_trained(tmp_path: Path, processes: P
     before = _times(out)
     benchmark("swept")
     assert _times(out) == before
-    alone = benchmark("alone")
-    assert _tasks(out) == _tasks(alone)
+    assert _tasks(out) == _tasks(benchmark("alone"))
     # What the benchmark has trained itself is finished for its sweep, too.
     benchmark("alone", "--write-sweep", str(path))
     said = json.loads(_launch(*submit).splitlines()[0])

@@ -38,13 +38,11 @@ def write_mix(
     for kind in kinds:
         write_task(folder, kind)
     body: dict[str, Any] = {
-        "run_dir": str(folder / "run"),
-        "init_from": str(model),
-        "tasks": {kind: {"from": f"my-{kind}.yaml"} for kind in kinds},
-        "decontaminate": False,
-        "checkpoint": {"every_steps": 2},
-        "monitor": {"eval_every_steps": 1000, "log_every_steps": 1},
-    } | more
+        "run_dir": str(folder / "run"), "init_from": str(model),
+        "tasks": {kind: {"from": f"my-{kind}.yaml"} for kind in kinds}, "decontaminate": False,
+        "checkpoint": {"every_steps": 2}, "monitor": {"eval_every_steps": 1000,
+        "log_every_steps": 1}
+    } | more  # fmt: skip
     body["train"] = TRAIN | more.get("train", {})
     path = folder / "mix.yaml"
     path.write_text(yaml.safe_dump(body, allow_unicode=True))
@@ -185,7 +183,7 @@ def test_zero_stages_give_the_same_run(
     assert furthest(weights(none), weights(some)) < 1e-4
 
 
-def test_files_of_a_task_are_beside_its_own_file(tmp_path: Path) -> None:
+def test_files_of_a_task_are_beside_its_own_file_and_recipes_are_no_mixes(tmp_path: Path) -> None:
     (tmp_path / "tasks").mkdir()
     write_task(tmp_path / "tasks", "classify")
     body = {"run_dir": "r", "init_from": "m", "tasks": {"a": {"from": "tasks/my-classify.yaml",
@@ -197,9 +195,6 @@ def test_files_of_a_task_are_beside_its_own_file(tmp_path: Path) -> None:
     assert mix.config.train.warmup_steps == 60, "6% of the steps"
     moved = load_mix(str(tmp_path / "mix.yaml"), ("root=elsewhere",))
     assert moved.tasks["b"].data.root == "elsewhere"
-
-
-def test_a_shipped_recipe_of_pre_training_is_no_mix() -> None:
     assert not is_mix("roformer_v2-base")
     assert is_mix("small")
 
@@ -245,8 +240,7 @@ def test_rows_that_are_evaluated_are_left_out(tmp_path: Path, tiny_model: Path) 
     rows = rows_of("classify")
     texts = {row["text"] for row in rows}
     chosen = sorted(texts)[: len(texts) // 2]
-    held = [{"text": text, "label": []} for text in chosen]
-    write_rows(tmp_path / "held.jsonl", held)
+    write_rows(tmp_path / "held.jsonl", [{"text": text, "label": []} for text in chosen])
     fresh = [{**row, "text": f"{row['text']}，真的很好"} for row in rows_of("tag")]
     write_rows(tmp_path / "tag.jsonl", fresh)
     overrides = ("tasks.tag.data.dev=[held.jsonl]", "tasks.tag.data.test=[]",
@@ -264,8 +258,7 @@ def test_a_run_is_written_so_that_it_can_be_started_again(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = run(write_mix(tmp_path, tiny_model))
-    again = load_mix(str(folder / "multitask.yaml"))
-    assert [*again.tasks] == ["classify", "regress", "tag"]
+    assert [*load_mix(str(folder / "multitask.yaml")).tasks] == ["classify", "regress", "tag"]
     monkeypatch.chdir("/")
     run(folder / "multitask.yaml", f"run_dir={tmp_path / 'again'}")
     assert furthest(weights(folder), weights(tmp_path / "again")) == 0

@@ -9,8 +9,6 @@ from tests.multitask.test_run import furthest, run, weights, write_mix
 from tests.support import warm
 from tests.support.processes import Processes
 
-ROOT = Path(__file__).parents[2]
-
 
 def submit(*words: str, code: int = 0) -> str:
     done = warm.run("postnorm", "submit", *words)

@@ -1,5 +1,6 @@
 """A study from its file to its page: run, stopped, continued, and computed again from its runs."""
 
+import itertools
 import json
 import signal
 import subprocess
@@ -62,11 +63,9 @@ def _last(run: Path, kind: str) -> dict[str, Any]:
 
 @pytest.mark.limit_s(1800)
 def test_a_study_is_stopped_continued_and_reported(
-    dataset: DatasetIndex,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+) -> None:  # fmt: skip
     command, out = _command(tmp_path, dataset), tmp_path / "out"
     # One at a time: a second one could be stopped before it can save.
     process = subprocess.Popen([*command, "--jobs", "1"], cwd=tmp_path)
@@ -75,27 +74,21 @@ def test_a_study_is_stopped_continued_and_reported(
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     assert process.wait() == 75
-    partial = json.loads((out / "mine.json").read_bytes())
-    assert partial["partial"]
+    assert json.loads((out / "mine.json").read_bytes())["partial"]
 
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     body = json.loads((out / "mine.json").read_bytes())
     assert not body["partial"]
     assert body["batches"].startswith("16 batches of 2 runs were compared")
-    runs = {
-        (arm, seed): out / "runs" / arm / f"seed-{seed}"
-        for arm in ("plain", "carried")
-        for seed in (1, 2)
-    }
+    keys = itertools.product(("plain", "carried"), (1, 2))
+    runs = {(arm, seed): out / "runs" / arm / f"seed-{seed}" for arm, seed in keys}
     losses = {key: _last(run, "eval")["loss"] for key, run in runs.items()}
     pairs = np.array([losses["carried", seed] - losses["plain", seed] for seed in (1, 2)])
     effect = next(each for each in body["effects"] if each["metric"] == "held_out_loss")
     low, high = scipy.stats.ttest_1samp(pairs, 0.0).confidence_interval(0.95)
-    interval = effect["interval"]
-    assert [interval["mean"], interval["low"], interval["high"]] == pytest.approx(
-        [pairs.mean(), low, high]
-    )
+    interval = [effect["interval"][name] for name in ("mean", "low", "high")]
+    assert interval == pytest.approx([pairs.mean(), low, high])
     seeds = {key: (run / "batches.tsv").read_text() for key, run in runs.items()}
     assert seeds["plain", 1] == seeds["carried", 1] != seeds["plain", 2]
     values = body["runs"]["carried/seed-1"]["values"]
@@ -169,16 +162,14 @@ def test_speed_is_measured_from_any_folder_and_reported(
     start = json.loads(kept)
     start["machine"]["versions"]["torch"] = "1.0"
     for words, code, said, other_start in (
-        ((), 0, "", None),
-        (("rounds=3",), 2, "rounds=2", None),
+        ((), 0, "", None), (("rounds=3",), 2, "rounds=2", None),
         (("--report",), 2, "remove start-2.json", json.dumps(start)),
-    ):
+    ):  # fmt: skip
         (tmp_path / "out/start-2.json").unlink()
         if other_start:
             (tmp_path / "out/start-2.json").write_text(other_start)
-        done = subprocess.run(
-            [*command, *tried, *words], cwd=tmp_path, capture_output=True, text=True
-        )
+        again = [*command, *tried, *words]
+        done = subprocess.run(again, cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == code, done.stderr
         assert said in done.stderr
         assert (tmp_path / "out/start-1.json").read_bytes() == kept

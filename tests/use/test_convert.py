@@ -78,17 +78,12 @@ def _google_bert(w: Any, row: torch.Tensor, *, carry: str) -> torch.Tensor:
     return x @ w["bert/embeddings/word_embeddings"].T + w["cls/predictions/output_bias"]
 
 
-@pytest.mark.parametrize(
-    ("family", "changes", "carry"),
-    [
-        ("bert", {}, "none"),
-        ("realformer", {}, "sum"),
-        (None, {"residual_attention_scores": False}, "none"),
-        (None, {"residual_attention_scores": True}, "sum"),
-        ("realformer", {"use_running_mean": False}, "sum"),
-        (None, {"use_running_mean": True}, "mean"),
-    ],
-)
+@pytest.mark.parametrize(("family", "changes", "carry"), [
+    ("bert", {}, "none"), ("realformer", {}, "sum"),
+    (None, {"residual_attention_scores": False}, "none"),
+    (None, {"residual_attention_scores": True}, "sum"),
+    ("realformer", {"use_running_mean": False}, "sum"), (None, {"use_running_mean": True}, "mean"),
+])  # fmt: skip
 def test_google_checkpoint_gives_google_s_logits(
     family: Any, changes: dict[str, Any], carry: str, tmp_path: Path
 ) -> None:
@@ -110,15 +105,9 @@ def test_tensorflow_and_pytorch_forms_of_roformer_agree(tmp_path: Path) -> None:
     config = transformers.RoFormerConfig(**CONFIG, embedding_size=8)
     theirs = transformers.RoFormerForMaskedLM(config).eval()
     state = theirs.state_dict()
-    for name, value in _weights("roformer").items():
-        key = name.replace("bert/", "roformer/").replace("layer_", "layer/", 1)
-        key = key.replace("/gamma", "/weight").replace("/beta", "/bias").replace("/", ".")
-        key = key.replace("output_bias", "bias")
-        value = value.T if key.endswith("kernel") else value
-        key = key.replace("kernel", "weight")
-        key += ".weight" if key.endswith("_embeddings") else ""
+    for key, value in _as_pytorch("roformer").items():
         assert state[key].shape == value.shape
-        state[key].copy_(torch.from_numpy(value))
+        state[key].copy_(value)
     mine = load_model(tmp_path / "tf").model
     with torch.no_grad():
         expected = theirs(IDS, (torch.arange(5) < LENGTHS[:, None]).long()).logits
@@ -127,16 +116,23 @@ def test_tensorflow_and_pytorch_forms_of_roformer_agree(tmp_path: Path) -> None:
     torch.testing.assert_close(found[real], expected[real], rtol=0, atol=1e-5)
 
 
-def _community_v2(folder: Path, name: str = "roformer_v2", **changes: Any) -> Path:
-    """RoFormerV2 as JunnYu/RoFormer_pytorch saves it, from the TensorFlow fixture."""
+def _as_pytorch(name: str) -> dict[str, torch.Tensor]:
+    """The TensorFlow fixture under the names of transformers."""
     state = {}
     for key, value in _weights(name).items():
-        key = key.replace("bert/", "roformer/").replace("layer_", "layer/", 1).replace("/", ".")
+        key = key.replace("bert/", "roformer/").replace("layer_", "layer/", 1)
+        key = key.replace("/gamma", "/weight").replace("/beta", "/bias").replace("/", ".")
+        key = key.replace("output_bias", "bias")
         value = value.T if key.endswith("kernel") else value
         key = key.replace("kernel", "weight")
-        state[key + (".weight" if key.endswith("_embeddings") else "")] = torch.tensor(
-            value, dtype=torch.float32
-        )
+        key += ".weight" if key.endswith("_embeddings") else ""
+        state[key] = torch.tensor(value, dtype=torch.float32)
+    return state
+
+
+def _community_v2(folder: Path, name: str = "roformer_v2", **changes: Any) -> Path:
+    """RoFormerV2 as JunnYu/RoFormer_pytorch saves it, from the TensorFlow fixture."""
+    state = _as_pytorch(name)
     state["cls.predictions.decoder.weight"] = state["roformer.embeddings.word_embeddings.weight"]
     folder.mkdir()
     torch.save(state, folder / "pytorch_model.bin")
@@ -144,9 +140,8 @@ def _community_v2(folder: Path, name: str = "roformer_v2", **changes: Any) -> Pa
         **CONFIG, "model_type": "roformer", "norm_type": "rms_norm", "use_bias": False,
         "hidden_act": "relu", "embedding_size": 8, "layer_norm_eps": 1e-12, **changes,
     }  # fmt: skip
-    (folder / "config.json").write_text(
-        json.dumps({key: value for key, value in body.items() if value is not None})
-    )
+    body = {key: value for key, value in body.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(body))
     return folder
 
 
@@ -167,21 +162,16 @@ def test_roformer_v2_is_no_layernorm_model(tmp_path: Path) -> None:
     source = _community_v2(tmp_path / "pt", norm_type=None, use_bias=None)
     with pytest.raises(CheckpointError, match=r"missing: .*cls\.predictions.*and \d+ more"):
         convert(source, tmp_path / "out", family=None, overrides=[])
-    good = _community_v2(tmp_path / "good")
+    good, layernorm = _community_v2(tmp_path / "good"), ["norm=layernorm", "norm_affine=true"]
     with pytest.raises(CheckpointError, match=r"missing: roformer\.\S*LayerNorm\.bias"):
-        convert(
-            good, tmp_path / "out", family=None, overrides=["norm=layernorm", "norm_affine=true"]
-        )
+        convert(good, tmp_path / "out", family=None, overrides=layernorm)
     assert not (tmp_path / "out").exists()
 
 
-def test_other_vocabulary_is_refused_with_numbers(tmp_path: Path) -> None:
+def test_vocabularies_and_families_must_fit(tmp_path: Path) -> None:
     source = _community_v2(tmp_path / "pt", vocab_size=21128)
     with pytest.raises(CheckpointError, match=r"word_embeddings\.weight .*\(20, 8\).*\(21128, 8\)"):
         convert(source, tmp_path / "out", family=None, overrides=[])
-
-
-def test_same_names_need_the_family(tmp_path: Path) -> None:
     source = _source(tmp_path, "bert")
     with pytest.raises(CheckpointError, match=r"bert and of realformer.*--family"):
         convert(source, tmp_path / "out", family=None, overrides=[])
@@ -189,28 +179,23 @@ def test_same_names_need_the_family(tmp_path: Path) -> None:
         convert(source, tmp_path / "out", family="roformer", overrides=[])
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"hidden_act": "mish"}, "hidden_act 'mish'"),
-        ({"rotary_value": "yes"}, "rotary_value"),
-        ({"use_bias": True}, "use_bias is True; only False"),
-        ({"attention_head_size": 2}, "attention_head_size is 2; only 4"),
-        ({"brand_new": 3}, "brand_new=3.* --ignore brand_new"),
-        ({"residual_attention_scores": 1}, "residual_attention_scores is 1"),
-        ({"residual_attention_scores": False, "use_running_mean": True}, "use_running_mean=True"),
-        ({"model_type": ["bert"]}, r"model_type \['bert'\]"),
-        ({"hidden_act": ["gelu"]}, r"hidden_act \['gelu'\]"),
-        ({"hidden_size": 10**18}, "hidden_size.*1000000000000000000"),
-        ({"num_hidden_layers": 10**7}, "num_layers.*10000000"),
-        ({"position_embedding_type": "relative_key"}, "only 'absolute'"),
-        ({"model_type": "t5"}, "model_type 't5'"),
-        ({"num_hidden_layers": None}, "num_hidden_layers"),
-        ({"num_hidden_layers": 3}, r"missing: roformer\.encoder\.layer\.2"),
-        ({"num_hidden_layers": 1}, r"not expected: roformer\.encoder\.layer\.1"),
-        ({"num_attention_heads": 3}, "multiple"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"hidden_act": "mish"}, "hidden_act 'mish'"), ({"rotary_value": "yes"}, "rotary_value"),
+    ({"use_bias": True}, "use_bias is True; only False"),
+    ({"attention_head_size": 2}, "attention_head_size is 2; only 4"),
+    ({"brand_new": 3}, "brand_new=3.* --ignore brand_new"),
+    ({"residual_attention_scores": 1}, "residual_attention_scores is 1"),
+    ({"residual_attention_scores": False, "use_running_mean": True}, "use_running_mean=True"),
+    ({"model_type": ["bert"]}, r"model_type \['bert'\]"),
+    ({"hidden_act": ["gelu"]}, r"hidden_act \['gelu'\]"),
+    ({"hidden_size": 10**18}, "hidden_size.*1000000000000000000"),
+    ({"num_hidden_layers": 10**7}, "num_layers.*10000000"),
+    ({"position_embedding_type": "relative_key"}, "only 'absolute'"),
+    ({"model_type": "t5"}, "model_type 't5'"), ({"num_hidden_layers": None}, "num_hidden_layers"),
+    ({"num_hidden_layers": 3}, r"missing: roformer\.encoder\.layer\.2"),
+    ({"num_hidden_layers": 1}, r"not expected: roformer\.encoder\.layer\.1"),
+    ({"num_attention_heads": 3}, "multiple"),
+])  # fmt: skip
 def test_what_does_not_fit_is_named(changes: Any, message: str, tmp_path: Path) -> None:
     source = _community_v2(tmp_path / "pt", **changes)
     with pytest.raises((CheckpointError, ConfigError), match=message):
@@ -225,7 +210,6 @@ def _rewrite(source: Path, change: Callable[[dict[str, torch.Tensor]], object]) 
 
 
 _SELF = "roformer.encoder.layer.0.attention.self"
-_WORDS = "roformer.embeddings.word_embeddings.weight"
 DAMAGE: list[tuple[Callable[[dict[str, torch.Tensor]], object], str]] = [
     (lambda state: state.update({f"{_SELF}.query.weight": torch.ones(7, 8),
      f"{_SELF}.key.weight": torch.ones(9, 8)}), r"query\.weight .*\(7, 8\)"),
@@ -254,18 +238,13 @@ def test_damaged_tensors_are_named_before_any_is_joined(
 _MAP = "pytorch_model.bin.index.json"
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("config.json", [1], "config.json holds a list"),
-        (_MAP, {}, "weight_map"),
-        (_MAP, {"weight_map": [1]}, "weight_map"),
-        (_MAP, {"weight_map": {"a": 1}}, "weight_map"),
-        (_MAP, {"weight_map": {"a": "../x.bin"}}, r"names '\.\./x\.bin'"),
-        (_MAP, {"weight_map": {"a": "/x.bin"}}, "names '/x.bin'"),
-        ("pytorch_model.bin", [1], "holds a list"),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "message"), [
+    ("config.json", [1], "config.json holds a list"), (_MAP, {}, "weight_map"),
+    (_MAP, {"weight_map": [1]}, "weight_map"), (_MAP, {"weight_map": {"a": 1}}, "weight_map"),
+    (_MAP, {"weight_map": {"a": "../x.bin"}}, r"names '\.\./x\.bin'"),
+    (_MAP, {"weight_map": {"a": "/x.bin"}}, "names '/x.bin'"),
+    ("pytorch_model.bin", [1], "holds a list"),
+])  # fmt: skip
 def test_damaged_files_are_named(name: str, content: Any, message: str, tmp_path: Path) -> None:
     source = _community_v2(tmp_path / "pt")
     if name == "pytorch_model.bin":

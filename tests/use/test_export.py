@@ -24,8 +24,7 @@ from tests.support.ranks import Ranks, newest_state
 @pytest.fixture(scope="module")
 def exported(straight_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("export") / "model"
-    report = export(straight_run, out)
-    assert report.max_abs_diff <= 1e-3
+    assert export(straight_run, out).max_abs_diff <= 1e-3
     return out
 
 
@@ -90,18 +89,15 @@ def test_fill_mask_gives_the_best_tokens(exported: Path, straight_run: Path) -> 
         assert len(chances) == 4
 
 
-def test_existing_folder_is_not_overwritten(straight_run: Path, tmp_path: Path) -> None:
+def test_empty_runs_and_full_folders_are_refused(tmp_path: Path, straight_run: Path) -> None:
+    (tmp_path / "attempts.jsonl").write_text("{}\n")
+    with pytest.raises(CheckpointError, match="has no checkpoints yet: "):
+        export(tmp_path, tmp_path / "out")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").touch()
     with pytest.raises(CheckpointError, match="is not empty; choose another"):
         export(straight_run, tmp_path / "out")
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["precious"]
-
-
-def test_run_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "attempts.jsonl").write_text("{}\n")
-    with pytest.raises(CheckpointError, match="has no checkpoints yet: "):
-        export(tmp_path, tmp_path / "out")
 
 
 def test_changed_weights_are_refused(straight_run: Path, tmp_path: Path) -> None:
@@ -147,9 +143,7 @@ def test_a_run_in_its_alpha_warm_up_is_used_at_its_alpha_or_refused(
 
 
 @pytest.mark.slow
-def test_fp32_run_is_exported(
-    dataset: DatasetIndex, tmp_path: Path, start_ranks: type[Ranks]
-) -> None:
+def test_fp32_run(dataset: DatasetIndex, tmp_path: Path, start_ranks: type[Ranks]) -> None:
     ranks = start_ranks(tmp_path / "run", dataset, "train.precision=fp32", "train.num_steps=20")
     assert ranks.wait() == [0, 0], ranks.output
     assert export(tmp_path / "run", tmp_path / "out").max_abs_diff <= 1e-3

@@ -122,8 +122,7 @@ def test_folder_loads_alone_and_computes_the_same(
     source = straight_run
     if kind != "run":
         source = _model_folder(tmp_path / "ours", straight_run, **KINDS[kind])
-    report = export_hf(source, tmp_path / "hf")
-    assert report.max_abs_diff <= 1e-4
+    assert export_hf(source, tmp_path / "hf").max_abs_diff <= 1e-4
     found = _alone(tmp_path / "hf", tmp_path)
 
     trained = load_trained(source)
