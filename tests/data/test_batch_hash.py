@@ -46,14 +46,11 @@ def _batch(rows: int, slots: int, seed: int = 0, share: float = 0.15) -> Batch:
     draw = np.random.default_rng(seed)
     masked_index = np.flatnonzero(draw.random(rows * slots) < share)
     return Batch(
-        np.arange(rows),
-        draw.integers(0, 2**40, rows),
-        draw.integers(0, 2**32, rows),
+        np.arange(rows), draw.integers(0, 2**40, rows), draw.integers(0, 2**32, rows),
         draw.integers(0, 50_000, (rows, slots)),
-        np.sort(draw.integers(0, 5, (rows, slots)), axis=1).astype(np.int32),
-        masked_index,
-        draw.integers(0, 50_000, len(masked_index)),
-    )
+        np.sort(draw.integers(0, 5, (rows, slots)), axis=1).astype(np.int32), masked_index,
+        draw.integers(0, 50_000, len(masked_index))
+    )  # fmt: skip
 
 
 def _next_of_splitmix64(state: int) -> int:
@@ -138,11 +135,9 @@ def test_strided_arrays_and_other_types_hash_the_same() -> None:
     wide = np.zeros((4, 40), np.int64)
     wide[:, ::2] = batch.input_ids
     changed = batch._replace(
-        input_ids=wide[:, ::2],
-        documents=np.asfortranarray(batch.documents),
-        sample_ids=batch.sample_ids.astype(">i8"),
-        epochs=batch.epochs.astype(np.uint32),
-    )
+        input_ids=wide[:, ::2], documents=np.asfortranarray(batch.documents),
+        sample_ids=batch.sample_ids.astype(">i8"), epochs=batch.epochs.astype(np.uint32)
+    )  # fmt: skip
     assert batch_hash(*changed) == batch_hash(*batch)
 
 

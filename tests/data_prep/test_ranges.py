@@ -26,11 +26,9 @@ def _in_pieces(path: Path, piece_bytes: int, **settings: str) -> list[Document |
     source = _source(path, **settings)
     encoding = "gb18030" if source.encoding == "gb18030" else "utf-8"
     return [
-        item
-        for piece in pieces(source, find(source).files, piece_bytes)
-        for file in piece.files
+        item for piece in pieces(source, find(source).files, piece_bytes) for file in piece.files
         for item in read_file(file, source, 10_000, encoding)
-    ]
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "settings"), [

@@ -60,11 +60,9 @@ def test_type_checkers_and_python_see_the_same_names() -> None:
     tree = ast.parse(Path(postnorm.__file__).read_text())
     [block] = (node for node in tree.body if isinstance(node, ast.If))
     typed = {
-        (alias.name, node.module)
-        for node in ast.walk(block)
-        if isinstance(node, ast.ImportFrom)
+        (alias.name, node.module) for node in ast.walk(block) if isinstance(node, ast.ImportFrom)
         for alias in node.names
-    }
+    }  # fmt: skip
     assert typed == set(postnorm._HOMES.items())
     assert {name for name, _ in typed} | {"__version__"} == set(postnorm.__all__)
     for name in postnorm.__all__:
