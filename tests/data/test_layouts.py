@@ -71,7 +71,7 @@ def _cursors(steps: TrainSteps) -> list[int]:
     return [place.cursor for place in itertools.islice(steps.plan.batches_from(0), STEPS)]
 
 
-def test_the_run_crosses_epochs_lengths_and_batches(
+def test_the_run_crosses_epochs_lengths_and_batches_with_masks_of_their_own(
     two_sources: DatasetIndex, expected: list[tuple[list[Row], int]]
 ) -> None:
     steps = open_steps(two_sources, _config(two_sources))
@@ -82,6 +82,17 @@ def test_the_run_crosses_epochs_lengths_and_batches(
     assert epochs["large"] > 1.5
     assert epochs["small"] / epochs["large"] == pytest.approx(2.5, rel=0.02)
     assert len({total for _, total in expected}) == STEPS
+    by_sample: dict[int, list[Row]] = {}
+    for rows, _ in expected:
+        for row in rows:
+            by_sample.setdefault(row.sample_id, []).append(row)
+    again = [rows for rows in by_sample.values() if len(rows) > 1]
+    assert len(again) > 500
+    for rows in again:
+        assert len({row.epoch for row in rows}) == len(rows)
+        assert len({row.documents for row in rows}) == 1
+        long = np.count_nonzero(np.frombuffer(rows[0].documents, np.int32)) > 40
+        assert not long or len({row.masked for row in rows}) == len(rows)
 
 
 @pytest.mark.parametrize(
@@ -166,20 +177,6 @@ def _run_from(
     steps = open_steps(dataset, _config(dataset, micro_batch))
     for place in steps.plan.batches_from(cursor):
         pipe.send(step_on(steps, place.cursor, world_size))
-
-
-def test_masks_of_two_epochs_differ(expected: list[tuple[list[Row], int]]) -> None:
-    by_sample: dict[int, list[Row]] = {}
-    for rows, _ in expected:
-        for row in rows:
-            by_sample.setdefault(row.sample_id, []).append(row)
-    again = [rows for rows in by_sample.values() if len(rows) > 1]
-    assert len(again) > 500
-    for rows in again:
-        assert len({row.epoch for row in rows}) == len(rows)
-        assert len({row.documents for row in rows}) == 1
-        long = np.count_nonzero(np.frombuffer(rows[0].documents, np.int32)) > 40
-        assert not long or len({row.masked for row in rows}) == len(rows)
 
 
 def _workers(

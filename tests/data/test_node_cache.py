@@ -55,7 +55,7 @@ def test_arrays_of_every_type_come_back_as_they_were() -> None:
         assert other[4].tolist() == [0, 1, 2, 3, 4]
 
 
-def test_what_one_has_made_the_others_read() -> None:
+def test_what_one_has_made_the_others_read_until_the_longest_unused_is_replaced() -> None:
     caches, made = [_open("read"), _open("read")], list[int]()
     for number in (1, 2, 3, 2, 1):
         for cache in caches:
@@ -63,9 +63,6 @@ def test_what_one_has_made_the_others_read() -> None:
     assert made == [1, 2, 3]
     _check(_open("other content"), 2, _maker(2, made))
     assert made == [1, 2, 3, 2]
-
-
-def test_the_longest_unused_is_replaced_but_never_what_is_read() -> None:
     one, other, made = _open("lru"), _open("lru"), list[int]()
     for number in (1, 2, 3):
         _check(one, number, _maker(number, made))

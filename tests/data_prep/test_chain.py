@@ -164,7 +164,7 @@ def test_a_changed_input_is_noticed_later(prep_config: Path, corpus: Path, tmp_p
         run_part(config, "dedup")
 
 
-def test_plan_counts_the_tasks_that_there_are(whole: Path, prep_config: Path, source: Path) -> None:
+def test_plan_of_tasks(whole: Path, prep_config: Path, source: Path, tmp_path: Path) -> None:
     made = plan(_load(prep_config, whole, source))
     assert made["pieces"] == made["files"] == SOURCES
     size = sum(path.stat().st_size for path in source.rglob("*.jsonl"))
@@ -177,8 +177,6 @@ def test_plan_counts_the_tasks_that_there_are(whole: Path, prep_config: Path, so
     assert {stage["name"]: stage["tasks"] for stage in made["stages"]} == done
     assert f"hours on {7}" in plan_text(made, 7)
 
-
-def test_plan_names_the_rest(whole: Path, prep_config: Path, source: Path, tmp_path: Path) -> None:
     def todo(folder: Path) -> dict[str, list[int] | None]:
         stages = plan(_load(prep_config, folder, source))["stages"]
         return {stage["name"]: stage["todo"] for stage in stages}

@@ -88,7 +88,7 @@ def test_as_a_search_by_strings(tmp_path: Path) -> None:
     assert _count(tmp_path, rows, [path])["sets"]["a"]["shared"] == shared
 
 
-def test_a_dataset_stands_for_its_inputs(tmp_path: Path) -> None:
+def test_a_dataset_stands_for_its_inputs_if_all_are_cleaned_alike(tmp_path: Path) -> None:
     text = "漢字文化圈的歷史非常悠久而且豐富多彩"
     source = SourceConfig(name="s", inputs=(_corpus(tmp_path / "c.jsonl.gz", [text]),))
     prep = PrepConfig(output_dir=str(tmp_path / "data"), sources=(source,),
@@ -98,6 +98,15 @@ def test_a_dataset_stands_for_its_inputs(tmp_path: Path) -> None:
     rows = [("a", ["汉字文化圈的历史非常悠久而且丰富多彩"])]  # simplified, as the dataset is
     assert _count(tmp_path, rows, [str(tmp_path / "data")])["sets"]["a"]["shared"] == 1
     assert _count(tmp_path, rows, list(source.inputs))["sets"]["a"]["shared"] == 0
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        clean = CleanConfig(simplified=folder.name == "a")
+        source = SourceConfig(name="s", inputs=("x",))
+        prep = PrepConfig(output_dir=str(folder), sources=(source,), clean=clean)
+        folder.mkdir()
+        (folder / "resolved.yaml").write_text(resolved_text(prep))
+    with pytest.raises(DataError, match="different ways"):
+        _count(tmp_path, [("a", ["text"])], [*map(str, folders)])
 
 
 def test_a_count_is_kept_until_rows_corpus_or_lengths_change(tmp_path: Path) -> None:
@@ -115,18 +124,6 @@ def test_a_count_is_kept_until_rows_corpus_or_lengths_change(tmp_path: Path) -> 
     assert _count(tmp_path, rows, [corpus])["sets"]["a"]["shared"] == 0
     (tmp_path / "overlap.json").write_text("{")
     assert _count(tmp_path, rows, [corpus])["sets"]["a"]["shared"] == 0
-
-
-def test_datasets_that_clean_in_other_ways_are_counted_apart(tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in "ab"]
-    for folder in folders:
-        clean = CleanConfig(simplified=folder.name == "a")
-        source = SourceConfig(name="s", inputs=("x",))
-        prep = PrepConfig(output_dir=str(folder), sources=(source,), clean=clean)
-        folder.mkdir()
-        (folder / "resolved.yaml").write_text(resolved_text(prep))
-    with pytest.raises(DataError, match="different ways"):
-        _count(tmp_path, [("a", ["text"])], [*map(str, folders)])
 
 
 def test_what_is_wrong_is_said(tmp_path: Path) -> None:

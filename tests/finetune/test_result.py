@@ -216,7 +216,7 @@ def test_the_interval_of_one_seed_is_that_of_a_share_of_rows(tmp_path: Path) -> 
     assert body["dev"] == run.body["dev"], "of one seed nothing is averaged"
 
 
-def test_warnings_of_several_seeds_name_the_seed(tmp_path: Path) -> None:
+def test_seeds_are_averaged_and_their_warnings_joined(tmp_path: Path) -> None:
     config = _config(tmp_path, "pair")
     good = _score(config, [("a", "a"), ("b", "b")], ("a", "b"))
     bad = _score(config, [("a", "b"), ("b", "b")], ("a", "b"))
@@ -226,9 +226,6 @@ def test_warnings_of_several_seeds_name_the_seed(tmp_path: Path) -> None:
     assert result.combine([bad, bad], [3, 4])["warnings"] == bad.body["warnings"], (
         "all say it: once"
     )
-
-
-def test_numbers_alone_are_averaged() -> None:
     one = {"a": 1, "b": {"c": 2.0, "d": None}, "e": "x"}
     other = {"a": 2, "b": {"c": 4.0, "d": 5.0}, "e": "x"}
     assert result.averaged([one, other]) == {"a": 1.5, "b": {"c": 3.0, "d": 5.0}, "e": "x"}

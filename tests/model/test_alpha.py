@@ -35,23 +35,17 @@ def test_a_cast_module_keeps_alpha_in_fp32(dtype: torch.dtype) -> None:
     assert cast.encoder.alpha.item() == pytest.approx(0.7, abs=1e-7)
 
 
-def test_alpha_is_no_part_of_the_weights_but_of_a_copy() -> None:
+def test_alpha_is_one_tensor_of_the_module_and_no_weight() -> None:
     model = _model()
     model.encoder.set_alpha(ALPHA)
     assert not [name for name in model.state_dict() if "alpha" in name]
     assert copy.deepcopy(model).encoder.alpha.item() == pytest.approx(ALPHA, abs=1e-7)
-
-
-def test_a_model_made_without_storage_has_an_alpha() -> None:
     with torch.device("meta"):
         model = MaskedLanguageModel(CONFIG)
     assert model.encoder.token_embedding.weight.is_meta
     assert model.encoder.alpha.item() == 1.0
     model.load_state_dict(_model().state_dict(), assign=True)
     assert torch.equal(model.eval()(*_batch()), _model()(*_batch()))
-
-
-def test_the_tensor_stays_the_same_when_alpha_is_set() -> None:
     model = _model().bfloat16()
     before = model.encoder.alpha
     model.encoder.set_alpha(ALPHA)

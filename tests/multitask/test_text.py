@@ -93,29 +93,11 @@ def test_the_loss_of_text_is_that_of_pre_training(whole: Path, dataset: DatasetI
     assert min(draws) < max(draws) <= 3, draws
 
 
-def test_held_out_text_is_scored(whole: Path) -> None:
+def test_text_is_scored_and_shown_beside_tasks(whole: Path) -> None:
     [scores] = lines(whole, "eval")
     assert np.isfinite(scores["mlm_loss"])
     assert 0 < scores["mlm_loss"] < 10
     assert {"mlm_accuracy", "mlm_num_masked", "dev_classify"} <= scores.keys()
-
-
-def test_a_run_with_text_continues_bit_for_bit(mix: Path, whole: Path, tmp_path: Path) -> None:
-    parted = tmp_path / "parted"
-    shutil.copytree(whole, parted)
-    # As if it had been killed after the save of step 2.
-    for newest in published(parted / FOLDER)[:2]:
-        shutil.rmtree(newest)
-    (parted / "done.json").unlink()
-    run(mix, f"run_dir={parted}")
-    assert len((parted / "attempts.jsonl").read_text().splitlines()) == 2
-    assert furthest(weights(whole), weights(parted)) == 0
-    assert (whole / "batches.tsv").read_bytes() == (parted / "batches.tsv").read_bytes()
-    again = [line["mlm"] for line in lines(parted, "train")]
-    assert again[-2:] == [line["mlm"] for line in lines(whole, "train")][-2:]
-
-
-def test_inspect_shows_text_and_tasks(whole: Path) -> None:
     for step in range(1, STEPS + 1):
         head, *shown = step_lines(whole, step, None, as_json=False)
         drawn = Counter(head.partition("draws of ")[2].split(", "))
@@ -132,3 +114,18 @@ def test_inspect_shows_text_and_tasks(whole: Path) -> None:
             assert where.startswith(place)
         if drawn["mlm"]:
             assert any("[MASK]" in line for line in shown)
+
+
+def test_a_run_with_text_continues_bit_for_bit(mix: Path, whole: Path, tmp_path: Path) -> None:
+    parted = tmp_path / "parted"
+    shutil.copytree(whole, parted)
+    # As if it had been killed after the save of step 2.
+    for newest in published(parted / FOLDER)[:2]:
+        shutil.rmtree(newest)
+    (parted / "done.json").unlink()
+    run(mix, f"run_dir={parted}")
+    assert len((parted / "attempts.jsonl").read_text().splitlines()) == 2
+    assert furthest(weights(whole), weights(parted)) == 0
+    assert (whole / "batches.tsv").read_bytes() == (parted / "batches.tsv").read_bytes()
+    again = [line["mlm"] for line in lines(parted, "train")]
+    assert again[-2:] == [line["mlm"] for line in lines(whole, "train")][-2:]

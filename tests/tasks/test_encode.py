@@ -105,12 +105,6 @@ def test_entities_that_are_lost_are_counted(wordpiece: WordPieceTokenizer) -> No
     assert set(text_spans(row, row.spans)) == set(gold)
 
 
-def test_slots_outside_of_the_text_have_no_characters(wordpiece: WordPieceTokenizer) -> None:
-    [row], _ = _encode(wordpiece, _config("spans"), text="the sea", gold=())
-    assert row.offsets.tolist() == [[-1, -1], [0, 3], [4, 7], [-1, -1]]
-    assert text_spans(row, [TokenSpan("x", 0, 2), TokenSpan("x", 1, 3)]) == [Span("x", 0, 7)]
-
-
 # Rows of each kind
 
 
@@ -144,7 +138,7 @@ def _sizes(kind: str, room: int, *texts: str) -> list[int]:
     return [row.ids.tolist().count(ord(text[0])) for text in texts]
 
 
-def test_pairs_are_cut_as_bert_cuts_them() -> None:
+def test_texts_are_cut_as_bert_cuts_them() -> None:
     """BERT takes a token of the first while that is the longer one, else one of the second."""
     for room in (5, 6, 9):
         for first in range(1, 15):
@@ -153,9 +147,6 @@ def test_pairs_are_cut_as_bert_cuts_them() -> None:
                 while a + b > room:
                     a, b = (a - 1, b) if a > b else (a, b - 1)
                 assert _sizes("pair", room, "a" * first, "b" * second) == [a, b]
-
-
-def test_three_texts_are_cut_at_the_last_of_the_longest() -> None:
     for room in (4, 5, 10):
         for first, second, third in product(range(1, 8), repeat=3):
             left = [first, second, third]
@@ -185,13 +176,16 @@ def test_what_is_kept_of_long_texts(
     assert counts == {"rows that were cut": 1}
 
 
-def test_offsets_are_those_of_what_is_kept(wordpiece: WordPieceTokenizer) -> None:
+def test_offsets_are_those_of_the_text_that_is_kept(wordpiece: WordPieceTokenizer) -> None:
     config = _config("tag", max_length=8, truncate="head")
     gold = (Span("x", 0, 2), Span("x", len(CHINESE) - 4, len(CHINESE) - 2))
     [row], counts = _encode(wordpiece, config, text=CHINESE, gold=gold)
     assert row.offsets[1:-1, 0].tolist() == list(range(len(CHINESE) - 6, len(CHINESE)))
     assert text_spans(row, row.spans) == [gold[1]]
     assert counts == {"rows that were cut": 1, "entities behind the cut": 1}
+    [row], _ = _encode(wordpiece, _config("spans"), text="the sea", gold=())
+    assert row.offsets.tolist() == [[-1, -1], [0, 3], [4, 7], [-1, -1]]
+    assert text_spans(row, [TokenSpan("x", 0, 2), TokenSpan("x", 1, 3)]) == [Span("x", 0, 7)]
 
 
 def test_choices_are_rows_and_repeats_have_none(wordpiece: WordPieceTokenizer) -> None:

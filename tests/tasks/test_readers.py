@@ -76,7 +76,7 @@ def test_labels_may_be_numbers_and_several_and_are_in_order(folder: Folder) -> N
     assert [row.gold for row in folder.rows("multilabel", rows, **SENTENCE)] == [("1", "b"), ("7",)]
 
 
-def test_ids_are_the_file_s_or_row_numbers(folder: Folder) -> None:
+def test_ids_are_the_file_s_or_row_numbers_and_keywords_joined(folder: Folder) -> None:
     rows = folder.rows("classify", [{**ROW, "id": 3000}, {**ROW, "id": "7"}, ROW], **SENTENCE)
     assert [row.id for row in rows] == ["3000", "7", "2"]
     fields = {"text": "sentence", "id": "idx"}
@@ -84,6 +84,10 @@ def test_ids_are_the_file_s_or_row_numbers(folder: Folder) -> None:
     assert [row.id for row in rows] == ["3", "4"], "as CLUEWSC names it in train and in test"
     with pytest.raises(DataError, match=r"a\.json:1: neither 'idx', named by data\.fields\.id"):
         folder.read("classify", [ROW], fields=fields)
+    row = {"abst": "摘要", "keyword": ["甲", "乙"], "label": "1", "id": 1}
+    fields = {"text": "keyword", "text_b": "abst"}
+    assert folder.rows("pair", [row], fields=fields)[0].text == "甲；乙"
+    assert folder.rows("pair", [row], fields=fields, joiner=" ")[0].text == "甲 乙"
 
 
 def test_only_a_line_feed_ends_a_line(folder: Folder) -> None:
@@ -99,13 +103,6 @@ def test_label_that_train_lacks_is_refused_with_its_line(folder: Folder) -> None
     task = folder.task("classify", train=["t.json"], dev=["d.json"], **SENTENCE)
     with pytest.raises(DataError, match=r"d\.json:2: label 'b' is not one of the 1 of data\.train"):
         read_task(task)
-
-
-def test_keywords_given_as_a_list_are_joined(folder: Folder) -> None:
-    row = {"abst": "摘要", "keyword": ["甲", "乙"], "label": "1", "id": 1}
-    fields = {"text": "keyword", "text_b": "abst"}
-    assert folder.rows("pair", [row], fields=fields)[0].text == "甲；乙"
-    assert folder.rows("pair", [row], fields=fields, joiner=" ")[0].text == "甲 乙"
 
 
 TABLE = "s,label\n"
@@ -153,7 +150,7 @@ def test_missing_files_fields_and_other_bytes_are_refused(folder: Folder) -> Non
         folder.read("classify", [ROW])
 
 
-def test_test_may_be_without_labels(folder: Folder) -> None:
+def test_test_may_be_without_labels_and_with_a_header_of_its_own(folder: Folder) -> None:
     folder.write("t.json", [ROW])
     folder.write("u.csv", "id,sentence,label\n5,y,\n")
     folder.write("v.json", [{"sentence": "y", "id": 6}])
@@ -165,6 +162,14 @@ def test_test_may_be_without_labels(folder: Folder) -> None:
     folder.write("w.bio", "a\nb\n\nc O\n")
     rows = read_file(folder.task("tag"), "w.bio", needs_gold=False)
     assert [(row.text, row.gold) for row in rows] == [("ab", None), ("c", ())]
+    columns = ["source", "label", "star", "sentence"]
+    folder.write("train.tsv", 'gj04\t1\t\tShe "left".\ngj04\t0\t*\tLeft she.\n')
+    folder.write("test.tsv", "index\tsentence\n0\tBill left.\n")
+    files = {"train": ["train.tsv"], "test": ["test.tsv"]}
+    data = read_task(folder.task("classify", columns=columns, **files, **SENTENCE))
+    train = [(row.text, row.gold) for row in data.splits["train"]]
+    assert train == [('She "left".', "1"), ("Left she.", "0")]
+    assert [(row.text, row.gold) for row in data.splits["test"]] == [("Bill left.", None)]
 
 
 # Tables
@@ -184,21 +189,10 @@ def test_quotes_are_text_in_tsv_and_quotes_in_csv(
     assert rows[-1].where.endswith(f"{name}:{last}"), "where the row begins"
 
 
-def test_cola_has_a_header_in_test_only(folder: Folder) -> None:
-    columns = ["source", "label", "star", "sentence"]
-    folder.write("train.tsv", 'gj04\t1\t\tShe "left".\ngj04\t0\t*\tLeft she.\n')
-    folder.write("test.tsv", "index\tsentence\n0\tBill left.\n")
-    files = {"train": ["train.tsv"], "test": ["test.tsv"]}
-    data = read_task(folder.task("classify", columns=columns, **files, **SENTENCE))
-    train = [(row.text, row.gold) for row in data.splits["train"]]
-    assert train == [('She "left".', "1"), ("Left she.", "0")]
-    assert [(row.text, row.gold) for row in data.splits["test"]] == [("Bill left.", None)]
-
-
 # Entities
 
 
-def test_cluener_ends_are_inclusive_and_entities_repeat(folder: Folder) -> None:
+def test_spans_of_cluener_and_in_lists(folder: Folder) -> None:
     row = {
         "text": "“金庸”谈金庸，《金庸传》",
         "label": {"name": {"金庸": [[1, 2], [5, 6]]}, "book": {"《金庸传》": [[8, 12]]}},
@@ -208,6 +202,14 @@ def test_cluener_ends_are_inclusive_and_entities_repeat(folder: Folder) -> None:
     assert example.gold == (Span("name", 1, 3), Span("name", 5, 7), Span("book", 8, 13))
     assert [example.text[s.start : s.end] for s in example.gold] == ["金庸", "金庸", "《金庸传》"]
     assert data.labels == ("book", "name")
+    entity = {"type": "name", "start": 1, "end": 3, "text": "金庸"}
+    fields = {"text": "text", "spans": "entities"}
+    rows = [{"text": "“金庸", "entities": x} for x in ([entity], [["name", 1, 3]], [])]
+    golds = [row.gold for row in folder.rows("spans", rows, fields=fields)]
+    assert golds == [(Span("name", 1, 3),), (Span("name", 1, 3),), ()]
+    inclusive = [{"text": "“金庸", "entities": [["name", 1, 2]]}]
+    [row] = folder.rows("spans", inclusive, fields=fields, span_ends="inclusive")
+    assert row.gold == (Span("name", 1, 3),)
 
 
 @pytest.mark.parametrize(("label", "message"), [
@@ -221,17 +223,6 @@ def test_cluener_ends_are_inclusive_and_entities_repeat(folder: Folder) -> None:
 def test_offsets_that_do_not_fit_are_refused(folder: Folder, label: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         folder.read("spans", [{"text": "“金庸", "label": label}], **TEXT)
-
-
-def test_spans_in_lists(folder: Folder) -> None:
-    entity = {"type": "name", "start": 1, "end": 3, "text": "金庸"}
-    fields = {"text": "text", "spans": "entities"}
-    rows = [{"text": "“金庸", "entities": x} for x in ([entity], [["name", 1, 3]], [])]
-    golds = [row.gold for row in folder.rows("spans", rows, fields=fields)]
-    assert golds == [(Span("name", 1, 3),), (Span("name", 1, 3),), ()]
-    inclusive = [{"text": "“金庸", "entities": [["name", 1, 2]]}]
-    [row] = folder.rows("spans", inclusive, fields=fields, span_ends="inclusive")
-    assert row.gold == (Span("name", 1, 3),)
 
 
 def test_bmes_of_characters_and_conll_of_words(folder: Folder) -> None:
@@ -350,7 +341,7 @@ def test_c3(folder: Folder) -> None:
             folder.read("choice", json.dumps(items))
 
 
-def test_fewclue_s_blank(folder: Folder) -> None:
+def test_blanks_of_fewclue_and_chid(folder: Folder) -> None:
     row = {"id": 1, "content": "他#idiom#地来。", "candidates": ["甲", "乙"], "answer": 1}
     fields = {"text": "content", "choices": "candidates", "label": "answer"}
     [example] = folder.rows("cloze", [row], fields=fields)
@@ -359,9 +350,6 @@ def test_fewclue_s_blank(folder: Folder) -> None:
         folder.read("cloze", [{**row, "content": "他来。"}], fields=fields)
     with pytest.raises(DataError, match=r"a\.json:1: answer 2 is neither"):
         folder.read("cloze", [{**row, "answer": 2}], fields=fields)
-
-
-def test_chid_makes_a_row_of_each_blank(folder: Folder) -> None:
     passages = ["甲#idiom000001#乙#idiom000002#", "#idiom000003#"]
     folder.write("a_answer.json", '{"#idiom000001#": 2, "#idiom000002#": 0, "#idiom000003#": 1}')
     rows = folder.rows("cloze", [{"candidates": ["一", "二", "三"], "content": passages}])
@@ -390,7 +378,7 @@ def test_wsc_marks_are_checked_against_the_text(folder: Folder) -> None:
 # Samples and repeats
 
 
-def test_a_smaller_sample_is_part_of_a_larger_one(folder: Folder) -> None:
+def test_samples_are_parts_of_larger_ones_and_have_all_classes(folder: Folder) -> None:
     rows = [{"sentence": str(i), "label": "a"} for i in range(50)]
     small, large = (
         [row.text for row in folder.rows("classify", rows, train_rows=n, **SENTENCE)]
@@ -400,9 +388,6 @@ def test_a_smaller_sample_is_part_of_a_larger_one(folder: Folder) -> None:
     assert set(small) < set(large)
     assert large == sorted(large, key=int), "in the order of the file"
     assert small != [str(i) for i in range(10)]
-
-
-def test_a_sample_has_the_classes_of_all_rows(folder: Folder) -> None:
     folder.write("t.json", [{"sentence": str(i), "label": i % 25} for i in range(50)])
     folder.write("d.json", [{"sentence": "d", "label": i} for i in range(25)])
     task = folder.task("classify", train=["t.json"], dev=["d.json"], train_rows=5, **SENTENCE)

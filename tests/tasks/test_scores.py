@@ -214,7 +214,7 @@ def test_nothing_to_score_is_refused() -> None:
 # Baselines, intervals
 
 
-def test_baselines() -> None:
+def test_baselines_and_chance() -> None:
     golds = ["a", "b", "b", "b"]
     assert metrics.majority("classify", golds, labels=["a", "b"])["accuracy"] == 0.75
     assert metrics.majority("classify", golds, labels=["a", "b"])["matthews"] == 0
@@ -225,9 +225,6 @@ def test_baselines() -> None:
     assert metrics.majority("multilabel", [["a"], ["a", "b"]], labels=["a", "b"])["accuracy"] == 0.5
     assert metrics.majority("regress", [1.0, 2.0])["pearson"] == 0
     assert metrics.chance("choice", [0, 1], num_choices=[2, 4])["accuracy"] == pytest.approx(3 / 8)
-
-
-def test_chance_is_the_mean_of_guesses() -> None:
     golds = ["a"] * 300 + ["b"] * 100
     rng = random.Random(0)
     labels = ["a", "b"]
@@ -239,7 +236,7 @@ def test_chance_is_the_mean_of_guesses() -> None:
         assert measured == pytest.approx(value, abs=4 * 0.05 / math.sqrt(40)), name
 
 
-def test_interval_covers_what_the_binomial_says() -> None:
+def test_intervals_and_draws_weigh_rows_as_the_binomial_says() -> None:
     golds, predictions = ["a"] * 400, ["a"] * 300 + ["b"] * 100
     low, high = metrics.interval(
         metrics.bootstrap([tables("classify", golds, predictions)["accuracy"]])
@@ -247,6 +244,12 @@ def test_interval_covers_what_the_binomial_says() -> None:
     error = math.sqrt(0.75 * 0.25 / 400)
     assert low == pytest.approx(0.75 - 1.96 * error, abs=0.006)
     assert high == pytest.approx(0.75 + 1.96 * error, abs=0.006)
+    golds, predictions = _random_labels(1, 3, 12)
+    rows = [0, 0, 3, 5, 5, 5, 7, 11]
+    weights = np.bincount(rows, minlength=12)
+    again = tables("classify", [golds[i] for i in rows], [predictions[i] for i in rows])
+    for name, table in tables("classify", golds, predictions).items():
+        assert float(table.value(weights @ table.lines)) == pytest.approx(again[name].score)
 
 
 def test_difference_of_two_models_is_paired() -> None:
@@ -263,12 +266,3 @@ def test_difference_of_two_models_is_paired() -> None:
     assert 0.01 < low < 12 / 400 < high < 0.06
     assert metrics.interval(first)[1] > metrics.interval(second)[0]
     assert np.array_equal(first, metrics.bootstrap([tables("classify", golds, one)["accuracy"]]))
-
-
-def test_draws_weigh_each_metric_as_repeated_rows_do() -> None:
-    golds, predictions = _random_labels(1, 3, 12)
-    rows = [0, 0, 3, 5, 5, 5, 7, 11]
-    weights = np.bincount(rows, minlength=12)
-    again = tables("classify", [golds[i] for i in rows], [predictions[i] for i in rows])
-    for name, table in tables("classify", golds, predictions).items():
-        assert float(table.value(weights @ table.lines)) == pytest.approx(again[name].score)

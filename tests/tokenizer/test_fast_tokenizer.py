@@ -150,18 +150,7 @@ def test_specials_that_a_file_does_not_mark(tmp_path: Path, bert: FastTokenizer)
     assert written.encode("a").ids == [2, *bert.encode("a"), 3]
 
 
-def test_vocabulary_without_a_mask_is_refused(tmp_path: Path, bert: FastTokenizer) -> None:
-    path = tmp_path / "tokenizer.json"
-    path.write_text(bert.to_json().replace("[MASK]", "[OTHER]"), encoding="utf-8")
-    with pytest.raises(DataError, match=r"\[MASK\] nor <mask>"):
-        FastTokenizer(path)
-    (tmp_path / "bert").mkdir()
-    (tmp_path / "bert/vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\na\n")
-    with pytest.raises(DataError, match=r"vocab\.txt has no \[MASK\]"):
-        build_tokenizer_json(tmp_path / "bert")
-
-
-def test_folders_without_a_usable_vocabulary(tmp_path: Path) -> None:
+def test_unusable_vocabularies_are_refused(tmp_path: Path, bert: FastTokenizer) -> None:
     assert build_tokenizer_json(tmp_path) is None
     _write_vocabulary(tmp_path, tokenizer_class="RoFormerTokenizerFast")
     with pytest.raises(DataError, match=r"RoFormerTokenizer.*jieba"):
@@ -173,3 +162,11 @@ def test_folders_without_a_usable_vocabulary(tmp_path: Path) -> None:
     for name in ("damaged.json", "missing.json"):
         with pytest.raises(DataError, match=f"{name} cannot be loaded"):
             FastTokenizer(tmp_path / name)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(bert.to_json().replace("[MASK]", "[OTHER]"), encoding="utf-8")
+    with pytest.raises(DataError, match=r"\[MASK\] nor <mask>"):
+        FastTokenizer(path)
+    (tmp_path / "bert").mkdir()
+    (tmp_path / "bert/vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\na\n")
+    with pytest.raises(DataError, match=r"vocab\.txt has no \[MASK\]"):
+        build_tokenizer_json(tmp_path / "bert")

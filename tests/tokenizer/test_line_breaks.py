@@ -61,7 +61,7 @@ def test_runs_of_white_space_with_breaks_become_one_or_two() -> None:
     assert tidied("a" + " " * 1_000_000 + "b") == "a" + " " * 1_000_000 + "b"
 
 
-def test_every_break_is_one_token_and_comes_back(pair: tuple[Tokenizer, Tokenizer]) -> None:
+def test_every_break_is_one_token_and_one_word(pair: tuple[Tokenizer, Tokenizer]) -> None:
     space, token = pair
     [newline] = [i for i in range(token.vocab_size) if token.piece(i) == "\n"]
     assert token.vocab_size == space.vocab_size
@@ -73,9 +73,15 @@ def test_every_break_is_one_token_and_comes_back(pair: tuple[Tokenizer, Tokenize
     assert not token.is_byte[newline]
     assert space.is_byte[newline]
     assert int(token.is_byte.sum()) == 255
-
-
-def test_raw_text_has_the_ids_of_cleaned_text(pair: tuple[Tokenizer, Tokenizer]) -> None:
+    ids, spelling = token.spell(POEM)
+    starts = word_starts(spelling, ids.astype(np.uint16))
+    [places] = np.nonzero([token.piece(i) == "\n" for i in ids.tolist()])
+    assert starts[places].all()
+    assert starts[places + 1].all()
+    assert token.normalise(POEM) == POEM
+    text, offsets = spelling.surface(ids.astype(np.uint16))
+    assert text == POEM
+    assert [text[offsets[place]] for place in places] == ["\n"] * 5
     raw = "  Two  roads\t\r\n   diverged\u2028in\u3000a \r\r\n\n\n wood,  床前"
     for tokenizer in pair:
         assert tokenizer.encode(raw) == tokenizer.encode(normalise(raw))
@@ -96,19 +102,6 @@ def test_all_ways_in_agree(pair: tuple[Tokenizer, Tokenizer]) -> None:
     assert masked == [
         *token.encode("roads\n"), MASK_ID, *token.encode("\nwood\n\n"), MASK_ID
     ]  # fmt: skip
-
-
-def test_a_break_is_a_word_of_its_own(pair: tuple[Tokenizer, Tokenizer]) -> None:
-    token = pair[1]
-    ids, spelling = token.spell(POEM)
-    starts = word_starts(spelling, ids.astype(np.uint16))
-    [places] = np.nonzero([token.piece(i) == "\n" for i in ids.tolist()])
-    assert starts[places].all()
-    assert starts[places + 1].all()
-    assert token.normalise(POEM) == POEM
-    text, offsets = spelling.surface(ids.astype(np.uint16))
-    assert text == POEM
-    assert [text[offsets[place]] for place in places] == ["\n"] * 5
 
 
 def test_exported_tokenizer_has_its_ids(pair: tuple[Tokenizer, Tokenizer], tmp_path: Path) -> None:

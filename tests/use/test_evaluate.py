@@ -266,10 +266,7 @@ def test_bad_checkpoints_are_named_and_passed_over(
     assert "step-00000012: state/rank-00000" in caplog.text
     with pytest.raises(CheckpointError, match=r"sha256 differs: step 12 cannot be .* another --st"):
         evaluate(run, "--step", 12)
-
-
-def test_run_without_a_good_checkpoint(run: Path, evaluate: Command) -> None:
-    for step in _STEPS:
+    for step in _STEPS[:2]:
         _damage(run / f"checkpoints/step-{step:08d}")
     for arguments in ([], ["--all"]):
         with pytest.raises(CheckpointError, match=r"none of the 3 checkpoints .*rank-00000"):

@@ -42,29 +42,22 @@ def test_folder_is_complete(exported: Path, dataset: DatasetIndex) -> None:
     assert (exported / "tokenizer.model").read_bytes() == tokenizer
 
 
-def test_weights_are_the_fp32_masters(exported: Path, straight_run: Path) -> None:
+def test_weights_are_masters_and_compute_the_reference(exported: Path, straight_run: Path) -> None:
     weights = load_file(exported / "model.safetensors")
     state = newest_state(straight_run)
     assert len(weights) == 2 + 2 * 4
     for name, value in weights.items():
         assert value.dtype == torch.float32
         assert torch.equal(value, state[f"master {name}"])
-
-
-def test_exported_model_computes_the_reference(exported: Path) -> None:
     loaded = load_model(exported)
     ids = torch.randint(5, 1000, (2, 20), generator=torch.Generator().manual_seed(2))
     documents, positions = torch.ones_like(ids), torch.arange(20).expand(2, 20)
     index = torch.arange(40)
     with torch.no_grad():
         found = loaded.model(ids, rows(documents, positions), index).numpy()
-    weights = {
-        name: value.numpy() for name, value in load_file(exported / "model.safetensors").items()
-    }
-    expected = reference.logits(
-        weights, loaded.model.config, ids.numpy(), documents.numpy(), positions.numpy(),
-        index.numpy(),
-    )  # fmt: skip
+    arrays = {name: value.numpy() for name, value in weights.items()}
+    batch = [each.numpy() for each in (ids, documents, positions, index)]
+    expected = reference.logits(arrays, loaded.model.config, *batch)
     assert abs(found - expected).max() < 1e-4
 
 
