@@ -74,10 +74,9 @@ def test_vocabularies_and_models_that_cannot_be_used(tmp_path: Path) -> None:
         Tokenizer(tmp_path / "missing.model")
 
 
-@pytest.mark.parametrize(
-    ("text", "read"),
-    [("a\nb", "a b"), ("a\t\n b", "a b"), ("a\u200cb", "a b"), ("a\u200db", "a\u200db"),
-     ("a\u200bb", "ab"), ("a\ufeffb", "ab"), ("a\u00adb", "ab"), ("a\u2060b", "ab")],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "read"), [
+    ("a\nb", "a b"), ("a\t\n b", "a b"), ("a\u200cb", "a b"), ("a\u200db", "a\u200db"),
+    ("a\u200bb", "ab"), ("a\ufeffb", "ab"), ("a\u00adb", "ab"), ("a\u2060b", "ab"),
+])  # fmt: skip
 def test_line_breaks_and_zero_width_characters(tokenizer: Tokenizer, text: str, read: str) -> None:
     assert tokenizer.decode(tokenizer.encode(normalise(text, CleanConfig()))) == read

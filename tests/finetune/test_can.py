@@ -159,11 +159,10 @@ def test_the_assumption_is_checked(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "prior",
-    [None, {}, [1, 1], {"0": 0, "1": 0}, {"0": 1, "2": 1}, {"0": 5, "1": -1}, {"0": "4", "1": 0},
-     {"0": 4, "1": 1}],
-)  # fmt: skip
+@pytest.mark.parametrize("prior", [
+    None, {}, [1, 1], {"0": 0, "1": 0}, {"0": 1, "2": 1}, {"0": 5, "1": -1}, {"0": "4", "1": 0},
+    {"0": 4, "1": 1},
+])  # fmt: skip
 def test_a_prior_that_does_not_fit_is_refused(tmp_path: Path, prior: object) -> None:
     run = _run(tmp_path, _rows(("0", 0.1), ("1", 0.4)), prior)
     run.stored["rows"] = {"train": 4}

@@ -46,10 +46,9 @@ def _loss(model: MaskedLanguageModel) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("group_size", first_in_ci([2, 1, 9]))
 @pytest.mark.parametrize("score_residual", ["none", "sum", "mean"])
-@pytest.mark.parametrize(
-    "changes", [{}, {"norm_placement": "pre", "share_layers": True, "residual": "rezero"}],
-    ids=["post", "pre"],
-)  # fmt: skip
+@pytest.mark.parametrize("changes", [
+    {}, {"norm_placement": "pre", "share_layers": True, "residual": "rezero"},
+], ids=["post", "pre"])  # fmt: skip
 def test_losses_and_gradients_are_the_same_bits(
     changes: dict[str, Any], score_residual: str, group_size: int, dtype: torch.dtype
 ) -> None:

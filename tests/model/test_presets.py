@@ -137,11 +137,10 @@ def test_packed_padded_and_rows_are_one_model(family: str) -> None:
             torch.testing.assert_close(grad, wanted, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize(
-    "extra",
-    ["norm_placement=post", "norm_placement=pre residual=plain", "norm_eps=0.1",
-     "residual=deepnorm", "residual=rezero"],
-)  # fmt: skip
+@pytest.mark.parametrize("extra", [
+    "norm_placement=post", "norm_placement=pre residual=plain", "norm_eps=0.1", "residual=deepnorm",
+    "residual=rezero",
+])  # fmt: skip
 @pytest.mark.parametrize("family", FAMILIES)
 def test_alpha_zero_makes_every_block_the_identity(family: str, extra: str) -> None:
     torch.manual_seed(0)
