@@ -85,9 +85,7 @@ def test_long_lists_are_cut(tmp_path: Path) -> None:
     ({"vocabulary": {"mask": 7}}, ("vocabulary.mask", "4", "7")),
     ({"unigram_entropy_nats": 1.5}, ("unigram_entropy_nats", "{entropy}", "1.5")),
 ])  # fmt: skip
-def test_what_else_differs_is_named_by_its_key(
-    variants: Variants, change: dict[str, Any], facts: tuple[str, ...]
-) -> None:
+def test_other_keys(variants: Variants, change: dict[str, Any], facts: tuple[str, ...]) -> None:
     old = _body(variants["base"])
     new = copy.deepcopy(old)
     for name, value in change.items():

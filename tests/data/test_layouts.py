@@ -71,9 +71,7 @@ def _cursors(steps: TrainSteps) -> list[int]:
     return [place.cursor for place in itertools.islice(steps.plan.batches_from(0), STEPS)]
 
 
-def test_the_run_crosses_epochs_lengths_and_batches_with_masks_of_their_own(
-    two_sources: DatasetIndex, expected: list[tuple[list[Row], int]]
-) -> None:
+def test_the_run_itself(two_sources: DatasetIndex, expected: list[tuple[list[Row], int]]) -> None:
     steps = open_steps(two_sources, _config(two_sources))
     assert [segment.seq_len for segment in steps.order.segments] == [64, 128, 64]
     assert all(segment.leftovers for segment in steps.order.segments[1:])
@@ -149,9 +147,7 @@ def test_workers_change_nothing(
 
 
 @pytest.mark.usefixtures("processes")
-def test_killed_at_every_one_of_50_steps_and_resumed_on_another_layout(
-    two_sources: DatasetIndex, expected: list[tuple[list[Row], int]]
-) -> None:
+def test_50_kills(two_sources: DatasetIndex, expected: list[tuple[list[Row], int]]) -> None:
     layouts = itertools.cycle([(1, 4), (8, 1), (3, 2), (2, 4), (4, 2), (3, 4), (2, 1)])
     cursors = _cursors(open_steps(two_sources, _config(two_sources)))
     context = multiprocessing.get_context("fork")

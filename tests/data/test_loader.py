@@ -48,9 +48,7 @@ def _originals(batch: MicroBatch) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("world_size", "micro_batch"), [(2, 4), (3, 8), (4, 1)])
-def test_sums_of_a_step_do_not_depend_on_ranks_and_micro_batch(
-    dataset: DatasetIndex, world_size: int, micro_batch: int
-) -> None:
+def test_sums_are_those_of_one(dataset: DatasetIndex, world_size: int, micro_batch: int) -> None:
     """Its sequences and its hash: `test_layouts`."""
 
     def sums(config: PretrainConfig, world: int) -> tuple[int, ...]:

@@ -30,9 +30,7 @@ def _mask(config: DataConfig, batch: Sequences, ratio: float | None = None) -> M
 @pytest.mark.parametrize("at_least_one", [False, True])
 @pytest.mark.parametrize("mask_prob", [0.15, NIGHTLY(0.01), NIGHTLY(0.9)])
 @pytest.mark.parametrize(("mode", "selection"), MODES)
-def test_the_rules_as_written_give_the_same_masks(
-    mode: Any, selection: Any, mask_prob: float, at_least_one: bool
-) -> None:
+def test_rules_as_written(mode: Any, selection: Any, mask_prob: float, at_least_one: bool) -> None:
     config = DataConfig(dir="unused", masking=mode, mask_selection=selection, mask_prob=mask_prob,
                         at_least_one=at_least_one)  # fmt: skip
     for document_length, length in ((9, 120), (50, 250), (0, 60)):

@@ -75,9 +75,7 @@ def test_same_batches(dataset: DatasetIndex, published: Path, tmp_path: Path, wo
         shutil.rmtree(cache.folder)
 
 
-def test_every_block_is_fetched_once_and_then_never_again(
-    published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fetched_once(published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fetched, read = Counter[str](), remote.read_range
 
     def counted(address: str, start: int, end: int) -> bytes:
@@ -138,9 +136,7 @@ def test_commands_with_a_store(dataset: DatasetIndex, published: Path, tmp_path:
         open_index(config.data)
 
 
-def test_small_files_are_copied_once_and_again_if_damaged(
-    published: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_small_files(published: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     data = _data(tmp_path, f"file://{published}/")
     folder = open_index(data).folder
     assert folder.is_relative_to(tmp_path / "node")
@@ -186,9 +182,7 @@ def test_a_stage_dir_that_cannot_be_used(published: Path, tmp_path: Path) -> Non
         open_index(_data(tmp_path, f"file://{published}"))
 
 
-def test_a_block_that_the_disk_damaged_is_fetched_again(
-    published: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damage_on_disk(published: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     data = _data(tmp_path, f"file://{published}")
     index = open_index(data)
     reader, store = BlockReader(index), _store_of(index)
@@ -226,9 +220,7 @@ def test_faults_of_a_store_change_no_block(
     assert store.part_bytes == before, "all blocks were kept"
 
 
-def test_gone_and_changed_objects_of_a_store_are_told(
-    store: Store, published: Path, tmp_path: Path
-) -> None:
+def test_gone_and_changed_objects_are_told(store: Store, published: Path, tmp_path: Path) -> None:
     store.upload(published)
     index = open_index(_data(tmp_path, f"s3://{BUCKET}/{published.name}"))
     store.faults += ["busy"] * 4

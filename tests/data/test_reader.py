@@ -35,9 +35,7 @@ def _read_everything(folder: Path) -> None:
     reader.check_all(range(len(reader.index.blocks)))
 
 
-def test_an_intact_dataset_verifies_and_an_unfinished_one_is_refused(
-    dataset: DatasetIndex, tmp_path: Path
-) -> None:
+def test_intact_and_unfinished_datasets(dataset: DatasetIndex, tmp_path: Path) -> None:
     _read_everything(dataset.folder)
     assert verify(dataset.folder) == []
     with pytest.raises(DataError, match="data_prep run"):

@@ -141,9 +141,7 @@ def _check_epochs(
     sizes=st.lists(st.integers(1, 60), min_size=6, max_size=6),
     cursor=st.integers(0, 3_000),
 )
-def test_sources_are_seen_as_often_as_their_weights_say(
-    weights: list[float], sizes: list[int], cursor: int
-) -> None:
+def test_sources_follow_weights(weights: list[float], sizes: list[int], cursor: int) -> None:
     case = Case([[62] * size for size in sizes], [k % len(weights) for k in range(6)], weights)
     order = case.open(_config([64], [], batch=1, window=2))
     epochs = order.epochs(cursor)

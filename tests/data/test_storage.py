@@ -69,9 +69,7 @@ def test_lasting_failure_names_the_member_and_asks_for_another_start(
         reader.doc_ends(1)
 
 
-def test_other_failures_are_not_tried_again(
-    dataset: DatasetIndex, failing: Callable[[int, int], list[float]]
-) -> None:
+def test_other_errors(dataset: DatasetIndex, failing: Callable[[int, int], list[float]]) -> None:
     pauses = failing(errno.EISDIR, 1)
     with pytest.raises(DataError, match="Is a directory"):
         BlockReader(dataset).block(0)

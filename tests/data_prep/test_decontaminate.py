@@ -183,9 +183,7 @@ def test_found_is_what_strings_find(
 
 
 @pytest.mark.usefixtures("processes")
-def test_pieces_and_workers_change_nothing_and_action_report_drops_nothing(
-    texts: tuple[list[str], dict[str, list[str]]], tmp_path: Path
-) -> None:
+def test_pieces_and_actions(texts: tuple[list[str], dict[str, list[str]]], tmp_path: Path) -> None:
     documents, items = texts
     source = _documents(tmp_path / "in", [text for text in documents if text] * 3)
     config = replace(DEFAULT, sets=_sets(tmp_path / "sets", **items), max_documents=1)

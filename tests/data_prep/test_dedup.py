@@ -129,9 +129,7 @@ def test_the_first_of_equal_documents_is_kept(plain: Prepared) -> None:
     assert counts["rejected"] == {"exact duplicate": [len(dropped), int(sizes[~keep].sum())]}
 
 
-def test_ids_of_several_documents_are_counted_over_all_pieces(
-    source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ids_given_twice(source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     # Ids begin with the source's name: one source of all files, and a document that is rejected.
     documents = _documents()
     documents[100] = {"id": documents[0]["id"], "text": "short"}

@@ -27,9 +27,7 @@ def command(prep_config: Path, corpus: Path, tmp_path: Path) -> list[str]:
 
 @pytest.mark.usefixtures("processes")
 @needs_mount
-def test_disk_that_fills_up_at_any_stage(
-    command: list[str], prep_config: Path, corpus: Path, tmp_path: Path
-) -> None:
+def test_full_disks(command: list[str], prep_config: Path, corpus: Path, tmp_path: Path) -> None:
     """The disk grows until the run gets through: each time it stops at another place."""
     # In one mount namespace, so that the disk keeps what was written; its size is changed in place.
     script = """

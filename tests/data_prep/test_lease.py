@@ -89,9 +89,7 @@ def test_parts_of_one_array_are_let_in_and_everything_else_is_not(folder: Path) 
             pass
 
 
-def test_a_process_of_another_machine_is_believed_dead_only_when_it_is_silent(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_machine_is_dead_once_silent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "EXPIRES_S", 3.0)
     ours = this_process("c", None)
     path = _elsewhere(folder, _remote(), age_s=1.0)
@@ -106,9 +104,7 @@ def test_a_process_of_another_machine_is_believed_dead_only_when_it_is_silent(
         assert time.monotonic() - began < 1.0
 
 
-def test_a_process_of_another_machine_that_touches_its_file_keeps_its_folder(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_machine_that_lives_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = _elsewhere(folder, _remote(), age_s=20)
     sleep = time.sleep
 

@@ -172,9 +172,7 @@ def test_bad_corpus_fails_and_leaves_an_earlier_dataset_alone(
 
 
 @pytest.mark.usefixtures("processes")
-def test_commands_say_what_is_wrong(
-    dataset: DatasetIndex, prep_config: Path, tmp_path: Path
-) -> None:
+def test_exit_codes_of_commands(dataset: DatasetIndex, prep_config: Path, tmp_path: Path) -> None:
     assert _run_command("verify", str(dataset.folder)).returncode == 0
     with pytest.raises(DataError, match="finished dataset"):
         verify(tmp_path)

@@ -26,9 +26,7 @@ def _config(prep_config: Path, output: Path, *inputs: str) -> PrepConfig:
     ).config
 
 
-def test_a_store_gives_what_a_folder_gives_whatever_happens_on_the_way(
-    store: Store, prep_config: Path, corpus: Path, tmp_path: Path
-) -> None:
+def test_same_as_a_folder(store: Store, prep_config: Path, corpus: Path, tmp_path: Path) -> None:
     lines = corpus.read_text().splitlines()
     folder = tmp_path / "texts"
     (folder / "deep").mkdir(parents=True)
@@ -90,9 +88,7 @@ def test_what_is_not_there_is_said(
         find(source)
 
 
-def test_a_store_that_is_gone_is_asked_a_few_times(
-    store: Store, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_gone_store_is_asked_again(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     store.client.put_object(Bucket=BUCKET, Key="gone.txt", Body=b"text")
     with remote.open_file(f"s3://{BUCKET}/gone.txt") as file:
         store.faults += ["cut"] * 4

@@ -52,9 +52,7 @@ def test_two_runs_in_one_folder_do_not_mix(
 
 
 @pytest.mark.parametrize("name", ["ingest/00000.jsonl.zst", "ingest/00000.bytes.npy"])
-def test_a_flipped_bit_in_an_intermediate_file_stops_the_run(
-    copied: Path, prep_config: Path, corpus: Path, name: str
-) -> None:
+def test_flipped_bits_stop_it(copied: Path, prep_config: Path, corpus: Path, name: str) -> None:
     flip(copied / "work" / name)
     # Stages that come after it are made, the stage that wrote it is not.
     changed = config_of(prep_config, copied, corpus, "dedup.near_duplicates=true", "dedup.bands=4")

@@ -76,9 +76,7 @@ def test_cased_vocabulary_is_recognised(vocab: Path, caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.parametrize("content", [b"\x00\x01\x02", b'{"model": {}}', b"a\nb\n"])
-def test_unusable_file_stops_before_the_first_stage(
-    prep_config: Path, corpus: Path, tmp_path: Path, content: bytes
-) -> None:
+def test_unusable_files(prep_config: Path, corpus: Path, tmp_path: Path, content: bytes) -> None:
     (tmp_path / "given").write_bytes(content)
     sources = f"[{{name: topics, inputs: [{corpus}]}}]"
     with pytest.raises(DataError, match="/given"):

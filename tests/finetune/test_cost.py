@@ -41,9 +41,7 @@ def test_steps_and_tokens_are_those_of_a_run(
     assert cost.search_flops == 0
 
 
-def test_a_search_costs_a_run_for_each_point(
-    task_file: Callable[..., Path], tiny_model: Path, tmp_path: Path
-) -> None:
+def test_cost_of_search(task_file: Callable[..., Path], tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "suite.yaml").write_text("tasks: [my-classify.yaml]")
     task_file("classify", train={"epochs": 3, "batch": 8}, search={"epochs": [1, 5], "batch": [8]})
     plan = read_plan(str(tmp_path / "suite.yaml"), [], tmp_path / "out", (), [], with_ngrams=False)

@@ -209,9 +209,7 @@ def _stopped(at: int | None, path: Path, model: Path, out: Path, **options: Any)
 
 
 @pytest.mark.usefixtures("processes")
-def test_stopped_run_is_not_continued_with_another_model(
-    task_file: Make, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_stopped_run_keeps_its_model(task_file: Make, tiny_model: Path, tmp_path: Path) -> None:
     path, out = task_file("classify"), tmp_path / "out"
     _stopped(None, path, tiny_model, out)
     assert published(out / "checkpoints")
@@ -225,9 +223,7 @@ def test_stopped_run_is_not_continued_with_another_model(
     assert _run(path, tiny_model, out)["test"]["accuracy"] == 1.0
 
 
-def test_run_with_a_sentencepiece_tokenizer_is_a_start(
-    dataset: DatasetIndex, task_file: Make, tmp_path: Path
-) -> None:
+def test_sentencepiece_is_a_start(dataset: DatasetIndex, task_file: Make, tmp_path: Path) -> None:
     (tmp_path / "train.yaml").write_text(CONFIG)
     words = [f"run_dir={tmp_path}/run", f"data.dir={dataset.folder}", "train.num_steps=3",
              "train.warmup_steps=1", "train.alpha_warmup_steps=0",
@@ -339,9 +335,7 @@ def test_search_takes_the_best_on_dev(task_file: Make, tiny_model: Path, tmp_pat
 
 
 @pytest.mark.parametrize("kind", ["classify", "choice", "qa"])
-def test_an_epoch_has_every_unit_once_whatever_the_ranks(
-    kind: str, task_file: Make, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_units_of_an_epoch(kind: str, task_file: Make, tiny_model: Path, tmp_path: Path) -> None:
     prepared = prepare(load_task(str(task_file(kind))), "t", str(tiny_model), None)
     plan = BatchPlan((), seq_len=32, global_batch=12, micro_batch=2)
 

@@ -26,9 +26,7 @@ def _run(dataset: DatasetIndex, folder: Path, kind: ObjectiveKind) -> OpenedRun:
 
 
 @pytest.mark.parametrize("kind", ["mlm_nsp", "mlm_sop"])
-def test_parts_are_the_tokens_that_the_model_sees(
-    dataset: DatasetIndex, tmp_path: Path, kind: ObjectiveKind
-) -> None:
+def test_parts_are_the_tokens(dataset: DatasetIndex, tmp_path: Path, kind: ObjectiveKind) -> None:
     reader, documents = BlockReader(dataset), {}
     for row in range(len(dataset.blocks)):
         block = reader.block(row)

@@ -79,9 +79,7 @@ def test_flops_equal_those_torch_counts(config: ModelConfig) -> None:
     ("dropout", "dtype"), first_in_ci([(0.1, torch.bfloat16), (0.0, torch.float32)])
 )
 @pytest.mark.parametrize("changes", [{}, BERT, ODD], ids=["v2", "bert", "odd"])
-def test_activations_equal_what_autograd_keeps(
-    changes: dict[str, object], dropout: float, dtype: torch.dtype
-) -> None:
+def test_kept_activations(changes: dict[str, object], dropout: float, dtype: torch.dtype) -> None:
     config = replace(
         TINY, **changes, score_residual="sum", dropout=dropout, attention_dropout=dropout
     )  # type: ignore[arg-type]

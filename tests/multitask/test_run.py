@@ -120,9 +120,7 @@ def test_all_kinds_learn_together(tmp_path: Path, tiny_model: Path) -> None:
         {"method": "cagrad"},
     ], 2),
 )  # fmt: skip
-def test_what_a_rule_remembers_is_in_the_checkpoint(
-    balance: dict[str, Any], tmp_path: Path, tiny_model: Path
-) -> None:
+def test_rules_are_checkpointed(balance: dict[str, Any], tmp_path: Path, tiny_model: Path) -> None:
     path = write_mix(tmp_path, tiny_model, ("classify", "spans", "qa"), balance=balance)
     whole = run(path, f"run_dir={tmp_path / 'whole'}")
     parted = Path(shutil.copytree(whole, tmp_path / "parted"))
@@ -134,9 +132,7 @@ def test_what_a_rule_remembers_is_in_the_checkpoint(
     assert furthest(weights(whole), weights(parted)) == 0
 
 
-def test_killed_run_continues_bit_for_bit(
-    tmp_path: Path, tiny_model: Path, processes: Processes
-) -> None:
+def test_killed_run_continues(tmp_path: Path, tiny_model: Path, processes: Processes) -> None:
     path = write_mix(
         tmp_path, tiny_model, balance={"method": "gradient_norm", "norms": "late", "every": 3},
         corrupt={"rule": "tokens"}, train={"num_steps": 24},
@@ -174,9 +170,7 @@ def test_ranks_and_parts_change_nothing(
 
 
 @pytest.mark.parametrize("stage", first_in_ci([3, 1, 2]))
-def test_zero_stages_give_the_same_run(
-    stage: int, tmp_path: Path, tiny_model: Path, processes: Processes
-) -> None:
+def test_zero_stages(stage: int, tmp_path: Path, tiny_model: Path, processes: Processes) -> None:
     path = write_mix(tmp_path, tiny_model, balance={"method": "gradient_norm", "norms": "output"})
     none = run(path, f"run_dir={tmp_path / 'none'}")
     some = run(path, f"run_dir={tmp_path / 'some'}", f"train.zero_stage={stage}")
@@ -254,9 +248,7 @@ def test_rows_that_are_evaluated_are_left_out(tmp_path: Path, tiny_model: Path) 
         run(path, *overrides, f"run_dir={tmp_path / 'none'}")
 
 
-def test_a_run_is_written_so_that_it_can_be_started_again(
-    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_written_mix(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = run(write_mix(tmp_path, tiny_model))
     assert [*load_mix(str(folder / "multitask.yaml")).tasks] == ["classify", "regress", "tag"]
     monkeypatch.chdir("/")

@@ -254,9 +254,7 @@ def test_windows_cover_the_passage_and_find_the_answer(tokenizer: Any) -> None:
 
 @pytest.mark.parametrize("length", [5, 9, 10, 14, 23, 33])
 @pytest.mark.parametrize("stride", [1, 4, 9])
-def test_token_is_scored_where_it_has_most_context(
-    wordpiece: WordPieceTokenizer, length: int, stride: int
-) -> None:
+def test_most_context_scores(wordpiece: WordPieceTokenizer, length: int, stride: int) -> None:
     config = _config("qa", max_length=14, stride=stride)
     rows, _ = _encode(wordpiece, config, text=(CHINESE * 2)[:length], text_b="博士")
     found: dict[int, int] = {}

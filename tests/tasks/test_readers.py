@@ -131,9 +131,7 @@ TABLE = "s,label\n"
     ("tag", "a.bio", "a O\nword X-ORG\n", ":2: tag 'X-ORG' is neither O"),
     ("pair", "a.json", '[[["x"], [], "1"]]', "looks like c3, which is for task.kind choice"),
 ])  # fmt: skip
-def test_wrong_files_are_refused_with_their_line(
-    folder: Folder, kind: str, name: str, content: str, message: str
-) -> None:
+def test_wrong_files(folder: Folder, kind: str, name: str, content: str, message: str) -> None:
     fields = {"text": "s", "text_b": "b"} if kind == "pair" else {"text": "s"}
     with pytest.raises(DataError, match=rf"{name}.*{message}"):
         folder.read(kind, content, name, fields=fields)
@@ -414,9 +412,7 @@ def test_repeats_are_counted(folder: Folder) -> None:
     ("qa", "squad", {"x": []}), ("qa", "cmrc", [{"context": "", "qas": [{}]}]),
     ("choice", "c3", [[[], ["x"]]]),
 ])  # fmt: skip
-def test_file_in_another_form_is_refused(
-    folder: Folder, kind: str, form: str, content: Any
-) -> None:
+def test_other_forms_are_refused(folder: Folder, kind: str, form: str, content: Any) -> None:
     with pytest.raises(DataError, match=rf"a\.json is not in the form of {form} files"):
         folder.read(kind, json.dumps(content), format=form)
 

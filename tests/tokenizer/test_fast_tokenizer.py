@@ -91,9 +91,7 @@ def roberta(tmp_path_factory: pytest.TempPathFactory) -> FastTokenizer:
     return _load(_write_byte_level(tmp_path_factory.mktemp("roberta")))
 
 
-def test_specials_have_their_roles_and_are_plain_text_in_text(
-    bert: FastTokenizer, roberta: FastTokenizer
-) -> None:
+def test_specials_are_plain_text_in_text(bert: FastTokenizer, roberta: FastTokenizer) -> None:
     for tokenizer, expected in ((bert, [0, 1, 2, 3, 4]), (roberta, [1, 3, 0, 2, 4])):
         ids = [tokenizer.pad_id, tokenizer.unk_id, tokenizer.cls_id, tokenizer.sep_id]
         assert [*ids, tokenizer.mask_id] == expected

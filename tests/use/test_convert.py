@@ -84,9 +84,7 @@ def _google_bert(w: Any, row: torch.Tensor, *, carry: str) -> torch.Tensor:
     (None, {"residual_attention_scores": True}, "sum"),
     ("realformer", {"use_running_mean": False}, "sum"), (None, {"use_running_mean": True}, "mean"),
 ])  # fmt: skip
-def test_google_checkpoint_gives_google_s_logits(
-    family: Any, changes: dict[str, Any], carry: str, tmp_path: Path
-) -> None:
+def test_google_s_logits(family: Any, changes: dict[str, Any], carry: str, tmp_path: Path) -> None:
     source = _source(tmp_path, "bert", **changes)
     report = convert(source, tmp_path / "out", family=family, overrides=[])
     assert report.left_out == ["cls/seq_relationship/output_bias",

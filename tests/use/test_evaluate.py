@@ -204,9 +204,7 @@ def test_the_table_has_a_column_for_each_mean() -> None:
     assert line.split() == ["4", "all", "1.00000", "2.72", "0.50000", "0.25000", "0.75000", "7"]
 
 
-def test_default_is_the_newest_checkpoint_on_all_held_out_text(
-    run: Path, two_sources: DatasetIndex, evaluate: Command
-) -> None:
+def test_default_is_the_newest(run: Path, two_sources: DatasetIndex, evaluate: Command) -> None:
     [record] = evaluate(run)
     total = sequences_at(two_sources, [64], None)[64][two_sources.split_blocks("eval")].sum()
     assert total > 20
@@ -219,9 +217,7 @@ def test_default_is_the_newest_checkpoint_on_all_held_out_text(
     assert len((run / "evaluations.jsonl").read_text().splitlines()) == 3
 
 
-def test_a_job_that_starts_again_goes_on_behind_what_it_has(
-    run: Path, evaluate: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_start(run: Path, evaluate: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     file = run / "evaluations.jsonl"
     evaluate(run, "--all", "--sequences", 20)
@@ -254,9 +250,7 @@ def test_a_folder(run: Path, two_sources: DatasetIndex, evaluate: Command, tmp_p
     assert not (model / "evaluations.jsonl").exists()
 
 
-def test_bad_checkpoints_are_named_and_passed_over(
-    run: Path, evaluate: Command, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_bad_checkpoints(run: Path, evaluate: Command, caplog: pytest.LogCaptureFixture) -> None:
     _damage(run / "checkpoints/step-00000012")
     assert [record["step"] for record in evaluate(run)] == [8]
     assert "checkpoint rejected" in caplog.text
@@ -316,9 +310,7 @@ def test_other_data(
         evaluate(run)
 
 
-def test_sequences_beyond_learned_positions(
-    tmp_path: Path, two_sources: DatasetIndex, evaluate: Command
-) -> None:
+def test_too_long_sequences(tmp_path: Path, two_sources: DatasetIndex, evaluate: Command) -> None:
     config = ModelConfig(
         vocab_size=1000, num_layers=1, hidden_size=32, num_heads=2, ffn_size=32,
         positions="learned", max_positions=48,

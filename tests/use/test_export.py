@@ -106,9 +106,7 @@ def test_changed_weights_are_refused(straight_run: Path, tmp_path: Path) -> None
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_in_its_alpha_warm_up_is_used_at_its_alpha_or_refused(
-    dataset: DatasetIndex, tmp_path: Path, start_ranks: type[Ranks]
-) -> None:
+def test_alpha_warm_up(dataset: DatasetIndex, tmp_path: Path, start_ranks: type[Ranks]) -> None:
     overrides = ("train.alpha_warmup_steps=39", "checkpoint.every_steps=4")
     ranks = start_ranks(tmp_path / "run", dataset, *overrides)
     ranks.wait_for_step(9)

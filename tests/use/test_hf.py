@@ -116,9 +116,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", first_in_ci(KINDS, 3))
-def test_folder_loads_alone_and_computes_the_same(
-    kind: str, straight_run: Path, tmp_path: Path
-) -> None:
+def test_folder_alone_computes_the_same(kind: str, straight_run: Path, tmp_path: Path) -> None:
     source = straight_run
     if kind != "run":
         source = _model_folder(tmp_path / "ours", straight_run, **KINDS[kind])
@@ -189,9 +187,7 @@ def test_every_switch_decides_whether_the_form_is_native() -> None:
     assert set(asdict(bert)) == free | set(other)
 
 
-def test_difference_is_refused(
-    straight_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_difference(straight_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = modeling_source()
     monkeypatch.setattr(hf, "modeling_source", lambda: original.replace("F.relu(x)", "F.gelu(x)"))
     with pytest.raises(CheckpointError, match=r"exported logits differ from the trainer's by"):

@@ -105,9 +105,7 @@ def test_weights_that_are_not_finite_are_not_written(value: float, tmp_path: Pat
     assert not list(tmp_path.iterdir())
 
 
-def test_folders_of_other_values_or_versions_are_told(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_other_values_and_versions_are_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     weights = _weights()
     name = "encoder.layers.0.attention.qkv.weight"
     weights[name] = weights[name].to(torch.int8)

@@ -98,9 +98,7 @@ def test_what_has_no_variance_is_refused(mistake: str) -> None:
         fit(blocks, size, **ABOUT)
 
 
-def test_a_model_whitens_and_keeps_its_setting(
-    model: Model, folder: Path, texts: list[str], tmp_path: Path
-) -> None:
+def test_a_model_whitens(model: Model, folder: Path, texts: list[str], tmp_path: Path) -> None:
     whitening = model.fit_whitening(iter(texts), 6, "cls", 4, 9, "texts")
     whitening.save(tmp_path / "w.npz")
     again = Whitening.load(tmp_path / "w.npz")
