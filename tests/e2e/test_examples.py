@@ -22,9 +22,7 @@ def _example(name: str, *words: object, cwd: Path, text: str = "") -> str:
 @pytest.mark.slow
 @pytest.mark.usefixtures("processes")
 def test_own_corpus_then_embed_lines(corpus: Path, tmp_path: Path) -> None:
-    said = _example(
-        "own_corpus.py", "--texts", corpus, "--out", "own", "--steps", 25, cwd=tmp_path
-    )  # fmt: skip
+    said = _example("own_corpus.py", "--texts", corpus, "--out", "own", "--steps", 25, cwd=tmp_path)
     assert "trained: 25 steps, held-out loss " in said
     assert "vectors: (3, 128) float32" in said
     assert "mask: '" in said

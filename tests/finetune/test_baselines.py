@@ -44,9 +44,7 @@ def _texts(label: str, num: int, draw: random.Random) -> list[str]:
 
 
 def _rows(num: int, draw: random.Random, labels: str = "xyz") -> list[dict[str, str]]:
-    return [
-        {"t": text, "label": label} for label in labels for text in _texts(label, num, draw)
-    ]  # fmt: skip
+    return [{"t": text, "label": label} for label in labels for text in _texts(label, num, draw)]
 
 
 @pytest.mark.parametrize("labels", ["xyz", "xy"])

@@ -99,9 +99,7 @@ def test_all_ways_in_agree(pair: tuple[Tokenizer, Tokenizer]) -> None:
             if token.piece(i) == "\n":
                 assert set(text[start:end]) & set("".join(_BREAKS))
     masked = token.encode_with_masks("roads\n[MASK] \n wood\n\n[MASK]")
-    assert masked == [
-        *token.encode("roads\n"), MASK_ID, *token.encode("\nwood\n\n"), MASK_ID
-    ]  # fmt: skip
+    assert masked == [*token.encode("roads\n"), MASK_ID, *token.encode("\nwood\n\n"), MASK_ID]
 
 
 def test_exported_tokenizer_has_its_ids(pair: tuple[Tokenizer, Tokenizer], tmp_path: Path) -> None:

@@ -96,9 +96,7 @@ def test_ranks_of_a_launcher_call_it(
 
 def test_mistakes_are_named_and_the_process_is_left_as_it_was(tmp_path: Path) -> None:
     config = _config(tmp_path)
-    before = (
-        dict(os.environ), logging.getLogger().handlers[:], signal.getsignal(signal.SIGINT)
-    )  # fmt: skip
+    before = (dict(os.environ), logging.getLogger().handlers[:], signal.getsignal(signal.SIGINT))
     with pytest.raises(ConfigError, match=r"nothing\.yaml"):
         postnorm.pretrain(tmp_path / "nothing.yaml")
     with pytest.raises(ConfigError, match=r"train\.lrr.*lr"):

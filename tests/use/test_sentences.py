@@ -18,9 +18,7 @@ class PromptType(Enum):
     query = "query"
 
 
-PROMPTS = {
-    "STSB-query": "1 ", "STSB": "2 ", "STS-query": "3 ", "STS": "4 ", "query": "5 "
-}  # fmt: skip
+PROMPTS = {"STSB-query": "1 ", "STSB": "2 ", "STS-query": "3 ", "STS": "4 ", "query": "5 "}
 
 
 @pytest.fixture(scope="module")
