@@ -76,7 +76,14 @@ def test_other_errors(dataset: DatasetIndex, failing: Callable[[int, int], list[
     assert not pauses
 
 
-def test_parts_of_a_file_are_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_read_whole_and_closed(
+    dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    reader = BlockReader(dataset)
+    for row in range(len(dataset.blocks)):
+        reader.block(row)
+    assert len(os.listdir("/proc/self/fd")) == before
     path = tmp_path / "file"
     path.write_bytes(bytes(range(256)))
     real = os.preadv
@@ -84,11 +91,3 @@ def test_parts_of_a_file_are_read_whole(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "preadv", lambda fd, views, at: real(fd, [views[0][:7]], at))
     assert reading.read_range(path, 10, 100, str).tobytes() == bytes(range(10, 110))
     assert reading.read_range(path, 250, 100, str).tobytes() == bytes(range(250, 256))
-
-
-def test_many_blocks_leave_no_file_open(dataset: DatasetIndex) -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    reader = BlockReader(dataset)
-    for row in range(len(dataset.blocks)):
-        reader.block(row)
-    assert len(os.listdir("/proc/self/fd")) == before

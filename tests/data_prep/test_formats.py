@@ -45,7 +45,7 @@ def test_parquet_columns(tmp_path: Path, kind: Any) -> None:
     assert item.raw == b"3 rows of ['n', 'body', 'key']"
 
 
-def test_parquet_with_bytes_that_are_no_text(tmp_path: Path) -> None:
+def test_parquet_that_is_broken_or_no_text(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     raw = pa.array([b"good", b"one\nbad \xff\ntwo", b"\xff"])
     strings = pa.Array.from_buffers(pa.string(), 3, raw.buffers())  # unchecked, as many writers do
@@ -56,9 +56,6 @@ def test_parquet_with_bytes_that_are_no_text(tmp_path: Path) -> None:
     ]  # fmt: skip
     with pytest.raises(DataError, match=r"a\.parquet, row 1: .*clean\.max_document_mb"):
         read_source(path, max_bytes=10)
-
-
-def test_broken_parquet(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     texts = [f"text {i} {i**7}" for i in range(4000)]
     pq.write_table(pa.table({"text": texts}), path, row_group_size=1000, use_dictionary=False)
@@ -126,21 +123,6 @@ def test_wet_records(tmp_path: Path, name: str) -> None:
         read_source(tmp_path / name, max_bytes=5)
 
 
-def test_other_records_are_rejected_with_their_type(tmp_path: Path) -> None:
-    out = io.BytesIO()
-    writer = WARCWriter(out, gzip=True)
-    for kind, start in (("request", b"GET / HTTP/1.1"), ("response", b"HTTP/1.1 200 OK")):
-        payload = io.BytesIO(start + b"\r\n\r\n<html>" + b"x" * 200_000)
-        writer.write_record(writer.create_warc_record("http://e.com/a", kind, payload=payload))
-    (tmp_path / "a.warc.gz").write_bytes(out.getvalue() + _warc(True, [b"text"]))
-    *rejected, document = read_source(tmp_path / "a.warc.gz", max_bytes=1000)
-    assert [(item.reason, item.raw) for item in rejected if isinstance(item, Rejected)] == [
-        ("WARC request record, which holds no extracted text", b"http://e.com/a"),
-        ("WARC response record, which holds no extracted text", b"http://e.com/a"),
-    ]
-    assert document == Document("s/urn:uuid:0", "text")
-
-
 @pytest.mark.parametrize("name", ["a.wet", "a.wet.gz"])
 def test_wet_cut_anywhere(tmp_path: Path, name: str) -> None:
     data = _warc(name.endswith(".gz"), TEXTS)
@@ -159,7 +141,7 @@ def test_wet_cut_anywhere(tmp_path: Path, name: str) -> None:
     assert boundaries <= (6 if name.endswith(".gz") else 6 * 5 - 1 + 4 + 2)
 
 
-def test_damaged_wet(tmp_path: Path) -> None:
+def test_damaged_wet_and_records_of_other_types(tmp_path: Path) -> None:
     path = tmp_path / "a.wet"
     path.write_bytes(b"<html>no archive</html>")
     assert read_source(path) == [Rejected("s/a.wet", "file damaged", b"")]
@@ -170,6 +152,18 @@ def test_damaged_wet(tmp_path: Path) -> None:
     items = read_source(path)
     assert items[0] == Document("s/urn:uuid:0", "first")
     assert items[-1] == Rejected("s/a.wet", "file damaged", b"")
+    out = io.BytesIO()
+    writer = WARCWriter(out, gzip=True)
+    for kind, start in (("request", b"GET / HTTP/1.1"), ("response", b"HTTP/1.1 200 OK")):
+        payload = io.BytesIO(start + b"\r\n\r\n<html>" + b"x" * 200_000)
+        writer.write_record(writer.create_warc_record("http://e.com/a", kind, payload=payload))
+    (tmp_path / "a.warc.gz").write_bytes(out.getvalue() + _warc(True, [b"text"]))
+    *rejected, document = read_source(tmp_path / "a.warc.gz", max_bytes=1000)
+    assert [(item.reason, item.raw) for item in rejected if isinstance(item, Rejected)] == [
+        ("WARC request record, which holds no extracted text", b"http://e.com/a"),
+        ("WARC response record, which holds no extracted text", b"http://e.com/a"),
+    ]
+    assert document == Document("s/urn:uuid:0", "text")
 
 
 WIKI = b"""\

@@ -169,13 +169,20 @@ def test_signature_depends_on_the_text_alone(texts: dict[str, list[str]]) -> Non
     assert (spaced.bands[0] == together.bands[0]).all()
 
 
-def test_bands_have_different_bins_and_share_few() -> None:
+def test_bands_share_few_bins_and_pairs_join_with_the_first_and_the_one_before() -> None:
     bins = bins_of_bands(600, 5)
     assert (np.bincount(bins[:256].ravel(), minlength=256) == 5).all()
     assert all(len(set(row)) == 5 for row in bins.tolist())
     shared = [len(set(a) & set(b)) for a, b in combinations(bins.tolist(), 2)]
     assert max(shared) <= 3
     assert np.mean(shared) < 0.11
+    hashes = np.array([5, 7, 5, 9, 7, 5, 5], dtype=np.uint64)
+    documents = np.array([10, 11, 12, 13, 14, 15, 16], dtype=np.uint32)
+    pairs = bucket_pairs(hashes, documents).tolist()
+    expected = [(10, 12), (10, 15), (10, 16), (11, 14), (12, 15), (15, 16)]
+    assert [(pair % 2**32, pair // 2**32) for pair in pairs] == sorted(
+        expected, key=lambda p: p[::-1]
+    )
 
 
 def test_documents_of_few_shingles(texts: dict[str, list[str]]) -> None:
@@ -185,16 +192,6 @@ def test_documents_of_few_shingles(texts: dict[str, list[str]]) -> None:
     assert signed.bands.all()
     equal = [[_estimate(a, b) == 1 for a in signed.sketch] for b in signed.sketch]
     assert np.argwhere(np.triu(equal, 1)).tolist() == [[0, 1], [3, 5]]
-
-
-def test_pairs_join_each_with_the_first_and_the_one_before() -> None:
-    hashes = np.array([5, 7, 5, 9, 7, 5, 5], dtype=np.uint64)
-    documents = np.array([10, 11, 12, 13, 14, 15, 16], dtype=np.uint32)
-    pairs = bucket_pairs(hashes, documents).tolist()
-    expected = [(10, 12), (10, 15), (10, 16), (11, 14), (12, 15), (15, 16)]
-    assert [(pair % 2**32, pair // 2**32) for pair in pairs] == sorted(
-        expected, key=lambda p: p[::-1]
-    )
 
 
 def _chain(texts: dict[str, list[str]]) -> list[tuple[str, str]]:

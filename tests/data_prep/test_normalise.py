@@ -29,7 +29,7 @@ def _reference(text: str) -> str:
     return text.replace(" \n", "\n").replace("\n ", "\n").strip()
 
 
-def test_by_hand() -> None:
+def test_by_hand_and_every_character_between_others() -> None:
     assert normalise("Ｆｕｌｌ　ｗｉｄｔｈ，①②\r\n\r\n\r\n \t½…\u200b é ﬁ ") == (
         "Full width,12\n\n1⁄2... é fi"
     )
@@ -38,9 +38,6 @@ def test_by_hand() -> None:
     assert normalise("\u1112\u1161\u11ab") == "한"
     # A mark that was written apart by an invisible character belongs to the letter before it.
     assert normalise("e\u200b\u0301") == "é"
-
-
-def test_every_character_between_others() -> None:
     for before, behind in (("a", "b"), ("e\u0301", "\u0301"), ("\u1100", "\u11a8"), (" ", "\n")):
         text = "".join(f"|{before}{character}{behind}" for character in _ASSIGNED)
         assert normalise(text) == _reference(text)

@@ -71,7 +71,7 @@ def test_one_line_is_not_a_list(text: str) -> None:
     assert isinstance(Filters(config).apply("\n".join([text] * 3)), Dropped)
 
 
-def test_prose_is_what_is_left() -> None:
+def test_prose_is_what_is_left_and_shares_are_of_the_whole_text() -> None:
     text = "\n".join([
         "# A title", "", "Some words.", "~~~~", "code()", "~~~", "still code", "~~~~", "- ```py",
         "x = 1", "```", "a | b", "--|--", "1 | one", "", "| c |", "-----", "{}", "[ref]: there",
@@ -85,9 +85,6 @@ def test_prose_is_what_is_left() -> None:
         assert prose(whole)[0] is whole
     opened = "Words before.\n```\nno end of it"
     assert prose(opened)[0] == "Words before.\nno end of it", "a fence without an end hides nothing"
-
-
-def test_shares_of_prose_are_of_the_whole_text() -> None:
     """Half of the prose is repeated, which is a tenth of the lines."""
     code = "\n".join(f"call_{i}(argument);" for i in range(16))
     words = "Output of it:\nwords and more words here\nOutput of it:\nand other words"
@@ -194,7 +191,7 @@ def test_a_change_of_rules_repeats_the_tasks_of_their_source(folder: Path) -> No
     assert key_parts(rules) == key_parts(FiltersConfig(python=f"{folder}/own_rules.py:no_sudo"))
 
 
-def test_own_rules_that_fail_are_named(folder: Path) -> None:
+def test_own_rules_are_found_or_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = f"{folder}/own_rules.py"
     sets = (FiltersConfig(), FiltersConfig(python=f"{file}:fails"))
     where = r"source 'manuals': filters\.1\.python = .*own_rules\.py:fails' raised AttributeError: "
@@ -213,9 +210,6 @@ def test_own_rules_that_fail_are_named(folder: Path) -> None:
             source_of(text, "filters.python")
     with pytest.raises(ConfigError, match=r"broken\.py .*ModuleNotFoundError"):
         OwnRule(f"{folder}/broken.py:rule", "filters.python")
-
-
-def test_own_rules_are_found_in_the_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(folder))
     assert source_of("own_rules:no_sudo", "k").file == folder / "own_rules.py"
     assert OwnRule("own_rules:no_sudo", "k")(OwnDocument("d", "s", "sudo", {})) == (

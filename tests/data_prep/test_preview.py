@@ -124,16 +124,10 @@ def test_examples_and_page(folder: Path, result: dict[str, Any]) -> None:
     texts = " ".join(root.itertext())
     assert "day_seven: a <b>" in texts
     assert GOOD.format(7) in texts
-    limits = [path for path in root.iter("path") if path.get("class") == "limit"]
     rules = [rule for of in result["sources"].values() for rule in of["rules"]]
+    limits = [path for path in root.iter("path") if path.get("class") == "limit"]
     assert len(limits) == len(rules) > 10
-    at = float((limits[0].get("d") or "").removeprefix("M").split()[0])
-    assert at == pytest.approx(
-        40 * preview.place(10, result["scales"]["quality: few words"]), abs=0.01
-    )
-    text = preview.text_of(result)
-    assert "33.0%" in text
-    assert all(rule in text for rule in rules)
+    assert [rule for rule in rules if rule not in preview.text_of(result)] == []
 
 
 def test_command(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:

@@ -46,7 +46,7 @@ def test_same_as_a_folder(store: Store, prep_config: Path, corpus: Path, tmp_pat
     assert remote_.fingerprint == local.fingerprint
 
 
-def test_globs_and_single_files(store: Store, prep_config: Path, tmp_path: Path) -> None:
+def test_globs_single_files_and_changes(store: Store, prep_config: Path, tmp_path: Path) -> None:
     folder = tmp_path / "globs"
     for name in ("a/x.txt", "b/x.txt", "b/y.txt", "b/z.csv"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -62,9 +62,6 @@ def test_globs_and_single_files(store: Store, prep_config: Path, tmp_path: Path)
     assert names(f"{address}/b/y.txt") == ["y.txt"]
     assert names(f"{address}/a", f"{address}/b/x.txt") == ["a/x.txt", "b/x.txt"]
     assert sorted(names(f"{address}/b/")) == ["x.txt", "y.txt", "z.csv"]
-
-
-def test_a_changed_file_is_an_error(store: Store, prep_config: Path, tmp_path: Path) -> None:
     store.client.put_object(Bucket=BUCKET, Key="changing/a.txt", Body=b"one")
     [source] = _config(prep_config, tmp_path, f"s3://{BUCKET}/changing").sources
     [file] = find(source).files

@@ -230,7 +230,7 @@ def test_report_by_hand(prep_config: Path, tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_sentencepiece_report_counts_bytes(dataset: DatasetIndex) -> None:
+def test_sentencepiece_report_counts_bytes_and_scripts(dataset: DatasetIndex) -> None:
     made = json.loads((dataset.folder / "work/tokenizer/tokenizer.report.json").read_text())
     measured = made["sources"]["topics"]
     report = json.loads((dataset.folder / "report.json").read_text())["sources"]["topics"]
@@ -241,8 +241,5 @@ def test_sentencepiece_report_counts_bytes(dataset: DatasetIndex) -> None:
     # Bytes spell what has no piece, so everything comes back.
     assert measured["round_trip_share"] == 1.0
     assert measured["round_trip_differences"] == []
-
-
-def test_scripts_of_pieces() -> None:
     found = [script(piece) for piece in ("中", "层a", "é", "x1", "12", ".", "ω", "の")]
     assert found == ["Han", "Han", "Latin", "Latin", "digits", "other", "other", "other"]

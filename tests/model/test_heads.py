@@ -79,7 +79,7 @@ def test_classes() -> None:
         assert float(loss) == pytest.approx(math.log1p(others) + math.log1p(chosen), rel=1e-5)
 
 
-def test_choices_that_are_not_there_take_no_share() -> None:
+def test_what_is_not_there_takes_no_share() -> None:
     head = heads.LinearHead(CONFIG, 1, dropout=0.0)
     pooled = torch.randn(6, 16)
     scores = heads.choice_scores(head, pooled, torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]]))
@@ -91,6 +91,11 @@ def test_choices_that_are_not_there_take_no_share() -> None:
     assert torch.allclose(losses, expected)
     losses.sum().backward()
     assert all(bool(weight.grad.isfinite().all()) for weight in head.parameters())
+    scores, allowed = torch.randn(2, 4, 2), torch.tensor([[0, 0, 1, 1], [0, 0, 1, 1]])
+    losses = heads.answer_losses(scores, allowed, torch.tensor([2, 0]), torch.tensor([3, 0]))
+    kept = scores[:, [0, 2, 3]].log_softmax(1)
+    expected = torch.stack((kept[0, 1, 0] + kept[0, 2, 1], kept[1, 0, 0] + kept[1, 0, 1])) / -2
+    assert torch.allclose(losses, expected)
 
 
 MASKS = [[1, 1, 1, 1], [1, 1, 0, 0], [0, 1, 0, 1], [0, 0, 0, 1], [0, 0, 0, 0]]
@@ -205,11 +210,3 @@ def test_best_answer_against_all_pairs(max_tokens: int) -> None:
         best = max(legal, key=lambda pair: legal[pair])
         assert (int(answers.start[row]), int(answers.last[row])) == best
         assert float(answers.score[row]) == pytest.approx(legal[best], abs=1e-6)
-
-
-def test_answer_losses_leave_out_what_is_not_context() -> None:
-    scores, allowed = torch.randn(2, 4, 2), torch.tensor([[0, 0, 1, 1], [0, 0, 1, 1]])
-    losses = heads.answer_losses(scores, allowed, torch.tensor([2, 0]), torch.tensor([3, 0]))
-    kept = scores[:, [0, 2, 3]].log_softmax(1)
-    expected = torch.stack((kept[0, 1, 0] + kept[0, 2, 1], kept[1, 0, 0] + kept[1, 0, 1])) / -2
-    assert torch.allclose(losses, expected)

@@ -294,7 +294,7 @@ def test_rules_of_losses_have_the_slope_of_their_means(gamma: float | None) -> N
     assert np.array(of_each) * float(step.common()) == pytest.approx(slope, rel=1e-6)
 
 
-def test_late_norms_are_those_that_were_measured() -> None:
+def test_late_norms_and_rates_of_losses_are_those_measured() -> None:
     given = rows(["a", "b"])
     _, gradients = reference(given)
     norms = np.sqrt(np.diag(encoder_gram(gradients)))
@@ -303,9 +303,6 @@ def test_late_norms_are_those_that_were_measured() -> None:
     late, memory = taken("gradient_norm", given, steps=3, norms="late", every=2)
     assert [memory["norm"][name] for name in "ab"] == pytest.approx(norms, rel=1e-6)
     assert _relative(late, exact) < 1e-6
-
-
-def test_dwa_follows_the_rates_of_the_losses() -> None:
     given = rows(["a", "b"])
     _, memory = taken("dwa", given, steps=5, interval=2)
     losses, _ = reference(given)

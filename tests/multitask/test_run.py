@@ -40,8 +40,8 @@ def write_mix(
     body: dict[str, Any] = {
         "run_dir": str(folder / "run"), "init_from": str(model),
         "tasks": {kind: {"from": f"my-{kind}.yaml"} for kind in kinds}, "decontaminate": False,
-        "checkpoint": {"every_steps": 2}, "monitor": {"eval_every_steps": 1000,
-        "log_every_steps": 1}
+        "checkpoint": {"every_steps": 2},
+        "monitor": {"eval_every_steps": 1000, "log_every_steps": 1},
     } | more  # fmt: skip
     body["train"] = TRAIN | more.get("train", {})
     path = folder / "mix.yaml"

@@ -385,7 +385,15 @@ def test_tokens_are_drawn_by_their_probabilities() -> None:
     assert ((torch.bincount(found, minlength=13) - expected).square() / expected).sum() < 39.13
 
 
-def test_config_refuses_what_the_generator_does_not_make() -> None:
+def test_the_generator_has_whole_heads_and_a_config_that_fits() -> None:
+    base = ModelConfig(vocab_size=99, num_layers=12, hidden_size=768, num_heads=12, ffn_size=3072)
+    quarter = generator_of(base, ObjectiveConfig(kind="rtd"))
+    assert (quarter.hidden_size, quarter.num_heads, quarter.ffn_size) == (192, 3, 768)
+    assert (quarter.num_layers, quarter.embedding_width, quarter.head_size) == (12, 768, 64)
+    third = generator_of(
+        base, ObjectiveConfig(kind="rtd", generator_size=1 / 3, generator_layers=0.5)
+    )
+    assert (third.hidden_size, third.num_layers) == (256, 6)
     values = {"run_dir": "none", "data": {"dir": "none"}, "objective": {"kind": "rtd"}}
     wanted = "data.replace_mask_prob=0.85 data.replace_random_prob=0"
     with pytest.raises(ConfigError, match=wanted):
@@ -396,14 +404,3 @@ def test_config_refuses_what_the_generator_does_not_make() -> None:
         build(PretrainConfig, values, "test", [*ours, "data.similar=table.npy"])
     with pytest.raises(ConfigError, match=r"objective\.temperature=2\.0 has no meaning"):
         build(PretrainConfig, values, "test", ["objective.kind=mlm", "objective.temperature=2"])
-
-
-def test_the_generator_has_whole_heads_and_the_models_head_size() -> None:
-    base = ModelConfig(vocab_size=99, num_layers=12, hidden_size=768, num_heads=12, ffn_size=3072)
-    quarter = generator_of(base, ObjectiveConfig(kind="rtd"))
-    assert (quarter.hidden_size, quarter.num_heads, quarter.ffn_size) == (192, 3, 768)
-    assert (quarter.num_layers, quarter.embedding_width, quarter.head_size) == (12, 768, 64)
-    third = generator_of(
-        base, ObjectiveConfig(kind="rtd", generator_size=1 / 3, generator_layers=0.5)
-    )
-    assert (third.hidden_size, third.num_layers) == (256, 6)

@@ -81,13 +81,6 @@ def test_kernel_names(name: str, wanted: str) -> None:
     assert category(name, HEAD) == in_head
 
 
-def test_batched_products_are_those_of_attention() -> None:
-    gemm = "nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_TNT"
-    assert category(gemm, FORWARD, "aten::bmm") == ATTENTION
-    assert category(gemm, FORWARD, "aten::addmm") == GEMM
-    assert category("aten::bmm", BODY) == ATTENTION
-
-
 def _event(kind: str, name: str, start: float, duration: float, **more: Any) -> SimpleNamespace:
     """As an event of torch's profiler, in microseconds."""
     return SimpleNamespace(
@@ -150,7 +143,7 @@ def test_a_trace_of_a_cpu() -> None:
     assert found.by_category == pytest.approx(wanted)
 
 
-def test_work_of_attention() -> None:
+def test_work_and_batched_products_of_attention() -> None:
     """As the study of the kernels counts: base, 32 sequences of 512, 12 heads of 64."""
     tokens, pairs = 32 * 512, 32 * 512**2
     plain = attention_work(tokens, pairs, 12, 64, carries=False, longest=512)
@@ -163,6 +156,10 @@ def test_work_of_attention() -> None:
     assert plain.least_s("NVIDIA H200") == pytest.approx(plain.flops / 989e12)
     assert carried.least_s("NVIDIA H200") == pytest.approx(carried.num_bytes / 4.8e12)
     assert plain.least_s("cpu") is None
+    gemm = "nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_TNT"
+    assert category(gemm, FORWARD, "aten::bmm") == ATTENTION
+    assert category(gemm, FORWARD, "aten::addmm") == GEMM
+    assert category("aten::bmm", BODY) == ATTENTION
 
 
 def _check(found: dict[str, Any], steps: int) -> None:

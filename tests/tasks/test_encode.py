@@ -272,13 +272,16 @@ def test_most_context_scores(wordpiece: WordPieceTokenizer, length: int, stride:
         assert found[place] == max(contexts, key=lambda part: (contexts[part], -part))
 
 
-def test_window_trains_on_whichever_answer_it_holds(wordpiece: WordPieceTokenizer) -> None:
+def test_windows_train_on_answers_they_hold(wordpiece: WordPieceTokenizer) -> None:
     config = _config("qa", max_length=14, stride=9)
     gold = (Answer(CHINESE[2:4], 2), Answer(CHINESE[20:22], 20), Answer("none", None))
     rows, _ = _encode(wordpiece, config, text=CHINESE, text_b="博士", gold=gold)
     assert [text_spans(row, row.spans) for row in rows] == [
         [Span("answer", 2, 4)], [], [Span("answer", 20, 22)], [],
     ]  # fmt: skip
+    config = _config("qa", max_length=16, stride=12)
+    with pytest.raises(ConfigError, match=r"a\.json:1: windows have room for 9 tokens"):
+        _encode(wordpiece, config, text=CHINESE, text_b="博士进行", gold=())
 
 
 def test_answers_that_are_lost_are_counted(wordpiece: WordPieceTokenizer) -> None:
@@ -297,9 +300,3 @@ def test_answers_that_are_lost_are_counted(wordpiece: WordPieceTokenizer) -> Non
     config = _config("qa", max_length=32, stride=16)
     [row], _ = _encode(wordpiece, config, text="the old man", text_b="man", gold=gold)
     assert text_spans(row, row.spans) == [Span("answer", 4, 7)]
-
-
-def test_windows_that_would_leave_a_gap_are_refused(wordpiece: WordPieceTokenizer) -> None:
-    config = _config("qa", max_length=16, stride=12)
-    with pytest.raises(ConfigError, match=r"a\.json:1: windows have room for 9 tokens"):
-        _encode(wordpiece, config, text=CHINESE, text_b="博士进行", gold=())

@@ -97,14 +97,6 @@ def test_only_a_line_feed_ends_a_line(folder: Folder) -> None:
     assert lines == [("a\u2028b\r", "1"), ("c", "3")]
 
 
-def test_label_that_train_lacks_is_refused_with_its_line(folder: Folder) -> None:
-    folder.write("t.json", [ROW])
-    folder.write("d.json", [ROW, {"sentence": "x", "label": "b"}])
-    task = folder.task("classify", train=["t.json"], dev=["d.json"], **SENTENCE)
-    with pytest.raises(DataError, match=r"d\.json:2: label 'b' is not one of the 1 of data\.train"):
-        read_task(task)
-
-
 TABLE = "s,label\n"
 
 
@@ -137,7 +129,7 @@ def test_wrong_files(folder: Folder, kind: str, name: str, content: str, message
         folder.read(kind, content, name, fields=fields)
 
 
-def test_missing_files_fields_and_other_bytes_are_refused(folder: Folder) -> None:
+def test_missing_files_labels_fields_and_other_bytes_are_refused(folder: Folder) -> None:
     with pytest.raises(DataError, match=r"no\.json does not exist.*data\.root"):
         read_task(folder.task("classify", train=["no.json"], **SENTENCE))
     for name in ("b.json", "b.csv", "b.tsv"):
@@ -146,6 +138,11 @@ def test_missing_files_fields_and_other_bytes_are_refused(folder: Folder) -> Non
             read_task(folder.task("classify", train=[name], **SENTENCE))
     with pytest.raises(ConfigError, match=r"needs data\.fields\.text: .*a\.json"):
         folder.read("classify", [ROW])
+    folder.write("t.json", [ROW])
+    folder.write("d.json", [ROW, {"sentence": "x", "label": "b"}])
+    task = folder.task("classify", train=["t.json"], dev=["d.json"], **SENTENCE)
+    with pytest.raises(DataError, match=r"d\.json:2: label 'b' is not one of the 1 of data\.train"):
+        read_task(task)
 
 
 def test_test_may_be_without_labels_and_with_a_header_of_its_own(folder: Folder) -> None:

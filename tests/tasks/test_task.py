@@ -21,7 +21,7 @@ def _task(tmp_path: Path, text: str, *overrides: str) -> TaskConfig:
     return load_task(str(tmp_path / "t.yaml"), overrides)
 
 
-def test_defaults_of_the_kinds(tmp_path: Path) -> None:
+def test_defaults_of_the_kinds_and_forms_of_labels(tmp_path: Path) -> None:
     config = _task(tmp_path, PAIR)
     assert config.metric == "accuracy"
     assert config.data.root == str(tmp_path), "the folder of the file"
@@ -29,9 +29,6 @@ def test_defaults_of_the_kinds(tmp_path: Path) -> None:
     assert [KINDS[kind].metrics[0] for kind in ("tag", "spans", "qa", "regress")] == [
         "f1", "f1", "f1", "spearman",
     ]  # fmt: skip
-
-
-def test_labels_are_a_word_or_a_list(tmp_path: Path) -> None:
     assert _task(tmp_path, PAIR, "data.labels=auto").data.labels == "auto"
     assert _task(tmp_path, PAIR, "data.labels=['0', '1']").data.labels == ("0", "1")
     with pytest.raises(ConfigError, match=r"data\.labels = 'yes'.*expected one of auto"):

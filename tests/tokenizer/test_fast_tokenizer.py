@@ -104,7 +104,7 @@ def test_specials_are_plain_text_in_text(bert: FastTokenizer, roberta: FastToken
                 assert not copy.special_ids & set(ids)
 
 
-def test_masks_stand_where_they_are_written(bert: FastTokenizer, roberta: FastTokenizer) -> None:
+def test_masks_and_readable_text(bert: FastTokenizer, roberta: FastTokenizer) -> None:
     for tokenizer, name in ((bert, "[MASK]"), (roberta, "<mask>")):
         # RoBERTa's mask has the space before it inside.
         expected = [*tokenizer.encode("the"), tokenizer.mask_id, *tokenizer.encode("x of")[1:]]
@@ -114,9 +114,6 @@ def test_masks_stand_where_they_are_written(bert: FastTokenizer, roberta: FastTo
         assert tokenizer.encode_with_masks("[MASK][MASK]") == [tokenizer.mask_id] * 2
         others = set(tokenizer.encode_with_masks("a [SEP] </s> [CLS] <s> b"))
         assert not others & tokenizer.special_ids - {tokenizer.unk_id}
-
-
-def test_readable_text(bert: FastTokenizer, roberta: FastTokenizer) -> None:
     ids = bert.encode("Theed value.")
     assert [bert.piece(i) for i in ids] == ["the", "##ed", "value", "."]
     assert bert.decode([bert.cls_id, *ids, bert.mask_id]) == "[CLS] theed value. [MASK]"

@@ -95,15 +95,12 @@ def test_pieces_that_no_text_has(tmp_path: Path) -> None:
         assert [pieces[i] for i in vocabulary.in_text] == expected
 
 
-def test_text_has_only_pieces_that_it_can_have(uncased: WordPieceTokenizer) -> None:
+def test_texts_and_random_tokens_have_possible_pieces(uncased: WordPieceTokenizer) -> None:
     possible = {*uncased.vocabulary.in_text.tolist(), uncased.unk_id}
     assert len(possible) < uncased.vocab_size - 106  # ## before Chinese characters
     assert {token for text in TEXTS for token in uncased.encode(text)} <= possible
     whole = [i for i in sorted(possible) if not uncased.piece(i).startswith("##")]
     assert all(uncased.encode(uncased.piece(i)) == [i] for i in whole if i != uncased.unk_id)
-
-
-def test_random_tokens_are_such_as_text_has(uncased: WordPieceTokenizer) -> None:
     vocabulary = uncased.vocabulary
     config = DataConfig(dir="unused", masking="token", replace_mask_prob=0.0,
                         replace_random_prob=1.0, mask_prob=0.5)  # fmt: skip

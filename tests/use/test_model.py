@@ -91,7 +91,7 @@ def test_a_batch_has_the_vectors_of_single_texts(pooling: Pool, folder: Path, be
         torch.testing.assert_close(torch.from_numpy(vector), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_vectors_keep_the_order_of_texts_and_stream(model: Model, many: list[str]) -> None:
+def test_vectors_in_order_and_in_a_file(model: Model, many: list[str], tmp_path: Path) -> None:
     expected = np.concatenate([model.encode([text]) for text in many])
     np.testing.assert_allclose(model.encode(many, batch_size=2), expected, atol=1e-5)
     taken = 0
@@ -107,9 +107,6 @@ def test_vectors_keep_the_order_of_texts_and_stream(model: Model, many: list[str
     first = next(blocks)
     assert len(first) == taken == 64
     np.testing.assert_allclose(np.concatenate([first, *blocks]), expected, atol=1e-5)
-
-
-def test_vectors_go_to_a_file(model: Model, many: list[str], tmp_path: Path) -> None:
     out = tmp_path / "vectors.npy"
     assert model.encode_to(out, iter(many), batch_size=3) == 70
     assert np.array_equal(np.load(out, mmap_mode="r"), model.encode(many, batch_size=3))

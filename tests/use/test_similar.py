@@ -17,9 +17,6 @@ def test_nearest_are_those_of_all_cosines_within_a_group() -> None:
                  if other != token and (other % 3 == 0) == (token % 3 == 0)]  # fmt: skip
         best = sorted(group, key=lambda other: -cosines[token - 5, other - 5])[:4]
         assert table[token].tolist() == best
-
-
-def test_group_that_is_too_small() -> None:
     vectors = np.eye(4, dtype=np.float32)
     table = nearest(vectors, ["a", "b", "##c", "##d"], np.arange(4), 3)
     assert table.tolist() == [[1, -1, -1], [0, -1, -1], [3, -1, -1], [2, -1, -1]]

@@ -106,7 +106,7 @@ def test_checkpoint_is_found_by_prefix_index_or_folder(form: str) -> None:
     assert checkpoint.read("float32/scalar") == np.float32(0.1)
 
 
-def test_index_of_several_blocks(tmp_path: Path) -> None:
+def test_index_of_several_blocks_and_a_compressed_one(tmp_path: Path) -> None:
     def entry(size: int) -> bytes:
         crc = _masked_crc32c(bytes(size))
         return bytes([0x08, 10, 0x12, 4, 0x12, 2, 0x08, size, 0x28, size, 0x35]) + crc
@@ -118,6 +118,14 @@ def test_index_of_several_blocks(tmp_path: Path) -> None:
     assert checkpoint.names() == [f"tensor_{size:03d}" for size in range(1, 100)]
     for size, name in enumerate(checkpoint.names(), start=1):
         np.testing.assert_array_equal(checkpoint.read(name), np.zeros(size, bool))
+    path = tmp_path / "a.index"
+    _write_table(path, [(b"", b"\x08\x01")])
+    table = path.read_bytes()
+    end = table.index(b"\x08\x01") + 2 + 8
+    content = table[:end] + b"\1"
+    path.write_bytes(content + _masked_crc32c(content) + table[end + 5 :])
+    with pytest.raises(CheckpointError, match=r"compression type 1 \(1 is snappy\)"):
+        TfCheckpoint(tmp_path)
 
 
 def test_every_flipped_byte_of_the_index_is_refused_or_harmless(mixed: Path) -> None:
@@ -202,17 +210,6 @@ def test_entries_that_do_not_fit_are_refused(
     _write_table(tmp_path / "a.index", [*first, (b"name", entry)])
     with pytest.raises(CheckpointError, match=message):
         TfCheckpoint(tmp_path).read("name")
-
-
-def test_compressed_block_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "a.index"
-    _write_table(path, [(b"", b"\x08\x01")])
-    table = path.read_bytes()
-    end = table.index(b"\x08\x01") + 2 + 8
-    content = table[:end] + b"\1"
-    path.write_bytes(content + _masked_crc32c(content) + table[end + 5 :])
-    with pytest.raises(CheckpointError, match=r"compression type 1 \(1 is snappy\)"):
-        TfCheckpoint(tmp_path)
 
 
 def test_tensors_of_other_kinds_and_unknown_names_are_refused() -> None:
