@@ -60,12 +60,17 @@ def test_each_difference_is_named_with_both_values(
         assert re.search(".*".join(map(re.escape, wanted)), line), line
 
 
-def test_another_source_is_named_with_its_shards(variants: Variants) -> None:
+def test_another_source_and_unknown_keys_are_named(variants: Variants) -> None:
     one, two = variants["base"], variants["two sources"]
     found = _differences(one, two)
     assert found[0] == "sources extra now (1): two"
     assert "shards/train-000001.tar" in found[1]
     assert _differences(two, one)[0] == "sources missing now (1): two"
+    old = _body(variants["base"])
+    [text] = dataset_differences(old, {**old, "colour": "blue"})
+    assert "colour" in text
+    [text] = dataset_differences({**old, "format_version": 3, "shards": "elsewhere"}, old)
+    assert re.search("format_version .*3.*2", text)
 
 
 def test_long_lists_are_cut(tmp_path: Path) -> None:
@@ -123,11 +128,3 @@ def test_the_same_data_under_an_older_index_is_named(variants: Variants, tmp_pat
     assert re.search(form.removesuffix("; "), first)
     assert "same data" not in first
     assert found == dataset_differences(new, other)
-
-
-def test_a_key_that_one_index_lacks_and_a_version_of_the_future(variants: Variants) -> None:
-    old = _body(variants["base"])
-    [text] = dataset_differences(old, {**old, "colour": "blue"})
-    assert "colour" in text
-    [text] = dataset_differences({**old, "format_version": 3, "shards": "elsewhere"}, old)
-    assert re.search("format_version .*3.*2", text)

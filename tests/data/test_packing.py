@@ -50,7 +50,9 @@ def test_sequences_are_filled(kind: str, seq_len: int) -> None:
     assert used / (packing.num_sequences * seq_len) > 0.98
 
 
-def test_sequences_are_filled_on_real_text(dataset: DatasetIndex) -> None:
+def test_sequences_of_real_text_are_filled_and_none_are_made_of_nothing(
+    dataset: DatasetIndex,
+) -> None:
     reader = BlockReader(dataset)
     used = slots = 0
     for row in dataset.split_blocks("train"):
@@ -59,6 +61,8 @@ def test_sequences_are_filled_on_real_text(dataset: DatasetIndex) -> None:
         slots += packing.num_sequences * 128
     # Blocks here have 8,000 tokens; each leaves a last sequence half empty on average.
     assert used / slots > 0.97
+    packing = pack(np.empty(0, np.int64), 128)
+    assert packing.num_sequences == len(packing.piece_start) == 0
 
 
 def _random_lengths(rng: np.random.Generator) -> np.ndarray:
@@ -98,8 +102,3 @@ def test_every_length_up_to_the_sequence_s_fits_it(seq_len: int) -> None:
     expected = reference_packing.pack(np.cumsum(lengths), seq_len)
     np.testing.assert_array_equal(found.piece_start, expected.piece_start)
     np.testing.assert_array_equal(found.sequence_ends, expected.sequence_ends)
-
-
-def test_no_documents_make_no_sequences() -> None:
-    packing = pack(np.empty(0, np.int64), 128)
-    assert packing.num_sequences == len(packing.piece_start) == 0

@@ -41,16 +41,13 @@ def test_kernel_runs_where_no_compiled_code_can_be_kept(tmp_path: Path) -> None:
     assert int(done.stdout) == 0x6627E8D5
 
 
-def test_philox_of_arrays_is_philox_of_each_element() -> None:
+def test_philox_of_arrays_is_that_of_each_element_and_uniform() -> None:
     positions, ids = np.arange(7)[None, :], np.array([3, 2**31])[:, None]
     together = philox((positions, 5, ids, 1), (9, 2))
     for row in range(2):
         for column in range(7):
             alone = philox((column, 5, int(ids[row, 0]), 1), (9, 2))
             assert [int(w[row, column]) for w in together] == [int(w) for w in alone]
-
-
-def test_words_are_uniform() -> None:
     words = np.concatenate(philox((np.arange(50_000), 0, 0, 0), (1, 2)))
     counts = np.bincount(words >> 26, minlength=64)
     expected = len(words) / 64

@@ -154,12 +154,22 @@ def test_sources_follow_weights(weights: list[float], sizes: list[int], cursor: 
         assert abs(sequences - cursor * amounts[group.name] / sum(amounts.values())) < 2
 
 
-def test_a_source_of_weight_two_begins_again_when_the_other_is_half_seen() -> None:
+def test_sources_of_weight_two_and_of_none() -> None:
     case = Case([[62] * 500, [62] * 300], [0, 1], [1.0, 2.0])
     places = case.open(_config([64], [], batch=1, window=1)).segments[0].locate(0, 1100)
     again = int(np.flatnonzero((places.blocks == 1) & (places.epochs == 1))[0])
     assert abs(again - int(np.flatnonzero(places.blocks == 0)[250])) <= 4
     assert (np.bincount(places.blocks) == [500, 600]).all()
+    case = Case([[62] * 50, [62] * 30, [62] * 20], [0, 1, 2], [1.0, 1.0, 1.0])
+    mix = (MixConfig(source="s1", weight=0.0),)
+    order = case.open(_config([64], [], batch=1, window=4, mix=mix))
+    assert set(order.segments[0].locate(0, 200).blocks.tolist()) == {0, 2}
+    assert order.epochs(70) == {"s0 + s2": 1.0}
+    assert list(order.places(1, range(62), 500)) == []
+    only = (MixConfig(source="s0", weight=0.0), MixConfig(source="s2", weight=0.0))
+    case.of_source[1] = 0
+    with pytest.raises(ConfigError, match="training text"):
+        case.open(_config([64], [], batch=1, window=4, mix=only))
 
 
 def test_places_are_where_a_documents_tokens_are_seen() -> None:
@@ -177,16 +187,3 @@ def test_places_are_where_a_documents_tokens_are_seen() -> None:
             expected = [place for place, found in pieces[block]
                         if any(a < end and b > start for a, b in found)]  # fmt: skip
             assert list(order.places(block, range(start, end), stop)) == expected
-
-
-def test_sources_left_out_are_not_seen() -> None:
-    case = Case([[62] * 50, [62] * 30, [62] * 20], [0, 1, 2], [1.0, 1.0, 1.0])
-    mix = (MixConfig(source="s1", weight=0.0),)
-    order = case.open(_config([64], [], batch=1, window=4, mix=mix))
-    assert set(order.segments[0].locate(0, 200).blocks.tolist()) == {0, 2}
-    assert order.epochs(70) == {"s0 + s2": 1.0}
-    assert list(order.places(1, range(62), 500)) == []
-    only = (MixConfig(source="s0", weight=0.0), MixConfig(source="s2", weight=0.0))
-    case.of_source[1] = 0
-    with pytest.raises(ConfigError, match="training text"):
-        case.open(_config([64], [], batch=1, window=4, mix=only))

@@ -64,12 +64,17 @@ def test_losses_and_gradients_are_the_same_bits(
         assert torch.equal(one.grad, other.grad), name  # type: ignore[arg-type]
 
 
-def test_dropout_of_what_comes_after_is_not_changed() -> None:
+def test_dropout_of_what_comes_after_and_a_trace_are_as_without() -> None:
     drawn = []
     for group_size in (None, 2):
         _loss(_model(CONFIG, torch.float32, group_size)).backward()
         drawn.append(torch.rand(3))
     assert torch.equal(*drawn)
+    model, trace = _model(CONFIG, torch.float32, 2), Trace()
+    layout = rows(torch.ones(1, 8, dtype=torch.int32), torch.arange(8)[None])
+    model.encoder(torch.arange(8)[None], layout, trace=trace).sum().backward()
+    assert len(trace.probabilities) == CONFIG.num_layers
+    assert len(trace.hidden) == CONFIG.num_layers + 1
 
 
 class _Storages(TorchDispatchMode):
@@ -131,11 +136,3 @@ def test_memory_is_what_cost_says(score_residual: str, group_size: int, dtype: t
     sizes = cost.Sizes(dtype.itemsize)
     everything = cost.activation_bytes(config, BATCH * SEQ_LEN, SEQ_LEN, sizes)["total"]
     assert formula["total"] < everything
-
-
-def test_a_trace_is_filled_once() -> None:
-    model, trace = _model(CONFIG, torch.float32, 2), Trace()
-    layout = rows(torch.ones(1, 8, dtype=torch.int32), torch.arange(8)[None])
-    model.encoder(torch.arange(8)[None], layout, trace=trace).sum().backward()
-    assert len(trace.probabilities) == CONFIG.num_layers
-    assert len(trace.hidden) == CONFIG.num_layers + 1

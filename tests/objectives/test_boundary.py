@@ -252,15 +252,12 @@ def test_no_boundary_gives_zero_with_a_gradient() -> None:
         assert not parameter.grad.any(), name
 
 
-def test_the_followed_loss_is_that_of_mlm_unless_the_other_breaks() -> None:
+def test_the_followed_loss_and_what_does_not_fit() -> None:
     objective = make_objective(SBO)
     assert objective.tracked_loss({"loss": 2.0, "sbo": 5.0}) == 2.0
     assert objective.tracked_loss({"loss": 2.0}) == 2.0  # a batch without boundaries
     assert math.isnan(objective.tracked_loss({"loss": 2.0, "sbo": math.nan}))
     assert objective.tracked_loss({"loss": 2.0, "sbo": math.inf}) == math.inf
-
-
-def test_what_does_not_fit_is_told() -> None:
     with pytest.raises(ConfigError, match=r"masking=whole_word makes none; set data\.masking"):
         PretrainConfig(run_dir="unused", data=DataConfig(dir="unused"), objective=SBO)
     with pytest.raises(ConfigError, match=r"boundary_weight=2.* set objective\.kind=mlm_sbo"):

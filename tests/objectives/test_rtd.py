@@ -232,7 +232,6 @@ def test_draws_follow_from_the_batch_alone_and_alpha_is_of_both_encoders() -> No
     assert torch.equal(whole, _run(model, batch)[2])
     parts = [_run(model, _only_row(batch, row))[2] for row in range(ROWS)]
     assert torch.equal(torch.cat(parts), whole)
-    model, batch = _model(), _batch()
     before = _run(model, batch)
     model.set_alpha(0.25)
     after = _run(model, batch)
@@ -247,11 +246,9 @@ def test_without_targets_it_gives_the_generators_logits_and_adds_nothing() -> No
     assert isinstance(logits, Tensor)
     picked = logits.log_softmax(-1).gather(1, batch.inputs["targets"][:, None])
     assert -picked.sum().item() == pytest.approx(_run(model, batch)[0].item())
-    batch = _batch()
     inputs = {name: each[:0] for name, each in batch.inputs.items()}
-    sums = OBJECTIVE(
-        _model(), replace(batch, inputs=inputs, weights=dict.fromkeys(batch.weights, 0.0))
-    )
+    nothing = replace(batch, inputs=inputs, weights=dict.fromkeys(batch.weights, 0.0))
+    sums = OBJECTIVE(model, nothing)
     assert all(each.item() == 0 for pair in sums.values() for each in pair)
 
 

@@ -130,7 +130,7 @@ def test_rows_of_padding_give_no_nan(modeling: ModuleType, kind: str, attentions
     assert torch.allclose(model(ids, mask).logits[0], model(ids[:1]).logits[0], atol=1e-5)
 
 
-def test_too_long_a_row_is_refused(modeling: ModuleType) -> None:
+def test_too_long_a_row_is_refused_and_losses_are_means(modeling: ModuleType) -> None:
     model = _model(modeling, "ForMaskedLM", _config(modeling, "all else"))
     assert model(_ids(1, 10)).logits.shape == (1, 10, 40)
     with pytest.raises(ValueError, match=r"has 11 positions, this model has 10; .*max_length=10"):
@@ -138,6 +138,7 @@ def test_too_long_a_row_is_refused(modeling: ModuleType) -> None:
     with pytest.raises(ValueError, match=r"has 11 positions, this model has 10"):
         model(_ids(1, 2), position_ids=torch.tensor([[0, 10]]))
     assert _model(modeling, "Model", _config(modeling))(_ids(1, 600))[0].shape == (1, 600, 16)
+    assert modeling.PostnormForMaskedLM.accepts_loss_kwargs is False
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -290,7 +291,3 @@ def test_a_pool_that_there_is_not_is_refused(modeling: ModuleType, pool: str) ->
     for name in ("ForSequenceClassification", "ForMultipleChoice"):
         with pytest.raises(ValueError, match=f"pool='{pool}', this model has cls, mean, first_"):
             _model(modeling, name, _config(modeling, pool=pool))
-
-
-def test_trainer_is_told_that_losses_are_means(modeling: ModuleType) -> None:
-    assert modeling.PostnormForMaskedLM.accepts_loss_kwargs is False
