@@ -53,7 +53,8 @@ def _write_table(path: Path, entries: list[tuple[bytes, bytes]], block_entries: 
         return handle
 
     parts = [entries[at : at + block_entries] for at in range(0, len(entries), block_entries)]
-    footer = append([]) + append([(part[-1][0], append(part)) for part in parts])
+    index = [(part[-1][0], append(part)) for part in parts]
+    footer = append([]) + append(index)
     path.write_bytes(table + footer.ljust(40, b"\0") + bytes.fromhex("57fb808b247547db"))
 
 
@@ -172,8 +173,10 @@ def test_every_flipped_byte_of_the_data_fails_one_tensor(mixed: Path, shard: int
 
 def test_data_files_cut_short_or_missing_fail_what_they_hold(mixed: Path) -> None:
     path = mixed / "mixed.ckpt-12.data-00000-of-00002"
-    path.write_bytes(path.read_bytes()[:400])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:400])
     messages = _failing(mixed)
+    path.write_bytes(whole)
     assert 1 < len(messages) < len(_expected("mixed"))
     for name, message in messages.items():
         assert re.search(f"{path} has 400 bytes, .*tensor {name}", message)
