@@ -11,7 +11,6 @@ import sys
 import time
 from pathlib import Path
 from string import ascii_lowercase
-from typing import Any
 
 import pytest
 
