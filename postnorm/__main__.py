@@ -26,19 +26,18 @@ def groups() -> "dict[str, tuple[Verb, ...]]":
     from data_prep import commands as prep
     from launch import commands as launch
     from pipeline.commands import GROUPS
-    from pipeline.runtime.cli import completion_verb, family
+    from pipeline.runtime.cli import family
     from studies import commands as studies
 
     taken = {verb.name for verb in launch.VERBS}
     train = [*(verb for verb in GROUPS["train"] if verb.name not in taken), *launch.VERBS]
     status = launch.status_verb(prep.dataset_status)
     train = [status if verb.name == status.name else verb for verb in train]
-    completion = completion_verb("postnorm", _parser)
     return {
         "prepare": (family("prep", "raw text to a tokenised dataset", prep.VERBS),),
         "train": tuple(verb for verb in train if verb.name not in _IN_JOBS),
         "tasks": GROUPS["tasks"],
-        "use": (*GROUPS["use"], completion),
+        "use": GROUPS["use"],
         "study": studies.VERBS,
         "in jobs": tuple(verb for verb in train if verb.name in _IN_JOBS),
     }

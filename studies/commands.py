@@ -1,79 +1,79 @@
 """`postnorm study`: runs what is missing of a study, and writes its page, JSON and figures."""
 
-import argparse
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.errors import EXIT_FINISHED, ConfigError
+from pipeline.errors import EXIT_FINISHED
 from pipeline.runtime import cli
-from pipeline.runtime.cli import Verb
-from studies.config import HOME, PRESETS, StudyConfig, StudyPlan, plan, read_study
+from pipeline.runtime.cli import argument, at_least, option, verb
+from studies.config import HOME, PRESETS, StudyPlan, plan, read_study
 from studies.cost import cost_lines
 
-_LEFT = "runs keep their checkpoints; the same command continues the study"
+_KNOWN = ", ".join(sorted(path.stem for path in HOME.glob("*.yaml")))
 
 
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    known = ", ".join(sorted(path.stem for path in HOME.glob("*.yaml")))
-    parser.description = (
-        "Runs what is missing of a study, and writes OUT/NAME.md, .json and figures; the same "
-        f"command resumes it.\nA study is a YAML file, or one of: {known}."
+@dataclass(frozen=True)
+class StudyArguments:
+    """The command line of `study`."""
+
+    study: str = argument(f"a YAML file, or one of: {_KNOWN}", "STUDY")
+    preset: str = option("size of the study (default small)", choices=PRESETS, default="small")
+    out: Path | None = option("folder of runs; default runs/NAME-PRESET", "DIR")
+    results: Path | None = option("folder of page and figures; default: OUT", "DIR")
+    part: list[str] = option("only this part; repeatable", "NAME", action="append", default=[])
+    seeds: int | None = option("at most N seeds", "N", type=at_least(1))
+    local: bool = option("run here, which is the default", one_of="where")
+    cluster: str | None = option("submit to SLURM with this profile", "FILE", one_of="where")
+    jobs: int = option("runs at the same time (default 1)", "N", type=at_least(1), default=1)
+    dry_run: bool = option("list runs and hours; change nothing", one_of="what")
+    report: bool = option("start nothing; write the page from what is there", one_of="what")
+    overrides: list[str] = cli.overrides(
+        "of all runs, such as data.dir=data/mine; tasks.section.key=value is of all tasks"
     )
-    parser.add_argument("study", metavar="STUDY", help="name of a study, or a YAML file")
-    add = parser.add_argument
-    add("--preset", choices=PRESETS, default="small", help="size of the study (default small)")
-    add("--out", type=Path, metavar="DIR", help="folder of runs; default runs/NAME-PRESET")
-    add("--results", type=Path, metavar="DIR", help="folder of page and figures; default: OUT")
-    add("--part", action="append", default=[], metavar="NAME", help="only this part; repeatable")
-    add("--seeds", type=int, metavar="N", help="at most N seeds")
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("--local", action="store_true", help="run here, which is the default")
-    where.add_argument("--cluster", metavar="FILE", help="submit to SLURM with this profile")
-    add("--jobs", type=int, default=1, metavar="N", help="runs at the same time (default 1)")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--dry-run", action="store_true", help="list runs and hours; change nothing")
-    what.add_argument(
-        "--report", action="store_true", help="start nothing; write the page from what is there"
-    )
-    text = "of all runs, such as data.dir=data/mine; tasks.section.key=value is of all tasks"
-    cli.add_overrides(parser, text)
 
 
-def _study(arguments: argparse.Namespace) -> int:
-    if arguments.jobs < 1 or (arguments.seeds is not None and arguments.seeds < 1):
-        raise ConfigError(
-            f"--jobs {arguments.jobs}, --seeds {arguments.seeds}: expected whole numbers from 1"
-        )
-    name, study = read_study(arguments.study)
-    out: Path = (arguments.out or Path("runs", f"{name}-{arguments.preset}")).resolve()
-    if study.kind == "speed":
+@verb(
+    "study realformer --dry-run",
+    "study realformer --local --jobs 2 --out runs/realformer",
+    "study masks data.dir=data/mine --part units",
+    "study realformer --preset gpu --cluster c.yaml --jobs 8",
+    if_interrupted="runs keep their checkpoints; the same command continues the study",
+)
+def study(arguments: StudyArguments) -> int:
+    """Run a study: what an architecture or a trick gives, with intervals.
+
+    Runs what is missing of a study, and writes OUT/NAME.md, .json and figures; the same command
+    resumes it.
+    """
+    name, read = read_study(arguments.study)
+    out = (arguments.out or Path("runs", f"{name}-{arguments.preset}")).resolve()
+    if read.kind == "speed":
         from studies.speed import speed
 
-        return speed(name, study, arguments, out)
+        return speed(name, read, arguments, out)
+
+    def planned(preset: str) -> StudyPlan:
+        return plan(
+            name,
+            read,
+            preset,
+            out=out,
+            overrides=arguments.overrides,
+            parts=arguments.part,
+            most_seeds=arguments.seeds,
+        )
+
     if arguments.dry_run:
         for preset in (*(each for each in PRESETS if each != arguments.preset), arguments.preset):
-            if set(arguments.part) <= set(study.parts_of(preset)) or preset == arguments.preset:
-                made = _plan(name, study, preset, out, arguments)
-                print("\n".join(cost_lines(made, listed=preset == arguments.preset)))
+            if set(arguments.part) <= set(read.parts_of(preset)) or preset == arguments.preset:
+                is_listed = preset == arguments.preset
+                print("\n".join(cost_lines(planned(preset), listed=is_listed)))
         return EXIT_FINISHED
-    return _run(_plan(name, study, arguments.preset, out, arguments), arguments, out)
+    return _run(planned(arguments.preset), arguments, out)
 
 
-def _plan(
-    name: str, study: StudyConfig, preset: str, out: Path, arguments: argparse.Namespace
-) -> StudyPlan:
-    return plan(
-        name,
-        study,
-        preset,
-        out=out,
-        overrides=arguments.overrides,
-        parts=arguments.part,
-        most_seeds=arguments.seeds,
-    )
-
-
-def _run(made: StudyPlan, arguments: argparse.Namespace, out: Path) -> int:
+def _run(made: StudyPlan, arguments: StudyArguments, out: Path) -> int:
     from studies import page, reading
     from studies.run import Where, run_missing
 
@@ -96,16 +96,4 @@ def _run(made: StudyPlan, arguments: argparse.Namespace, out: Path) -> int:
     return code
 
 
-VERBS = (
-    Verb(
-        "study",
-        "run a study: what an architecture or a trick gives, with intervals",
-        _arguments,
-        _study,
-        "study realformer --dry-run\n"
-        "study realformer --local --jobs 2 --out runs/realformer\n"
-        "study masks data.dir=data/mine --part units\n"
-        "study realformer --preset gpu --cluster c.yaml --jobs 8",
-        if_interrupted=_LEFT,
-    ),
-)
+VERBS = (study,)

@@ -4,7 +4,6 @@ Its starts are the pairs: in each, every subject is a new process and has turns 
 batches. Turns of one process agree better than two processes of one program do.
 """
 
-import argparse
 import json
 import math
 import subprocess
@@ -12,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.config.load import build
 from pipeline.config.schema import REQUIRED, param
@@ -23,6 +22,9 @@ from studies.analysis import LEVEL, interval_of
 from studies.config import HOME, PRESETS, StudyConfig
 from studies.page import MARKED, SIDE_BY_SIDE, svg
 from studies.run import embedded_corpus
+
+if TYPE_CHECKING:
+    from studies.commands import StudyArguments
 
 _COMPILE_S = 90.0
 """Of a subject at one length, the first time, on two cores: an estimate."""
@@ -57,7 +59,7 @@ class SpeedConfig:
         return f"+num_layers={self.layers}" if self.layers else ""
 
 
-def speed(name: str, study: StudyConfig, arguments: argparse.Namespace, out: Path) -> int:
+def speed(name: str, study: StudyConfig, arguments: "StudyArguments", out: Path) -> int:
     """Measure the starts that were not measured yet, and write the page; return 0.
 
     Raises:
@@ -257,7 +259,7 @@ def _ratio(
 def _page(
     name: str,
     study: StudyConfig,
-    arguments: argparse.Namespace,
+    arguments: "StudyArguments",
     body: Mapping[str, Any],
     found: Sequence[Mapping[str, Any]],
 ) -> Iterator[str]:

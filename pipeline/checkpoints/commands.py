@@ -1,6 +1,5 @@
 """The command `checkpoint verify|list|prune|diff`: tables of checkpoints, and their differences."""
 
-import argparse
 import fcntl
 import json
 import logging
@@ -8,10 +7,9 @@ import math
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline.checkpoints.manifest import (
     MANIFEST_FILE,
@@ -32,138 +30,22 @@ from pipeline.checkpoints.manifest import (
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, BusyError, CheckpointError
-from pipeline.runtime.cli import Verb, family
+from pipeline.runtime.cli import argument, at_least, family, option, verb
 from pipeline.runtime.run_folder import RunFolder
 from pipeline.runtime.summary import duration, progress, table
 
-if TYPE_CHECKING:
-    from pipeline.checkpoints.state import StateDifferences
-
 logger = logging.getLogger(__name__)
 
-# Losses are state: the next decision about a spike depends on them.
-_STATE = ("step", "cursor", "skipped", "alpha", "fingerprint", "losses")
-
-
-@dataclass(frozen=True)
-class CheckpointDifferences:
-    """The differences between two checkpoints; empty lists where nothing differs."""
-
-    manifest: list[str]
-    """Counters and identity that differ."""
-    state: "StateDifferences"
-
-    @property
-    def is_equal(self) -> bool:
-        """Whether a run would continue identically from both."""
-        return not (self.manifest or self.state.others or self.state.tensors)
-
-
-def resolve(text: str) -> Path:
-    """Find the checkpoint that is given as its folder, as RUN/STEP, or as RUN for its newest.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    path = Path(text)
-    if (path / MANIFEST_FILE).is_file():
-        return path
-    if path.name.isdecimal() and not path.exists():
-        return at_step(path.parent, int(path.name))
-    return published(folder_of(path))[0]
-
-
-def differences(one: Path, other: Path) -> CheckpointDifferences:
-    """Compare two checkpoints without checking their hashes.
-
-    Raises:
-        CheckpointError: one cannot be read.
-    """
-    from pipeline.checkpoints.state import state_differences
-
-    a, b = read_manifest(one), read_manifest(other)
-    # How, when and by how many ranks a state was saved does not change the state.
-    manifest = [*_values(a, b), *_tree(a.identity, b.identity, "identity")]
-    # Four bytes an element; the rest of the files is small.
-    with progress("diff", a.num_bytes // 4, "element") as advance:
-        state = state_differences(one, other, advance)
-    return CheckpointDifferences(manifest, state)
-
-
-def difference_text(one: Path, other: Path, differing: CheckpointDifferences) -> Iterator[str]:
-    """Format the differences as lines, with the verdict last."""
-    state = differing.state
-    yield f"a: {one}"
-    yield f"b: {other}"
-    yield from differing.manifest
-    yield from state.others
-    if state.tensors:
-        rows = [
-            (each.name, each.kind, f"{each.max_abs:.3e}", f"{each.relative:.3e}")
-            for each in state.tensors
-        ]
-        heads = ("parameter", "tensor", "max |a-b|", "|a-b| / |a|")
-        yield from table([heads, *rows], right=(2, 3))
-    num_equal = state.num_parameters - len({each.name for each in state.tensors})
-    yield (
-        f"{num_equal} of {state.num_parameters} parameters are equal with their optimizer state, "
-        f"bit for bit; {'equal' if differing.is_equal else 'different'}"
-    )
-
-
-def as_json(differing: CheckpointDifferences) -> dict[str, Any]:
-    """Convert the differences to plain values; infinity, which JSON lacks, becomes null."""
-    values = asdict(differing)
-    for each in values["state"]["tensors"]:
-        each |= {name: None for name in ("max_abs", "relative") if not math.isfinite(each[name])}
-    return {**values, "is_equal": differing.is_equal}
-
-
-def _values(a: Manifest, b: Manifest) -> Iterator[str]:
-    for name in _STATE:
-        before, after = getattr(a, name), getattr(b, name)
-        if before != after:
-            yield f"{name}: {_shown(name, before)} against {_shown(name, after)}"
-
-
-def _tree(a: dict[str, Any], b: dict[str, Any], path: str) -> Iterator[str]:
-    for name in sorted(a.keys() | b.keys()):
-        before, after = a.get(name), b.get(name)
-        if isinstance(before, dict) and isinstance(after, dict):
-            yield from _tree(before, after, f"{path}.{name}")
-        elif before != after:
-            yield f"{path}.{name}: {before} against {after}"
-
-
-def _shown(name: str, value: Any) -> str:
-    if name == "losses":
-        usual, high = value.get("usual", []), value.get("high", [])
-        return f"{len(usual)} up to {usual[-1]:.4f}, {len(high)} high" if usual else "none"
-    return str(value)
-
-
-@dataclass(frozen=True)
-class CheckpointRow:
-    """One checkpoint."""
-
-    path: str
-    step: int
-    manifest: Manifest | None
-    """None if it cannot be read."""
-    problems: list[str]
-    """Everything wrong with it; without `is_verified`, from its manifest alone."""
-    is_verified: bool
-    """Whether all files were compared with their hashes."""
-    would_resume: bool
-    """Whether a start would resume from it, as far as was verified."""
-    kept: list[str] | None
-    """Why the run's retention keeps it; empty if it does not, None if the rule is unknown."""
-
-
-def retention_of(run: Path) -> Retention | None:
-    """Return the rule of a run's config; None if the folder has none, as one of copies."""
-    path = RunFolder(run).resolved
-    return Retention.of(load(PretrainConfig, path).config.checkpoint) if path.is_file() else None
+EXIT_DIFFERENT = 1
+"""Exit code of `checkpoint diff`, like diff(1); an error is 2."""
+# Losses are state: the next decision about a spike depends on them. How, when and by how many
+# ranks a state was saved does not change it.
+_STATE = ("step", "cursor", "skipped", "alpha", "fingerprint", "losses", "identity")
+_HEADS = [
+    *("step", "cursor", "skipped", "alpha", "age", "MB", "ranks", "zero", "held-out"),
+    *("checked", "resume", "kept"),
+]
+_RUN: Any = argument("run folder, or its checkpoint.copy_to", "RUN")
 
 
 def all_problems(paths: list[Path]) -> Iterator[tuple[Path, list[str]]]:
@@ -191,6 +73,53 @@ def all_problems(paths: list[Path]) -> Iterator[tuple[Path, list[str]]]:
             yield path, found
 
 
+def _manifest(path: Path) -> tuple[Manifest | None, list[str]]:
+    try:
+        return read_manifest(path), []
+    except CheckpointError as error:
+        return None, [str(error)]
+
+
+@verb("verify runs/demo/train --step 1200")
+def _verify(
+    run_dir: Path = _RUN, step: int | None = option("only the checkpoint of this step", "N")
+) -> int:
+    """Compare every file with its hash; exit code 2 if one is bad."""
+    paths = published(folder_of(run_dir)) if step is None else [at_step(run_dir, step)]
+    num_bad = 0
+    for path, wrong in all_problems(paths):
+        print(f"{path}: {'BAD' if wrong else 'good'}")
+        for text in wrong:
+            print(f"  {text}")
+        num_bad += bool(wrong)
+    print(f"{len(paths) - num_bad} of {len(paths)} checkpoints are good")
+    return EXIT_FAILED_DO_NOT_RETRY if num_bad else EXIT_FINISHED
+
+
+@dataclass(frozen=True)
+class CheckpointRow:
+    """One checkpoint."""
+
+    path: str
+    step: int
+    manifest: Manifest | None
+    """None if it cannot be read."""
+    problems: list[str]
+    """Everything wrong with it; without `is_verified`, from its manifest alone."""
+    is_verified: bool
+    """Whether all files were compared with their hashes."""
+    would_resume: bool
+    """Whether a start would resume from it, as far as was verified."""
+    kept: list[str] | None
+    """Why the run's retention keeps it; empty if it does not, None if the rule is unknown."""
+
+
+def retention_of(run: Path) -> Retention | None:
+    """Return the rule of a run's config; None if the folder has none, as one of copies."""
+    path = RunFolder(run).resolved
+    return Retention.of(load(PretrainConfig, path).config.checkpoint) if path.is_file() else None
+
+
 def rows(run: Path, *, verify: bool = False) -> list[CheckpointRow]:
     """List all checkpoints of a run, oldest first.
 
@@ -198,7 +127,7 @@ def rows(run: Path, *, verify: bool = False) -> list[CheckpointRow]:
     """
     paths = published(folder_of(run))
     manifests = {path: _manifest(path) for path in paths}
-    wrong = {path: [text] if text else [] for path, (_, text) in manifests.items()}
+    wrong = {path: found for path, (_, found) in manifests.items()}
     if verify:
         wrong |= dict(all_problems(paths))
     resumed = next((path for path in paths if not wrong[path]), None)
@@ -224,46 +153,46 @@ def rows(run: Path, *, verify: bool = False) -> list[CheckpointRow]:
     ]
 
 
-def list_text(rows: list[CheckpointRow], now_s: float | None = None) -> Iterator[str]:
-    """Format rows as lines of a table, followed by the problems found."""
-    now_s = time.time() if now_s is None else now_s
-    found = [_cells(row, now_s) for row in rows]
-    lines = [[*found[0]], *([*each.values()] for each in found)]
-    yield from table(lines, right=range(len(found[0]) - 1))
+def _table(rows: list[CheckpointRow]) -> Iterator[str]:
+    lines = [_HEADS]
+    for row in rows:
+        values = ["?"] * 8
+        if manifest := row.manifest:
+            loss, stage = manifest.own_held_out_loss, manifest.zero_stage
+            values = [
+                f"{manifest.cursor:,}",
+                f"{manifest.skipped:,}",
+                f"{manifest.alpha:.3f}",
+                duration(time.time() - manifest.created_unix_s),
+                f"{manifest.num_bytes / 1e6:,.1f}",
+                str(manifest.world_size),
+                "?" if stage is None else str(stage),
+                "-" if loss is None else f"{loss:.4f}",
+            ]
+        checked = "BAD" if row.problems else "files" if row.is_verified else "manifest"
+        kept = "?" if row.kept is None else ", ".join(row.kept) or "no"
+        lines.append([f"{row.step:,}", *values, checked, "<-" if row.would_resume else "", kept])
+    yield from table(lines, right=range(len(_HEADS) - 1))
     yield from (f"bad: {text}" for row in rows for text in row.problems)
 
 
-def _cells(row: CheckpointRow, now_s: float) -> dict[str, str]:
-    """Write a row's values by column."""
-    manifest = row.manifest
-    names = ("cursor", "skipped", "alpha", "age", "MB", "ranks", "zero", "held-out")
-    values = dict.fromkeys(names, "?")
-    if manifest is not None:
-        loss, stage = manifest.own_held_out_loss, manifest.zero_stage
-        values = {
-            "cursor": f"{manifest.cursor:,}",
-            "skipped": f"{manifest.skipped:,}",
-            "alpha": f"{manifest.alpha:.3f}",
-            "age": duration(now_s - manifest.created_unix_s),
-            "MB": f"{manifest.num_bytes / 1e6:,.1f}",
-            "ranks": str(manifest.world_size),
-            "zero": "?" if stage is None else str(stage),
-            "held-out": "-" if loss is None else f"{loss:.4f}",
-        }
-    return {
-        "step": f"{row.step:,}",
-        **values,
-        "checked": "BAD" if row.problems else "files" if row.is_verified else "manifest",
-        "resume": "<-" if row.would_resume else "",
-        "kept": "?" if row.kept is None else ", ".join(row.kept) or "no",
-    }
-
-
-def _manifest(path: Path) -> tuple[Manifest | None, str]:
-    try:
-        return read_manifest(path), ""
-    except CheckpointError as error:
-        return None, str(error)
+@verb("list runs/demo/train --verify")
+def _list(
+    run_dir: Path = _RUN,
+    verify: bool = option("compare files with their hashes as well"),
+    as_json: bool = option("print one JSON list", flag="--json"),
+) -> None:
+    """List checkpoints: which one a start would resume, which ones are kept and why."""
+    listed = rows(run_dir, verify=verify)
+    if as_json:
+        found = [asdict(row) for row in listed]
+        for manifest in (row["manifest"] for row in found if row["manifest"]):
+            manifest["bytes"] = sum(entry["bytes"] for entry in manifest.pop("files").values())
+        print(json.dumps(found))
+        return
+    print("\n".join(_table(listed)))
+    for path in sorted(folder_of(run_dir).glob(f"{REJECTED}*")):
+        print(f"a probe rejected {path}")
 
 
 @dataclass(frozen=True)
@@ -284,8 +213,7 @@ def plan(run: Path, keep: int | None, keep_every: int | None, keep_best: int | N
     Raises:
         CheckpointError: there are no checkpoints, none verifies, or no rule is given or recorded.
     """
-    folder = folder_of(run)
-    rule = retention_of(run)
+    folder, rule = folder_of(run), retention_of(run)
     if rule is None:
         if keep is None:
             raise CheckpointError(f"{run} has no config with a retention; give --keep N")
@@ -307,14 +235,6 @@ def carry_out(run: Path, paths: list[Path]) -> None:
     Raises:
         BusyError: a process uses the run folder.
     """
-    with _locked(run):
-        remove(paths)
-        for hidden in folder_of(run).glob(f"{REMOVING}*"):
-            shutil.rmtree(hidden)
-
-
-@contextmanager
-def _locked(run: Path) -> Iterator[None]:
     with RunFolder(run).lock.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -323,48 +243,25 @@ def _locked(run: Path) -> Iterator[None]:
                 f"{run} is in use by a running process, which removes checkpoints by its own "
                 "retention; stop it, or wait until it ends"
             ) from None
-        yield
+        remove(paths)
+        for hidden in folder_of(run).glob(f"{REMOVING}*"):
+            shutil.rmtree(hidden)
 
 
-EXIT_DIFFERENT = 1
-"""Exit code of `checkpoint diff`, like diff(1); an error is 2."""
-
-
-def _verify(arguments: argparse.Namespace) -> int:
-    run: Path = arguments.run_dir
-    paths = published(folder_of(run)) if arguments.step is None else [at_step(run, arguments.step)]
-    num_bad = 0
-    for path, wrong in all_problems(paths):
-        print(f"{path}: {'BAD' if wrong else 'good'}")
-        for text in wrong:
-            print(f"  {text}")
-        num_bad += bool(wrong)
-    print(f"{len(paths) - num_bad} of {len(paths)} checkpoints are good")
-    return EXIT_FAILED_DO_NOT_RETRY if num_bad else EXIT_FINISHED
-
-
-def _list(arguments: argparse.Namespace) -> int:
-    listed = rows(arguments.run_dir, verify=arguments.verify)
-    if arguments.json:
-        print(json.dumps([_plain(asdict(row)) for row in listed]))
-    else:
-        print("\n".join(list_text(listed)))
-        for path in sorted(folder_of(arguments.run_dir).glob(f"{REJECTED}*")):
-            print(f"a probe rejected {path}")
-    return EXIT_FINISHED
-
-
-def _plain(row: dict[str, Any]) -> dict[str, Any]:
-    """Replace the table of hashes by the total size."""
-    manifest = row["manifest"]
-    if manifest is not None:
-        manifest["bytes"] = sum(entry["bytes"] for entry in manifest.pop("files").values())
-    return row
-
-
-def _prune(arguments: argparse.Namespace) -> int:
-    run: Path = arguments.run_dir
-    planned = plan(run, arguments.keep, arguments.keep_every, arguments.keep_best)
+@verb("prune runs/demo/train --keep 1 --keep-best 2 --yes")
+def _prune(
+    run_dir: Path = _RUN,
+    keep: int | None = option("keep the N newest; default: the config's", "N", type=at_least(1)),
+    keep_every: int | None = option(
+        "keep checkpoints at multiples of N steps; default: the config's", "N", type=at_least(1)
+    ),
+    keep_best: int | None = option(
+        "keep the N with the lowest held-out loss; default: the config's", "N", type=at_least(0)
+    ),
+    yes: bool = option("remove them; otherwise only list them"),
+) -> None:
+    """Remove the checkpoints that the run's retention does not keep."""
+    planned = plan(run_dir, keep, keep_every, keep_best)
     for text in planned.rejected:
         print(f"stays, though it does not verify: {text}")
     print(f"stays, the newest that verifies: {planned.good}")
@@ -374,116 +271,94 @@ def _prune(arguments: argparse.Namespace) -> int:
         + (f", every {rule.keep_every_steps} steps" if rule.keep_every_steps else "")
         + (f", the best {rule.keep_best}" if rule.keep_best else "")
     )
-    verb = "removed" if arguments.yes else "would be removed"
-    if arguments.yes:
-        carry_out(run, planned.removed)
+    if yes:
+        carry_out(run_dir, planned.removed)
     for path in planned.removed:
-        print(f"{verb}: {path}")
+        print(f"{'removed' if yes else 'would be removed'}: {path}")
     if not planned.removed:
         print("nothing to remove")
-    elif not arguments.yes:
+    elif not yes:
         print("a dry run; --yes removes them")
-    return EXIT_FINISHED
 
 
-def _diff(arguments: argparse.Namespace) -> int:
-    if arguments.steps is None and arguments.other is None:
+def resolve(text: str) -> Path:
+    """Find the checkpoint that is given as its folder, as RUN/STEP, or as RUN for its newest.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    path = Path(text)
+    if (path / MANIFEST_FILE).is_file():
+        return path
+    if path.name.isdecimal() and not path.exists():
+        return at_step(path.parent, int(path.name))
+    return published(folder_of(path))[0]
+
+
+def _unequal(a: dict[str, Any], b: dict[str, Any], path: str = "") -> Iterator[str]:
+    for name in a | b:
+        before, after = a.get(name), b.get(name)
+        if before == after:
+            continue
+        if path + name == "losses":
+            before, after = _losses(before), _losses(after)
+        if isinstance(before, dict) and isinstance(after, dict):
+            yield from _unequal(before, after, f"{path}{name}.")
+        else:
+            yield f"{path}{name}: {before} against {after}"
+
+
+def _losses(value: Any) -> str:
+    usual, high = value.get("usual", []), value.get("high", [])
+    return f"{len(usual)} up to {usual[-1]:.4f}, {len(high)} high" if usual else "none"
+
+
+@verb("diff runs/a/1000 runs/b/1000", "diff runs/a --steps 1000 2000")
+def _diff(
+    one: str = argument("newest checkpoint of RUN, or that of STEP", "RUN[/STEP]"),
+    other: str | None = argument("checkpoint to compare with", "OTHER[/STEP]", nargs="?"),
+    steps: list[int] | None = option("two steps of RUN", ("A", "B"), nargs=2),
+    as_json: bool = option("print one JSON object", flag="--json"),
+) -> int:
+    """Compare counters, settings and tensors; exit code 1 if something differs, else 0."""
+    from pipeline.checkpoints.state import state_differences
+
+    if steps and other:
+        raise CheckpointError(f"diff {one} {other} --steps: give OTHER or --steps, not both")
+    if steps:
+        first, second = (at_step(Path(one), step) for step in steps)
+    elif other:
+        first, second = resolve(one), resolve(other)
+    else:
         raise CheckpointError("diff needs two checkpoints: RUN OTHER, or RUN --steps A B")
-    if arguments.steps is not None:
-        if arguments.other is not None:
-            raise CheckpointError(
-                f"diff {arguments.one} {arguments.other} --steps: give OTHER or --steps, not both"
-            )
-        one, other = (at_step(Path(arguments.one), step) for step in arguments.steps)
-    else:
-        one, other = resolve(arguments.one), resolve(arguments.other)
-    differing = differences(one, other)
-    if arguments.json:
-        print(json.dumps(as_json(differing)))
-    else:
-        print("\n".join(difference_text(one, other, differing)))
-    return EXIT_FINISHED if differing.is_equal else EXIT_DIFFERENT
-
-
-def _add_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run_dir", type=Path, metavar="RUN", help="run folder, or its checkpoint.copy_to"
+    a, b = read_manifest(first), read_manifest(second)
+    states = [{name: getattr(each, name) for name in _STATE} for each in (a, b)]
+    manifest = list(_unequal(states[0], states[1]))
+    # Four bytes an element; the rest of the files is small.
+    with progress("diff", a.num_bytes // 4, "element") as advance:
+        state = state_differences(first, second, advance)
+    is_equal = not (manifest or state.others or state.tensors)
+    if as_json:
+        values = asdict(state)
+        for each in values["tensors"]:  # JSON has no infinity
+            each |= {key: None for key in ("max_abs", "relative") if math.isinf(each[key])}
+        print(json.dumps({"manifest": manifest, "state": values, "is_equal": is_equal}))
+        return EXIT_FINISHED if is_equal else EXIT_DIFFERENT
+    print("\n".join([f"a: {first}", f"b: {second}", *manifest, *state.others]))
+    if state.tensors:
+        heads = ("parameter", "tensor", "max |a-b|", "|a-b| / |a|")
+        lines = [(t.name, t.kind, f"{t.max_abs:.3e}", f"{t.relative:.3e}") for t in state.tensors]
+        print("\n".join(table([heads, *lines], right=(2, 3))))
+    num_equal = state.num_parameters - len({each.name for each in state.tensors})
+    print(
+        f"{num_equal} of {state.num_parameters} parameters are equal with their optimizer state, "
+        f"bit for bit; {'equal' if is_equal else 'different'}"
     )
-
-
-def _verify_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_run(parser)
-    parser.add_argument("--step", type=int, metavar="N", help="only the checkpoint of this step")
-
-
-def _list_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_run(parser)
-    parser.add_argument(
-        "--verify", action="store_true", help="compare files with their hashes as well"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON list")
-
-
-def _prune_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_run(parser)
-    for name, type_, kept in (
-        ("--keep", _positive, "keep the N newest"),
-        ("--keep-every", _positive, "keep checkpoints at multiples of N steps"),
-        ("--keep-best", _natural, "keep the N with the lowest held-out loss"),
-    ):
-        parser.add_argument(name, type=type_, metavar="N", help=f"{kept}; default: the config's")
-    parser.add_argument("--yes", action="store_true", help="remove them; otherwise only list them")
-
-
-def _diff_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("one", metavar="RUN[/STEP]", help="newest checkpoint of RUN, or that of STEP")
-    add("other", metavar="OTHER[/STEP]", nargs="?", help="checkpoint to compare with")
-    add("--steps", type=int, nargs=2, metavar=("A", "B"), help="two steps of RUN")
-    add("--json", action="store_true", help="print one JSON object")
-
-
-def _natural(text: str, least: int = 0) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text} must be a whole number from {least} on")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    return _natural(text, least=1)
+    return EXIT_FINISHED if is_equal else EXIT_DIFFERENT
 
 
 CHECKPOINT = family(
     "checkpoint",
     "verify, list, prune or compare checkpoints",
-    (
-        Verb(
-            "verify",
-            "compare every file with its hash; exit code 2 if one is bad",
-            _verify_arguments,
-            _verify,
-            "verify runs/demo/train --step 1200",
-        ),
-        Verb(
-            "list",
-            "list checkpoints: which one a start would resume, which ones are kept and why",
-            _list_arguments,
-            _list,
-            "list runs/demo/train --verify",
-        ),
-        Verb(
-            "prune",
-            "remove the checkpoints that the run's retention does not keep",
-            _prune_arguments,
-            _prune,
-            "prune runs/demo/train --keep 1 --keep-best 2 --yes",
-        ),
-        Verb(
-            "diff",
-            "compare counters, settings and tensors; exit code 1 if something differs, else 0",
-            _diff_arguments,
-            _diff,
-            "diff runs/a/1000 runs/b/1000\ndiff runs/a --steps 1000 2000",
-        ),
-    ),
+    (_verify, _list, _prune, _diff),
 )

@@ -1,36 +1,22 @@
 """The verbs of tasks: fine-tune a model, and let it answer. Nothing here imports torch early."""
 
 import argparse
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.config import strict_yaml
 from pipeline.errors import EXIT_FINISHED, ConfigError
-from pipeline.finetune.rescore_command import RESCORE
-from pipeline.runtime import cli
-from pipeline.runtime.cli import Verb
+from pipeline.finetune.rescore_command import rescore
+from pipeline.runtime import cli, env
+from pipeline.runtime.cli import JSON, argument, option, verb
 from pipeline.runtime.files import write_atomic
+from pipeline.runtime.rank import Rank, run_as_rank
 from pipeline.runtime.summary import FolderSummary
 
 if TYPE_CHECKING:
-    from pipeline.runtime.rank import Rank
+    from pipeline.finetune.benchmark import BenchmarkPlan
 
-
-def _finetune_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("task", help="task file, or the name of a shipped one")
-    add(
-        "--from",
-        dest="source",
-        metavar="MODEL",
-        help="run, model folder, Hugging Face folder; random:MODEL takes fresh weights; default: "
-        "the task's `model`",
-    )
-    add("--out", metavar="DIR", help="folder of the results; default: the task's `run_dir`")
-    add("--seeds", type=_seeds, help="such as 1,2,3; default: the task's")
-    add("--tokens", type=Path, metavar="DIR", help="folder of tokenised rows that runs share")
-    cli.add_overrides(parser, "such as train.lr=5e-5 data.root=clue")
+_AGAIN = "The same command continues it."
 
 
 def _seeds(text: str) -> tuple[int, ...]:
@@ -45,32 +31,46 @@ def _seeds(text: str) -> tuple[int, ...]:
     return seeds
 
 
-def _finetune(arguments: argparse.Namespace) -> int:
+@verb(
+    "finetune fewclue-tnews data.root=data --from runs/mine --out runs/tnews --seeds 1,2,3",
+    if_interrupted=_AGAIN,
+)
+def _finetune(
+    task: str = argument("task file, or the name of a shipped one"),
+    source: str | None = option(
+        "run, model folder, Hugging Face folder; random:MODEL takes fresh weights; default: "
+        "the task's `model`",
+        "MODEL",
+        flag="--from",
+    ),
+    out: str | None = option("folder of the results; default: the task's `run_dir`", "DIR"),
+    seeds: tuple[int, ...] | None = option("such as 1,2,3; default: the task's", type=_seeds),
+    tokens: Path | None = option("folder of tokenised rows that runs share", "DIR"),
+    overrides: list[str] = cli.overrides("such as train.lr=5e-5 data.root=clue"),
+) -> int:
+    """Train a model on a task, choose on dev, report on test."""
     from pipeline.config.load import warn_of_unusual
-    from pipeline.runtime import env
-    from pipeline.runtime.rank import Rank, run_as_rank
     from pipeline.tasks.task import load_task
 
     def work(rank: Rank) -> int:
-        config = load_task(arguments.task, tuple(arguments.overrides))
+        config = load_task(task, tuple(overrides))
         if rank.process.is_first:
             warn_of_unusual(config)
-        source: str = arguments.source or config.model or ""
-        out: str = arguments.out or config.run_dir or ""
-        for value, option, key in ((source, "--from", "model"), (out, "--out", "run_dir")):
+        start, folder = source or config.model or "", out or config.run_dir or ""
+        for value, name, key in ((start, "--from", "model"), (folder, "--out", "run_dir")):
             if not value:
-                raise ConfigError(f"{option} is missing, and {arguments.task} has no `{key}`")
+                raise ConfigError(f"{name} is missing, and {task} has no `{key}`")
         if rank.run_dir is None:
-            rank.run_dir = Path(out)
+            rank.run_dir = Path(folder)
         from pipeline.finetune.run import finetune
 
         body = finetune(
             config,
             name=str(config.name),
-            source=source,
-            out=Path(out),
-            seeds=arguments.seeds,
-            tokens=arguments.tokens,
+            source=start,
+            out=Path(folder),
+            seeds=seeds,
+            tokens=tokens,
         )
         if body:
             print(result_line(body))
@@ -93,104 +93,91 @@ def result_line(body: dict[str, object]) -> str:
     )
 
 
-FINETUNE = Verb(
-    "finetune",
-    "train a model on a task, choose on dev, report on test",
-    _finetune_arguments,
-    _finetune,
-    "finetune fewclue-tnews data.root=data --from runs/mine --out runs/tnews --seeds 1,2,3",
-    "The same command continues it.",
+_SWITCH: dict[str, Any] = {"action": argparse.BooleanOptionalAction, "default": True}
+
+
+@verb(
+    "benchmark small data.root=data --from runs/mine --from models/bert --out runs/table "
+    "--seeds 1,2,3",
+    "benchmark clue data.root=data --from runs/mine --out runs/clue --overlap data/corpus.jsonl.gz",
+    "benchmark clue data.root=data --from runs/mine --out runs/clue --write-sweep sweep.yaml",
+    if_interrupted=_AGAIN,
 )
-
-
-_BENCHMARK = """\
-Fine-tune each model on each task of a suite and write DIR/table.md, DIR/table.json and a section
-for the card of each model. Beside a score stand majority, chance, random initialisation and a bag
-of character n-grams, and the paired differences with intervals. What is finished in DIR is not run
-again; a task that fails is shown as failed, and the others go on."""
-
-
-def _benchmark_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = _BENCHMARK
-    add, switch = parser.add_argument, argparse.BooleanOptionalAction
-    add("suite", metavar="SUITE", help="YAML file, or the name of a shipped suite")
-    add(
-        "--from",
+def _benchmark(
+    suite: str = argument("YAML file, or the name of a shipped suite", "SUITE"),
+    models: list[str] = option(
+        "as of finetune; once for each model",
+        "MODEL",
+        flag="--from",
         action="append",
         required=True,
-        dest="models",
-        metavar="MODEL",
-        help="as of finetune; once for each model",
-    )
-    add("--out", type=Path, required=True, metavar="DIR", help="folder of all results")
-    add("--seeds", type=_seeds, default=(), help="such as 1,2,3; default: the tasks'")
-    add("--random", action=switch, default=True, help="each model with fresh weights beside it")
-    add("--baselines", action=switch, default=True, help="the bag of character n-grams")
-    add(
-        "--overlap",
+    ),
+    out: Path = option("folder of all results", "DIR", required=True),
+    seeds: tuple[int, ...] = option("such as 1,2,3; default: the tasks'", type=_seeds, default=()),
+    random: bool = option("each model with fresh weights beside it", **_SWITCH),
+    baselines: bool = option("the bag of character n-grams", **_SWITCH),
+    overlap: list[str] = option(
+        "count the rows that share text with this corpus: a dataset's folder, or text as a "
+        "source of `prep` takes it; may be repeated",
+        "TEXTS",
         action="append",
         default=[],
-        metavar="TEXTS",
-        help="count the rows that share text with this corpus: a dataset's folder, or text as a "
-        "source of `prep` takes it; may be repeated",
-    )
-    nothing = parser.add_mutually_exclusive_group()
-    nothing.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="train nothing: rows, steps, tokens and GPU hours of each task with the first model",
-    )
-    nothing.add_argument(
-        "--write-sweep",
-        type=Path,
-        metavar="FILE",
-        help="train nothing: write all fine-tunings as a sweep, for `submit --sweep FILE`; "
+    ),
+    dry_run: bool = option(
+        "train nothing: rows, steps, tokens and GPU hours of each task with the first model",
+        one_of="nothing",
+    ),
+    write_sweep: Path | None = option(
+        "train nothing: write all fine-tunings as a sweep, for `submit --sweep FILE`; "
         "afterwards, the same command without this option makes the table of them",
-    )
-    cli.add_overrides(
-        parser, "of every task, such as data.root=data train.epochs=1; of one: tnews.train.epochs=1"
-    )
+        "FILE",
+        one_of="nothing",
+    ),
+    overrides: list[str] = cli.overrides(
+        "of every task, such as data.root=data train.epochs=1; of one: tnews.train.epochs=1"
+    ),
+) -> int:
+    """Fine-tune models on a suite of tasks and make their table.
+
+    Fine-tune each model on each task of a suite and write DIR/table.md, DIR/table.json and a
+    section for the card of each model. Beside a score stand majority, chance, random initialisation
+    and a bag of character n-grams, and the paired differences with intervals. What is finished in
+    DIR is not run again; a task that fails is shown as failed, and the others go on.
+    """
+
+    def work(rank: Rank) -> int:
+        if rank.process.world_size > 1:
+            raise ConfigError(
+                f"benchmark runs in one process, not in {rank.process.world_size}; fine-tune on "
+                "several ranks first, into the folders DIR/MODEL/TASK: what is finished is taken"
+            )
+        from pipeline.finetune import benchmark
+
+        plan = benchmark.read_plan(
+            suite, models, out, seeds, overrides, with_random=random, with_ngrams=baselines
+        )
+        if dry_run:
+            from pipeline.finetune.cost import cost_lines, costs
+
+            most = max(len(task.train.seeds) for task in plan.tasks.values())
+            lines = cost_lines(costs(plan, plan.models[0]), most)
+            print(FolderSummary(suite, "not run", lines).text())
+            return EXIT_FINISHED
+        if write_sweep:
+            sweep = benchmark.sweep(plan)
+            write_atomic(write_sweep, strict_yaml.dump(sweep).encode())
+            print(f"{write_sweep}: {len(sweep['runs'])} runs")
+            return EXIT_FINISHED
+        return _make_table(plan, out, overlap)
+
+    return run_as_rank(work, env.process_info_or_alone())
 
 
-def _benchmark(arguments: argparse.Namespace) -> int:
-    from pipeline.runtime import env
-    from pipeline.runtime.rank import run_as_rank
-
-    return run_as_rank(partial(_benchmark_on, arguments), env.process_info_or_alone())
-
-
-def _benchmark_on(arguments: argparse.Namespace, rank: "Rank") -> int:
+def _make_table(plan: "BenchmarkPlan", out: Path, corpora: list[str]) -> int:
     from pipeline.finetune import benchmark, benchmark_text
     from pipeline.finetune.run import finetune
 
-    if rank.process.world_size > 1:
-        raise ConfigError(
-            f"benchmark runs in one process, not in {rank.process.world_size}; fine-tune on "
-            "several ranks first, into the folders DIR/MODEL/TASK: what is finished is taken"
-        )
-    out: Path = arguments.out
-    plan = benchmark.read_plan(
-        arguments.suite,
-        arguments.models,
-        out,
-        arguments.seeds,
-        arguments.overrides,
-        with_random=arguments.random,
-        with_ngrams=arguments.baselines,
-    )
-    if arguments.dry_run:
-        from pipeline.finetune.cost import cost_lines, costs
-
-        seeds = max(len(task.train.seeds) for task in plan.tasks.values())
-        found = costs(plan, plan.models[0])
-        print(FolderSummary(arguments.suite, "not run", cost_lines(found, seeds)).text())
-        return EXIT_FINISHED
-    if arguments.write_sweep:
-        sweep = benchmark.sweep(plan)
-        write_atomic(arguments.write_sweep, strict_yaml.dump(sweep).encode())
-        print(f"{arguments.write_sweep}: {len(sweep['runs'])} runs")
-        return EXIT_FINISHED
-    overlap = benchmark.count_overlap(plan, arguments.overlap) if arguments.overlap else None
+    overlap = benchmark.count_overlap(plan, corpora) if corpora else None
 
     def written(body: benchmark.Body) -> None:
         write_atomic(out / "table.md", benchmark_text.markdown(body).encode())
@@ -204,39 +191,26 @@ def _benchmark_on(arguments: argparse.Namespace, rank: "Rank") -> int:
     return code
 
 
-BENCHMARK = Verb(
-    "benchmark",
-    "fine-tune models on a suite of tasks and make their table",
-    _benchmark_arguments,
-    _benchmark,
-    """\
-benchmark small data.root=data --from runs/mine --from models/bert --out runs/table --seeds 1,2,3
-benchmark clue data.root=data --from runs/mine --out runs/clue --overlap data/corpus.jsonl.gz
-benchmark clue data.root=data --from runs/mine --out runs/clue --write-sweep sweep.yaml""",
-    "The same command continues it.",
+@verb(
+    "predict runs/tnews --input test.json --out predictions.jsonl",
+    "predict runs/tnews --input test.json --out submission/ --format clue",
 )
-
-
-def _predict_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("folder", type=Path, metavar="DIR", help="the --out of finetune")
-    add("--input", type=Path, required=True, metavar="FILE", help="in the format of the task")
-    add("--out", type=Path, required=True, metavar="FILE", help="file to write")
-    add(
-        "--format",
-        choices=("jsonl", "clue"),
-        default="jsonl",
-        help="id, gold, prediction and scores a line (default); or for CLUE's and FewCLUE's sites, "
+def _predict(
+    folder: Path = argument("the --out of finetune", "DIR"),
+    input: Path = option("in the format of the task", "FILE", required=True),
+    out: Path = option("file to write", "FILE", required=True),
+    format: Literal["jsonl", "clue"] = option(
+        "id, gold, prediction and scores a line (default); or for CLUE's and FewCLUE's sites, "
         "where a folder as --out gets the file under its official name",
-    )
-    add("--json", action="store_true", help="one JSON object")
-
-
-def _predict(arguments: argparse.Namespace) -> None:
+        default="jsonl",
+    ),
+    json: bool = JSON,
+) -> None:
+    """Let a fine-tuned model answer the rows of a file."""
     from pipeline.finetune.answer import as_json, predict
 
-    answers = predict(arguments.folder, arguments.input, arguments.out, arguments.format)
-    if arguments.json:
+    answers = predict(folder, input, out, format)
+    if json:
         print(as_json(answers))
         return
     print(f"{answers.path}: {answers.num_rows:,} rows")
@@ -246,13 +220,4 @@ def _predict(arguments: argparse.Namespace) -> None:
         print(f"{name} {score:.4f}")
 
 
-PREDICT = Verb(
-    "predict",
-    "let a fine-tuned model answer the rows of a file",
-    _predict_arguments,
-    _predict,
-    """\
-predict runs/tnews --input test.json --out predictions.jsonl
-predict runs/tnews --input test.json --out submission/ --format clue""",
-)
-TASKS: tuple[Verb, ...] = (FINETUNE, BENCHMARK, PREDICT, RESCORE)
+TASKS = (_finetune, _benchmark, _predict, rescore)

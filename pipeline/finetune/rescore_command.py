@@ -1,6 +1,5 @@
 """`postnorm rescore`: result.json again from stored predictions, and CAN on top of them."""
 
-import argparse
 import json
 import logging
 import math
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError
-from pipeline.runtime.cli import Verb
+from pipeline.runtime.cli import JSON, argument, option, verb
 from pipeline.runtime.files import write_json_atomic
 from pipeline.runtime.summary import number, table
 
@@ -127,50 +126,30 @@ def _can_lines(can: Body) -> Iterator[str]:
     yield from (f"warning: {text}" for text in can["warnings"])
 
 
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("folder", type=Path, metavar="DIR", help="folder of finetune, of one seed or several")
-    add(
-        "--can",
-        action="store_true",
-        help="correct uncertain rows by the class frequencies of train, beside the raw scores",
-    )
-    add("--top", type=int, metavar="K", help="of --can: classes of the entropy (3)")
-    add("--tau", type=float, help="of --can: least entropy of uncertain rows (0.9)")
-    add("--alpha", type=float, help="of --can: power of the probabilities (1)")
-    add("--json", action="store_true", help="one JSON object")
-
-
-def _rescore(arguments: argparse.Namespace) -> None:
+@verb("rescore runs/tnews", "rescore runs/tnews --can --tau 0.9 --json")
+def rescore(
+    folder: Path = argument("folder of finetune, of one seed or several", "DIR"),
+    can: bool = option(
+        "correct uncertain rows by the class frequencies of train, beside the raw scores"
+    ),
+    top: int | None = option("of --can: classes of the entropy (3)", "K"),
+    tau: float | None = option("of --can: least entropy of uncertain rows (0.9)"),
+    alpha: float | None = option("of --can: power of the probabilities (1)"),
+    as_json: bool = JSON,
+) -> None:
+    """Compute a fine-tuning result again from its stored predictions."""
     # Importing numpy takes a while.
     from pipeline.finetune.can import CanConfig
 
-    values = {name: getattr(arguments, name) for name in ("top", "tau", "alpha")}
+    values: dict[str, Any] = {"top": top, "tau": tau, "alpha": alpha}
     given = {name: value for name, value in values.items() if value is not None}
-    if given and not arguments.can:
+    if given and not can:
         raise ConfigError(f"--{' and --'.join(given)} without --can: add it, or leave them out")
-    can = CanConfig(**given) if arguments.can else None
-    folder = arguments.folder
-    bodies = recompute(folder, can)
+    bodies = recompute(folder, CanConfig(**given) if can else None)
     written = [str(path) for path in write_results(bodies)]
     stored, new = bodies[folder]
-    if arguments.json:
-        print(
-            json.dumps(
-                {"result": new, "differences": differences(stored, new), "written": written},
-                ensure_ascii=False,
-            )
-        )
+    if as_json:
+        body = {"result": new, "differences": differences(stored, new), "written": written}
+        print(json.dumps(body, ensure_ascii=False))
     else:
         print("\n".join(_lines(folder, stored, new)))
-
-
-RESCORE = Verb(
-    "rescore",
-    "compute a fine-tuning result again from its stored predictions",
-    _arguments,
-    _rescore,
-    """\
-rescore runs/tnews
-rescore runs/tnews --can --tau 0.9 --json""",
-)

@@ -1,26 +1,29 @@
-"""The verb of multi-task training. Nothing here imports torch early."""
+"""The verbs of multi-task training. Nothing here imports torch early."""
 
-import argparse
 from pathlib import Path
 
 from pipeline.errors import EXIT_FINISHED, ConfigError
-from pipeline.runtime import cli
-from pipeline.runtime.cli import Verb
+from pipeline.runtime import cli, env
+from pipeline.runtime.cli import argument, verb
+from pipeline.runtime.rank import Rank, run_as_rank
+
+_AGAIN = "The same command continues it."
 
 
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", help="YAML file of the run, or the name of a shipped one")
-    cli.add_overrides(parser, "such as balance.method=equal train.num_steps=5000")
-
-
-def _multitask(arguments: argparse.Namespace) -> int:
+@verb(
+    "multitask mix.yaml balance.method=gradient_norm train.num_steps=2000",
+    if_interrupted=_AGAIN,
+)
+def multitask(
+    config: str = argument("YAML file of the run, or the name of a shipped one"),
+    overrides: list[str] = cli.overrides("such as balance.method=equal train.num_steps=5000"),
+) -> int:
+    """Train one model on many tasks together."""
     from pipeline.config.load import warn_of_unusual
     from pipeline.multitask.config import load_mix
-    from pipeline.runtime import env
-    from pipeline.runtime.rank import Rank, run_as_rank
 
     def work(rank: Rank) -> int:
-        mix = load_mix(arguments.config, tuple(arguments.overrides))
+        mix = load_mix(config, tuple(overrides))
         rank.run_dir = Path(mix.config.run_dir)
         if rank.process.is_first:
             warn_of_unusual(mix.config)
@@ -31,31 +34,17 @@ def _multitask(arguments: argparse.Namespace) -> int:
     return run_as_rank(work, env.process_info_or_alone(), env.launched_run_dir())
 
 
-MULTITASK = Verb(
-    "multitask",
-    "train one model on many tasks together",
-    _arguments,
-    _multitask,
-    "multitask mix.yaml balance.method=gradient_norm train.num_steps=2000",
-    "The same command continues it.",
-)
+@verb("transfer transfer.yaml run_dir=runs/transfer", if_interrupted=_AGAIN)
+def transfer(
+    config: str = argument("YAML file: run_dir, mix, tasks, seeds"),
+    overrides: list[str] = cli.overrides("such as seeds=[1,2] run_dir=runs/transfer"),
+) -> int:
+    """What fine-tuned tasks gain from a multi-task stage.
 
-
-def _transfer_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = _TRANSFER
-    parser.add_argument("config", help="YAML file: run_dir, mix, tasks, seeds")
-    cli.add_overrides(parser, "such as seeds=[1,2] run_dir=runs/transfer")
-
-
-_TRANSFER = """\
-Fine-tune each task from the model that a multi-task stage starts from, from that of all tasks, and
-from one that never saw the task; write RUN_DIR/transfer.md and transfer.json with the paired
-differences. What is finished in RUN_DIR is not run again."""
-
-
-def _transfer(arguments: argparse.Namespace) -> int:
-    from pipeline.runtime import env
-    from pipeline.runtime.rank import Rank, run_as_rank
+    Fine-tune each task from the model that a multi-task stage starts from, from that of all tasks,
+    and from one that never saw the task; write RUN_DIR/transfer.md and transfer.json with the
+    paired differences. What is finished in RUN_DIR is not run again.
+    """
 
     def work(rank: Rank) -> int:
         if rank.process.world_size > 1:
@@ -65,17 +54,7 @@ def _transfer(arguments: argparse.Namespace) -> int:
             )
         from pipeline.multitask.transfer import markdown, transfer
 
-        print(markdown(transfer(arguments.config, tuple(arguments.overrides))))
+        print(markdown(transfer(config, tuple(overrides))))
         return EXIT_FINISHED
 
     return run_as_rank(work, env.process_info_or_alone())
-
-
-TRANSFER = Verb(
-    "transfer",
-    "what fine-tuned tasks gain from a multi-task stage",
-    _transfer_arguments,
-    _transfer,
-    "transfer transfer.yaml run_dir=runs/transfer",
-    "The same command continues it.",
-)

@@ -1,20 +1,32 @@
-"""What the command lines share: tables of verbs, overrides among options, errors as exit codes.
+"""What the command lines share: verbs, overrides among options, errors as exit codes.
 
-A package registers its verbs in one table, a tuple of `Verb`. `python -m PACKAGE` is that table,
-and `postnorm` all of them together.
+A verb is a function:
+
+    @verb("grow runs/demo/train models/wide --width 2")
+    def grow(
+        source: Path = argument("run folder, or model folder", "SRC"),
+        out: Path = argument("folder to write", "OUT"),
+        width: int = option("factor, a power of 2", default=1),
+    ) -> None:
+        '''A wider or deeper model that starts from this one.'''
+
+`python -m PACKAGE` has the verbs of one package, and `postnorm` those of all.
 """
 
 import argparse
 import atexit
+import inspect
 import logging
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from difflib import get_close_matches
-from typing import Any, NoReturn
+from functools import partial
+from types import NoneType
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from pipeline.errors import (
     EXIT_FAILED_RETRY,
@@ -27,7 +39,63 @@ from pipeline.runtime import log, stop
 
 logger = logging.getLogger(__name__)
 
-_NO_WORDS: tuple[str, ...] = ()
+
+@dataclass(frozen=True, eq=False)
+class _Argument:
+    is_option: bool
+    flag: str
+    one_of: str
+    words: dict[str, Any]
+
+
+def argument(text: str | None = None, metavar: str | None = None, **words: Any) -> Any:
+    """Declare a positional argument of a verb; `words` are those of argparse's `add_argument`."""
+    return _Argument(False, "", "", {"help": text, "metavar": metavar, **words})
+
+
+def option(
+    text: str | None = None,
+    metavar: str | tuple[str, ...] | None = None,
+    *,
+    flag: str = "",
+    one_of: str = "",
+    **words: Any,
+) -> Any:
+    """Declare an option of a verb.
+
+    Args:
+        text: its help.
+        metavar: what stands for its value there.
+        flag: its name, such as `--json`; the parameter's by default.
+        one_of: options with the same word exclude each other; if they are `required`, one must be
+            given.
+        **words: those of `add_argument`; type, choices and `store_true` follow from the annotation.
+    """
+    return _Argument(True, flag, one_of, {"help": text, "metavar": metavar, **words})
+
+
+def overrides(text: str, metavar: str = "section.key=value") -> Any:
+    """Declare overrides of single values, which may also stand behind options."""
+    return argument(text, metavar, nargs="*")
+
+
+CONFIG: Any = argument("YAML file")
+OVERRIDES: Any = overrides("such as train.lr=1e-4")
+RUN: Any = argument("run folder", "RUN")
+JSON: Any = option("one JSON object", flag="--json")
+PROGRAM: Any = argument()
+"""A program behind `--`, whose options are not the verb's; the parameter's name is `words`."""
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Make the type of a whole number from `least` on."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text} must be a whole number from {least} on")
+        return int(text)
+
+    return number
 
 
 @dataclass(frozen=True)
@@ -37,20 +105,92 @@ class Verb:
     name: str
     summary: str
     """One line of the list of verbs."""
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    """Adds its arguments; it may set the parser's description. Nothing heavy is imported."""
-    run: Callable[[argparse.Namespace], int | None]
-    """Does the work and gives the exit code; None is 0. It imports what takes time."""
+    description: str
     example: str
     """Command lines that work, from the verb on: `export runs/mine out`.
 
     One a line; an indented line continues the one before, and a line that does not begin with the
     verb is shown as it is.
     """
+    function: Callable[..., int | None]
+    """Does the work and gives the exit code; None is 0. It imports what takes time."""
+    parameters: Mapping[str, inspect.Parameter]
+    """Its parameters by name, whose defaults declare them as arguments."""
     if_interrupted: str = ""
     """What Ctrl-C leaves behind, for the line that it ends in."""
     verbs: Sequence["Verb"] = ()
     """Verbs of a family, which stand behind its name."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add what the function's parameters declare."""
+        parser.description = self.description
+        if self.verbs:
+            parser.usage = f"{parser.prog} VERB ..."
+            _add_verbs(parser, self.verbs)
+        groups: dict[str, argparse._ActionsContainer] = {}
+        for name, parameter in self.parameters.items():
+            declared: _Argument = parameter.default
+            if declared is PROGRAM:
+                parser.set_defaults(words=_NO_WORDS)
+                continue
+            words = _typed_words(parameter.annotation) | declared.words
+            words = {key: value for key, value in words.items() if value is not None}
+            to: argparse._ActionsContainer = parser
+            if declared.one_of:
+                required = words.pop("required", False)
+                if declared.one_of not in groups:
+                    groups[declared.one_of] = parser.add_mutually_exclusive_group(required=required)
+                to = groups[declared.one_of]
+            if declared.is_option:
+                to.add_argument(declared.flag or f"--{name.replace('_', '-')}", dest=name, **words)
+            else:
+                to.add_argument(name, **words)
+
+    def run(self, arguments: argparse.Namespace) -> int | None:
+        """Call the function with parsed arguments."""
+        return self.function(**{name: getattr(arguments, name) for name in self.parameters})
+
+
+_NO_WORDS: tuple[str, ...] = ()
+
+
+def _typed_words(kind: Any) -> dict[str, Any]:
+    """Return what argparse must know of a type."""
+    if NoneType in get_args(kind):
+        kind = get_args(kind)[0]
+    if get_origin(kind) in (list, tuple):
+        kind = get_args(kind)[0]
+    if get_origin(kind) is Literal:
+        return {"choices": get_args(kind)}
+    return {"action": "store_true"} if kind is bool else {} if kind is str else {"type": kind}
+
+
+def verb(*example: str, if_interrupted: str = "") -> Callable[[Callable[..., int | None]], Verb]:
+    """Make a verb of a function, by its name; the summary is its docstring's first line.
+
+    What follows that line is shown by `--help` in its place. A function of many parameters may
+    take them as one dataclass.
+    """
+
+    def made(function: Callable[..., int | None]) -> Verb:
+        name = function.__name__.strip("_").replace("_", "-")
+        first, _, rest = (inspect.getdoc(function) or "").partition("\n\n")
+        summary = f"{first[:1].lower()}{first[1:].removesuffix('.')}"
+        parameters, call = inspect.signature(function).parameters, function
+        for kind in [each.annotation for each in parameters.values()]:
+            if isinstance(kind, type) and is_dataclass(kind):
+                parameters = inspect.signature(kind).parameters
+                call = partial(_call_with, function, kind)
+        shown = "\n".join(example)
+        return Verb(name, summary, rest or summary, shown, call, parameters, if_interrupted)
+
+    return made
+
+
+def _call_with(
+    function: Callable[..., int | None], kind: Callable[..., Any], **values: Any
+) -> int | None:
+    return function(kind(**values))
 
 
 class Parser(argparse.ArgumentParser):
@@ -90,17 +230,12 @@ def parser_of(program: str, description: str, groups: Mapping[str, Sequence[Verb
 def family(name: str, summary: str, verbs: Sequence[Verb]) -> Verb:
     """Make one verb of several, such as `checkpoint list` and `checkpoint verify`."""
 
-    def add(parser: argparse.ArgumentParser) -> None:
-        parser.usage = f"{parser.prog} VERB ..."
-        parser.description = f"{summary}\n\n{_listed(verbs)}"
-        _add_verbs(parser, verbs)
-
-    def run(_: argparse.Namespace) -> int:
+    def run() -> int:
         raise AssertionError(f"argparse asks for a verb behind {name}")
 
     lines = [line for verb in verbs for line in verb.example.splitlines()]
     example = "\n".join(line if line[0] == " " else f"{name} {line}" for line in lines)
-    return Verb(name, summary, add, run, example, verbs=verbs)
+    return Verb(name, summary, f"{summary}\n\n{_listed(verbs)}", example, run, {}, verbs=verbs)
 
 
 def _listed(verbs: Iterable[Verb]) -> str:
@@ -121,7 +256,7 @@ def _add_verbs(parser: argparse.ArgumentParser, verbs: Iterable[Verb]) -> None:
         required=True, metavar="VERB", help=argparse.SUPPRESS, prog=parser.prog
     )
     for verb in verbs:
-        one = known.add_parser(verb.name, description=verb.summary, help=verb.summary)
+        one = known.add_parser(verb.name, help=verb.summary)
         verb.add_arguments(one)
         if isinstance(one, Parser) and not one.verbs:
             _add_level(one)
@@ -147,72 +282,23 @@ def _typed(verb: Verb, program: str) -> str:
     )
 
 
-def add_config_arguments(command: argparse.ArgumentParser) -> None:
-    """Add the config file and its overrides."""
-    command.add_argument("config", help="YAML file")
-    add_overrides(command, "such as train.lr=1e-4")
-
-
-def add_overrides(
-    command: argparse.ArgumentParser, text: str, metavar: str = "section.key=value"
-) -> None:
-    """Add overrides of single values; `text` is their help."""
-    command.add_argument("overrides", nargs="*", metavar=metavar, help=text)
-
-
 def config_verb(kind: type[Any], example: str) -> Verb:
     """Make the verb that checks a config of a kind and prints it."""
-    from pipeline.config.load import explain, load, to_yaml, warn_of_unusual
+    from pipeline.config.load import explain as explained
+    from pipeline.config.load import load, to_yaml, warn_of_unusual
 
-    def add(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--explain", action="store_true", help="with units, meanings and origins"
-        )
-        add_config_arguments(parser)
-
-    def run(arguments: argparse.Namespace) -> None:
-        loaded = load(kind, arguments.config, arguments.overrides)
+    @verb(example)
+    def config(
+        explain: bool = option("with units, meanings and origins"),
+        config: str = CONFIG,
+        overrides: list[str] = OVERRIDES,
+    ) -> None:
+        """Check a config and print it in full."""
+        loaded = load(kind, config, overrides)
         warn_of_unusual(loaded.config)
-        print(explain(loaded) if arguments.explain else to_yaml(loaded.config))
+        print(explained(loaded) if explain else to_yaml(loaded.config))
 
-    return Verb("config", "check a config and print it in full", add, run, example)
-
-
-def completion_verb(program: str, make: Callable[[], argparse.ArgumentParser]) -> Verb:
-    """Make the verb that prints the script by which a shell completes a program's words."""
-
-    def add(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("shell", choices=("bash", "zsh"), help="the shell that reads it")
-
-    def run(arguments: argparse.Namespace) -> None:
-        import shtab
-
-        whole = make()
-        _let_complete(whole)
-        print(shtab.complete(whole, arguments.shell))
-
-    bash = f"completion bash > ~/.local/share/bash-completion/completions/{program}"
-    example = f"{bash}\ncompletion zsh > ~/.zfunc/_{program}"
-    return Verb("completion", "print a script that completes words in a shell", add, run, example)
-
-
-def _let_complete(parser: argparse.ArgumentParser) -> None:
-    """Offer verbs, which `--help` lists itself, and files where any word may stand."""
-    import shtab
-
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            action.help = ""
-            for one in set(action.choices.values()):
-                _let_complete(one)
-        elif action.choices is None and action.nargs != 0:
-            # shtab's own way to say it.
-            action.complete = shtab.FILE  # type: ignore[attr-defined]
-
-
-def take_program(command: argparse.ArgumentParser) -> None:
-    """Let a verb take a program behind `--`: `arguments.words`, whose options are not ours."""
-    command.set_defaults(words=_NO_WORDS)
+    return config
 
 
 def parse(parser: argparse.ArgumentParser, line: Sequence[str]) -> argparse.Namespace:
@@ -222,7 +308,6 @@ def parse(parser: argparse.ArgumentParser, line: Sequence[str]) -> argparse.Name
     if verb is not None and verb.get_default("words") is not None and "--" in line:
         place = list(line).index("--")
         line, words = line[:place], line[place + 1 :]
-    # argparse fills a `*` argument once: overrides behind an option are left over.
     # argparse fills a `*` positional once: `config FILE --explain a=b` fails with it, so overrides
     # behind options are collected from the rest.
     arguments, rest = parser.parse_known_args(line)

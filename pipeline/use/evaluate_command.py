@@ -1,6 +1,5 @@
 """`postnorm evaluate`: what to evaluate, as a small config, and its table or JSON."""
 
-import argparse
 import json
 import logging
 import math
@@ -8,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,7 +20,7 @@ from pipeline.config.train import TrainConfig
 from pipeline.errors import EXIT_FINISHED, EXIT_PREEMPTED, CheckpointError, ConfigError
 from pipeline.model.architecture import is_model_folder, read_architecture
 from pipeline.runtime import cli, env
-from pipeline.runtime.cli import Verb
+from pipeline.runtime.cli import argument, option, verb
 from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.files import AppendedFile, read_json_lines
 from pipeline.runtime.rank import AgreedStop, Rank, Stopped, run_as_rank
@@ -34,12 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_DESCRIPTION = """\
-Held-out loss and accuracy of a run's checkpoint or of a model folder, on one process or on many
-ranks. Objective, text, masks and precision are the run's: with --sequences set to
-monitor.eval_sequences the numbers are those that the run logged. A model folder is evaluated at
-masked tokens. The run may go on training meanwhile. Each result of a run is also appended to
-RUN/evaluations.jsonl."""
 MASK_FIELDS = (
     "masking",
     "mask_selection",
@@ -76,7 +68,28 @@ class EvaluateConfig:
         )
 
 
-def evaluate_config(arguments: argparse.Namespace) -> EvaluateConfig:
+@dataclass(frozen=True)
+class EvaluateArguments:
+    """The command line of `evaluate`."""
+
+    source: Path = argument("run folder, or model folder", "SOURCE")
+    step: int | None = option(
+        "this checkpoint of the run; default: newest good one", "N", one_of="which"
+    )
+    every: bool = option("every kept checkpoint, oldest first", flag="--all", one_of="which")
+    data: str | None = option("other data of the same tokenizer", "DIR")
+    sequences: int | None = option("at most so many; default: all held-out text", "N")
+    seq_len: int | None = option("default: the run's; at most 512 for a model", "N")
+    micro_batch: int | None = option("of a forward pass; default: the run's, or 8", "N")
+    precision: Literal["bf16", "fp32"] | None = option("default: the run's; fp32 for a model")
+    as_json: bool = option("one JSON object a line in place of the table", flag="--json")
+    overrides: list[str] = cli.overrides(
+        "other masks than the run's, such as data.mask_prob=0.15, or another data.stage_dir",
+        "data.MASKS=VALUE",
+    )
+
+
+def evaluate_config(arguments: EvaluateArguments) -> EvaluateConfig:
     """Fill in what the command line leaves open: the run's values, or defaults.
 
     Raises:
@@ -91,7 +104,7 @@ def evaluate_config(arguments: argparse.Namespace) -> EvaluateConfig:
                 f"override {text!r}: an evaluation takes only {', '.join(known)}; for dataset, "
                 "length and batch see --help"
             )
-    source: Path = arguments.source
+    source = arguments.source
     values: dict[str, Any]
     if is_model_folder(source):
         origin, model = source, _model_to_evaluate(arguments)
@@ -124,7 +137,7 @@ def evaluate_config(arguments: argparse.Namespace) -> EvaluateConfig:
     return config
 
 
-def _model_to_evaluate(arguments: argparse.Namespace) -> ModelConfig:
+def _model_to_evaluate(arguments: EvaluateArguments) -> ModelConfig:
     folder = arguments.source
     if arguments.step is not None or arguments.every:
         raise CheckpointError(f"{folder} is a model folder, of one model; leave out --step, --all")
@@ -245,15 +258,32 @@ def _values(score: "EvalScore") -> dict[str, float]:
     return dict([loss, ("perplexity", score.perplexity), *others]) | score.counts
 
 
-def _evaluate(arguments: argparse.Namespace) -> int:
+@verb(
+    "evaluate runs/demo/train",
+    "evaluate runs/demo/train --all --sequences 512",
+    "evaluate models/bert --data data/mine --seq-len 128 --json",
+    "torchrun --standalone --nproc-per-node 8 -m postnorm evaluate runs/mine --step 100000",
+    "evaluate runs/other data.masking=token data.mask_prob=0.15",
+)
+def evaluate(arguments: EvaluateArguments) -> int:
+    """Held-out loss of checkpoints or of a model, on any number of ranks.
+
+    Held-out loss and accuracy of a run's checkpoint or of a model folder, on one process or on many
+    ranks. Objective, text, masks and precision are the run's: with --sequences set to
+    monitor.eval_sequences the numbers are those that the run logged. A model folder is evaluated at
+    masked tokens. The run may go on training meanwhile. Each result of a run is also appended to
+    RUN/evaluations.jsonl.
+    """
     # An evaluation that a person starts is not an attempt of the run, whose own exit record may
     # lie there.
     return run_as_rank(
-        partial(_evaluate_on, arguments), env.process_info_or_alone(), env.launched_run_dir()
+        lambda rank: _evaluate_on(arguments, rank),
+        env.process_info_or_alone(),
+        env.launched_run_dir(),
     )
 
 
-def _evaluate_on(arguments: argparse.Namespace, rank: Rank) -> int:
+def _evaluate_on(arguments: EvaluateArguments, rank: Rank) -> int:
     # Importing torch takes seconds.
     from pipeline.runtime import dist
     from pipeline.use.evaluate import Evaluator
@@ -276,7 +306,7 @@ def _evaluate_on(arguments: argparse.Namespace, rank: Rank) -> int:
             other_data=arguments.data is not None,
         )
         if rank.process.is_first:
-            _show(report, evaluations, as_json=arguments.json)
+            _show(report, evaluations, as_json=arguments.as_json)
         else:
             deque(evaluations, maxlen=0)  # this rank's part
     except Stopped as signal:
@@ -295,38 +325,3 @@ def _show(report: Report, found: "Iterator[TextEvaluation]", *, as_json: bool) -
             head = [] if number else report.head(evaluation)
             print("\n".join([*head, *report.lines(evaluation)]), flush=True)
         report.append(record)
-
-
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = _DESCRIPTION
-    add = parser.add_argument
-    add("source", type=Path, metavar="SOURCE", help="run folder, or model folder")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "--step", type=int, metavar="N", help="this checkpoint of the run; default: newest good one"
-    )
-    which.add_argument(
-        "--all", action="store_true", dest="every", help="every kept checkpoint, oldest first"
-    )
-    add("--data", metavar="DIR", help="other data of the same tokenizer")
-    add("--sequences", type=int, metavar="N", help="at most so many; default: all held-out text")
-    add("--seq-len", type=int, metavar="N", help="default: the run's; at most 512 for a model")
-    add("--micro-batch", type=int, metavar="N", help="of a forward pass; default: the run's, or 8")
-    add("--precision", choices=("bf16", "fp32"), help="default: the run's; fp32 for a model")
-    add("--json", action="store_true", help="one JSON object a line in place of the table")
-    text = "other masks than the run's, such as data.mask_prob=0.15, or another data.stage_dir"
-    cli.add_overrides(parser, text, "data.MASKS=VALUE")
-
-
-EVALUATE = Verb(
-    "evaluate",
-    "held-out loss of checkpoints or of a model, on any number of ranks",
-    _arguments,
-    _evaluate,
-    """\
-evaluate runs/demo/train
-evaluate runs/demo/train --all --sequences 512
-evaluate models/bert --data data/mine --seq-len 128 --json
-torchrun --standalone --nproc-per-node 8 -m postnorm evaluate runs/mine --step 100000
-evaluate runs/other data.masking=token data.mask_prob=0.15""",
-)

@@ -106,7 +106,6 @@ DOORS = {
     "numba": {"pipeline.data.jit"},
     "fsspec": {"pipeline.runtime.remote"},
     "rich": {"pipeline.runtime.summary"},
-    "shtab": {"pipeline.runtime.cli"},
 }
 ABOVE = {"benchmarks", "postnorm", "studies", "tests"}
 """They may import everything, and no package imports them."""

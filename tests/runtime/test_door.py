@@ -1,22 +1,21 @@
 """The verbs of `postnorm` and of `pipeline`: examples, groups, nearest words, what loads torch."""
 
-import argparse
 import json
 import shlex
-import subprocess
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from pipeline.commands import GROUPS
 from pipeline.runtime import cli
-from pipeline.runtime.cli import Parser, Verb
+from pipeline.runtime.cli import Parser
 from postnorm.__main__ import groups
 from tests.support.checkpoints import make_checkpoint
 from tests.support.processes import python
 
-ROOT = Path(__file__).parents[2]
 PARSERS = {
     "postnorm": cli.parser_of("postnorm", "", groups()),
     "pipeline": cli.parser_of("python -m pipeline", "", GROUPS),
@@ -96,22 +95,73 @@ def test_an_unknown_word_names_the_nearest(
     assert error in capsys.readouterr().err
 
 
+@cli.verb("plain c")
+def _plain(
+    config: str = cli.CONFIG, overrides: list[str] = cli.OVERRIDES, ranks: int | None = cli.option()
+) -> None:
+    """Do nothing."""
+
+
+@cli.verb("run c")
+def _run(
+    config: str = cli.CONFIG,
+    words: list[str] = cli.PROGRAM,
+    overrides: list[str] = cli.OVERRIDES,
+    ranks: int | None = cli.option(),
+) -> None:
+    """Do nothing."""
+
+
 def test_words_behind_dashes_are_the_programs() -> None:
-    def add(parser: argparse.ArgumentParser) -> None:
-        cli.add_config_arguments(parser)
-        parser.add_argument("--ranks", type=int)
-
-    def add_program(parser: argparse.ArgumentParser) -> None:
-        add(parser)
-        cli.take_program(parser)
-
-    plain = Verb("plain", "", add, lambda _: None, "plain c")
-    verbs = [plain, Verb("run", "", add_program, lambda _: None, "run c")]
-    parser = cli.parser_of("test", "", {"train": verbs})
+    parser = cli.parser_of("test", "", {"train": [_plain, _run]})
     found = cli.parse(parser, ["run", "c.yaml", "--ranks", "2", "a.b=1", "--", "python", "--ranks"])
     assert (found.overrides, found.ranks, found.words) == (["a.b=1"], 2, ["python", "--ranks"])
     assert list(cli.parse(parser, ["run", "c.yaml"]).words) == []
     assert cli.parse(parser, ["plain", "c.yaml", "--", "-a=b"]).overrides == ["-a=b"]
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    first: Path = cli.argument()
+    form: Literal["a", "b"] | None = cli.option("form", one_of="which", required=True)
+    as_json: bool = cli.option(flag="--json", one_of="which")
+    most: int = cli.option(type=cli.at_least(2), default=5)
+    only: list[str] = cli.option(action="append", default=[])
+
+
+@cli.verb("look runs/mine --form a", if_interrupted="nothing")
+def _look(arguments: _Arguments) -> int:
+    """Look at a run.
+
+    All that
+    is seen.
+    """
+    _SEEN.append(arguments)
+    return 3
+
+
+_SEEN: list[_Arguments] = []
+
+
+def test_arguments_are_those_that_a_function_declares(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = cli.parser_of("test", "", {"use": [_look]})
+    assert "\n  look  look at a run\n" in _help(parser, [], capsys)
+    assert "\n\nAll that\nis seen.\n\npositional" in _help(parser, ["look"], capsys)
+    for words, seen in (
+        (["x", "--form", "b"], _Arguments(Path("x"), "b", False, 5, [])),
+        (["x", "--json", "--only=1", "--only=2"], _Arguments(Path("x"), None, True, 5, ["1", "2"])),
+    ):
+        parsed = cli.parse(parser, ["look", *words])
+        assert (parsed.run(parsed), parsed.if_interrupted) == (3, "nothing")
+        assert _SEEN.pop() == seen
+    for words, error in (
+        (["x"], "one of the arguments --form --json is required"),
+        (["x", "--form", "a", "--json"], "not allowed with argument --form"),
+        (["x", "--json", "--most", "1"], "1 must be a whole number from 2 on"),
+    ):
+        with pytest.raises(SystemExit):
+            cli.parse(parser, ["look", *words])
+        assert error in capsys.readouterr().err
 
 
 def _without_torch(*words: object) -> Iterator[str]:
@@ -157,33 +207,3 @@ except ImportError:
     print([signal.getsignal(s) is signal.SIG_DFL for s in (signal.SIGTERM, signal.SIGUSR1)])
 """
     assert python("-c", program) == f"{[verb == 'export'] * 2}\n"
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [("postnorm pre", {"prep", "pretrain", "predict", "preflight"}),
-     ("postnorm prep run --re", {"--replace"}),
-     ("postnorm pretrain configs/demo", {"configs/demo.yaml"})],
-)  # fmt: skip
-def test_bash_completes_words(
-    line: str, words: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    parsed = cli.parse(PARSERS["postnorm"], ["completion", "bash"])
-    parsed.run(parsed)
-    script = tmp_path / "postnorm.bash"
-    script.write_text(capsys.readouterr().out)
-    # As bash does at a tab: the function that `complete` names gets the words and sets COMPREPLY.
-    program = """
-source "$0"
-function=$(complete -p postnorm | sed 's/.* -F \\([^ ]*\\) .*/\\1/')
-read -ra COMP_WORDS <<< "$1"
-[[ "$1" == *" " ]] && COMP_WORDS+=("")
-COMP_CWORD=$(( ${#COMP_WORDS[@]} - 1 ))
-"$function" postnorm "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD-1]}"
-printf '%s\\n' "${COMPREPLY[@]}"
-"""
-    done = subprocess.run(
-        ["bash", "-c", program, script, line], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.stderr == ""
-    assert set(done.stdout.split()) == words

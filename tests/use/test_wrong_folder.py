@@ -10,7 +10,7 @@ from pipeline.checkpoints.commands import at_step, resolve, rows
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, RunFolderError
 from pipeline.inspect.run import open_run
 from pipeline.inspect.status import run_status
-from pipeline.use.evaluate_command import EVALUATE, evaluate_config
+from pipeline.use.evaluate_command import evaluate, evaluate_config
 from pipeline.use.folder import export, initial_weights
 from pipeline.use.grow import grow
 from pipeline.use.model import load
@@ -19,7 +19,7 @@ from tests.support.run_folder import RunFolder
 
 def _evaluate(folder: Path) -> None:
     parser = argparse.ArgumentParser()
-    EVALUATE.add_arguments(parser)
+    evaluate.add_arguments(parser)
     evaluate_config(parser.parse_args([str(folder)]))
 
 
