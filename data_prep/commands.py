@@ -9,16 +9,8 @@ from typing import Any, Literal
 from data_prep.config import DecontaminateConfig, PrepConfig
 from pipeline.config.load import build, load
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, ConfigError
-from pipeline.runtime.cli import (
-    CONFIG,
-    JSON,
-    OVERRIDES,
-    argument,
-    at_least,
-    config_verb,
-    option,
-    verb,
-)
+from pipeline.runtime import cli
+from pipeline.runtime.cli import CONFIG, JSON, OVERRIDES, argument, at_least, option, verb
 from pipeline.runtime.remote import is_address
 from pipeline.runtime.summary import FolderSummary
 
@@ -243,16 +235,6 @@ def _overlap(
     write_overlap(rows, corpus, build(DecontaminateConfig, lengths, "the command line"), out)
 
 
-VERBS = (
-    _run,
-    _plan,
-    _try,
-    _status,
-    _show,
-    config_verb(PrepConfig, "config configs/prep/demo.yaml --explain"),
-    _verify,
-    _publish,
-    _datasheet,
-    _export,
-    _overlap,
-)
+_CONFIG = cli.config_verb(PrepConfig, "config configs/prep/demo.yaml --explain")
+_PREPARE = (_run, _plan, _try, _status, _show, _CONFIG)
+VERBS = (*_PREPARE, _verify, _publish, _datasheet, _export, _overlap)

@@ -9,13 +9,11 @@ from pipeline.runtime import stop
 def main() -> NoReturn:
     """Run the verb that was asked for."""
     stop.listen_early(sys.argv[1:])  # before all other imports
-    from launch.commands import VERBS
+    from launch.commands import FOR_PEOPLE, IN_JOBS
     from pipeline.runtime import cli
 
-    in_jobs = tuple(verb for verb in VERBS if verb.summary.startswith("for job scripts"))
-    for_people = tuple(verb for verb in VERBS if verb not in in_jobs)
     description = "Start runs, on SLURM or on this machine."
-    groups = {"launch": for_people, "in jobs": in_jobs}
+    groups = {"launch": FOR_PEOPLE, "in jobs": IN_JOBS}
     cli.main(cli.parser_of("python -m launch", description, groups))
 
 

@@ -60,17 +60,7 @@ from pipeline.config.runs import PretrainConfig
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, ConfigError, PostnormError
 from pipeline.multitask.config import MultiTaskConfig, TaskMix, is_mix, load_mix, require_split
 from pipeline.runtime import cli, env
-from pipeline.runtime.cli import (
-    CONFIG,
-    OVERRIDES,
-    RUN,
-    Verb,
-    argument,
-    at_least,
-    family,
-    option,
-    verb,
-)
+from pipeline.runtime.cli import CONFIG, OVERRIDES, RUN, Verb, argument, at_least, option, verb
 from pipeline.runtime.run_folder import RunFolder
 from pipeline.runtime.summary import FolderSummary
 
@@ -318,11 +308,7 @@ def _refuse_dry_run(arguments: SubmitArguments) -> None:
 
 
 def _run_here(
-    arguments: SubmitArguments,
-    words: list[str],
-    kind: str,
-    run_dir: Path,
-    cluster: ClusterConfig,
+    arguments: SubmitArguments, words: list[str], kind: str, run_dir: Path, cluster: ClusterConfig
 ) -> int:
     _refuse_dry_run(arguments)
     limits = Limits(cluster.max_restarts, cluster.max_attempts_without_progress)
@@ -585,18 +571,7 @@ def _demo(
 
 
 _PREFLIGHT = "for job scripts: check the nodes of an allocation before training"
-VERBS: tuple[Verb, ...] = (
-    _plan,
-    _submit,
-    _resume,
-    status_verb(),
-    _logs,
-    _cancel,
-    _requeue,
-    _render,
-    _demo,
-    family("preflight", _PREFLIGHT, (_check, _judge)),
-    _decide,
-    _rank,
-)
-"""Every verb, those that people use most first."""
+FOR_PEOPLE = (_plan, _submit, _resume, status_verb(), _logs, _cancel, _requeue, _render, _demo)
+"""Those that people use most first."""
+IN_JOBS = (cli.family("preflight", _PREFLIGHT, (_check, _judge)), _decide, _rank)
+VERBS = (*FOR_PEOPLE, *IN_JOBS)

@@ -290,10 +290,7 @@ def _inspect(
         print(line)
 
 
-@verb(
-    "compare runs/one runs/two",
-    "compare runs/one runs/two runs/three --plot losses.html",
-)
+@verb("compare runs/one runs/two", "compare runs/one runs/two runs/three --plot losses.html")
 def _compare(
     run_dirs: list[Path] = argument("run folders; the first is the base", "RUN", nargs="+"),
     plot: Path | None = option("draw the losses, as FILE.svg or FILE.html", "FILE"),
@@ -348,20 +345,9 @@ def _pretrain(config: str = CONFIG, overrides: list[str] = OVERRIDES) -> int:
 
 
 _CONFIG = cli.config_verb(PretrainConfig, "config configs/demo.yaml --explain train.lr=1e-3")
+_RUNS = (_CONFIG, _model, _coverage, _pretrain, _status, _inspect, _compare)
 GROUPS: dict[str, tuple[Verb, ...]] = {
-    "train": (
-        _CONFIG,
-        _model,
-        _coverage,
-        _pretrain,
-        _status,
-        _inspect,
-        _compare,
-        CHECKPOINT,
-        _profile,
-        _bandwidth,
-        multitask,
-    ),
+    "train": (*_RUNS, CHECKPOINT, _profile, _bandwidth, multitask),
     "tasks": (*TASKS, transfer),
     "use": (evaluate, _fill_mask, encode, whiten, similar, sts, _export, _convert, _grow),
 }

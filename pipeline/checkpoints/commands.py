@@ -121,10 +121,7 @@ def retention_of(run: Path) -> Retention | None:
 
 
 def rows(run: Path, *, verify: bool = False) -> list[CheckpointRow]:
-    """List all checkpoints of a run, oldest first.
-
-    Without `verify` only manifests are read, and no hashes.
-    """
+    """List all checkpoints of a run, oldest first; without `verify` by their manifests alone."""
     paths = published(folder_of(run))
     manifests = {path: _manifest(path) for path in paths}
     wrong = {path: found for path, (_, found) in manifests.items()}
@@ -358,7 +355,5 @@ def _diff(
 
 
 CHECKPOINT = family(
-    "checkpoint",
-    "verify, list, prune or compare checkpoints",
-    (_verify, _list, _prune, _diff),
+    "checkpoint", "verify, list, prune or compare checkpoints", (_verify, _list, _prune, _diff)
 )

@@ -10,10 +10,7 @@ from pipeline.runtime.rank import Rank, run_as_rank
 _AGAIN = "The same command continues it."
 
 
-@verb(
-    "multitask mix.yaml balance.method=gradient_norm train.num_steps=2000",
-    if_interrupted=_AGAIN,
-)
+@verb("multitask mix.yaml balance.method=gradient_norm train.num_steps=2000", if_interrupted=_AGAIN)
 def multitask(
     config: str = argument("YAML file of the run, or the name of a shipped one"),
     overrides: list[str] = cli.overrides("such as balance.method=equal train.num_steps=5000"),

@@ -133,8 +133,8 @@ class Verb:
             if declared is PROGRAM:
                 parser.set_defaults(words=_NO_WORDS)
                 continue
-            words = _typed_words(parameter.annotation) | declared.words
-            words = {key: value for key, value in words.items() if value is not None}
+            given = {key: value for key, value in declared.words.items() if value is not None}
+            words = _typed_words(parameter.annotation) | given
             to: argparse._ActionsContainer = parser
             if declared.one_of:
                 required = words.pop("required", False)
@@ -239,15 +239,13 @@ def family(name: str, summary: str, verbs: Sequence[Verb]) -> Verb:
 
 
 def _listed(verbs: Iterable[Verb]) -> str:
-    lines = [line for verb in verbs for line in _lines_of(verb)]
+    lines = [
+        (f"{verb.name} {one.name}" if verb.verbs else one.name, one.summary)
+        for verb in verbs
+        for one in verb.verbs or (verb,)
+    ]
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"  {name:<{width}}  {summary}" for name, summary in lines)
-
-
-def _lines_of(verb: Verb) -> list[tuple[str, str]]:
-    if not verb.verbs:
-        return [(verb.name, verb.summary)]
-    return [(f"{verb.name} {one.name}", one.summary) for one in verb.verbs]
 
 
 def _add_verbs(parser: argparse.ArgumentParser, verbs: Iterable[Verb]) -> None:
@@ -275,10 +273,9 @@ def _add_level(parser: argparse.ArgumentParser) -> None:
 
 
 def _typed(verb: Verb, program: str) -> str:
-    lines = verb.example.splitlines()
     return "\n".join(
-        f"  {program} {line}" if line.split()[0] == verb.name and line[0] != " " else f"  {line}"
-        for line in lines
+        f"  {program} {line}" if line.split(" ")[0] == verb.name else f"  {line}"
+        for line in verb.example.splitlines()
     )
 
 
