@@ -12,9 +12,14 @@ from data_prep.decontaminate import eval_items
 from data_prep.pieces import Pieces
 from data_prep.stage import Done, StageTask, make_key
 from data_prep.tokenizer.existing_tokenizer import GivenTokenizer, read_given
+from pipeline.config.strict_yaml import read_file
 from pipeline.errors import DataError
 
 SHARD_FOLDER = "shards"
+RESOLVED_FILE = "resolved.yaml"
+"""In the dataset's folder: the config that it was made with, in full."""
+PAGE_FILE = "try.html"
+"""In the dataset's folder: what `prep try` shows, which may come before the first run."""
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +67,13 @@ def find(config: PrepConfig) -> Corpus:
     """List the input files.
 
     Raises:
-        DataError: an input or a file of an evaluation set does not exist or is not a text file, or
-            the tokenizer's file is unusable.
+        DataError: an input or a file of an evaluation set does not exist or is not a text file, the
+            tokenizer's file is unusable, or `output_dir` holds something else or is in an input.
     """
+    output = Path(config.output_dir)
+    _refuse_foreign(output)
+    inputs.refuse_above(output, (text for one in config.sources for text in one.inputs))
+    inputs.refuse_above(output, (text for one in config.decontaminate.sets for text in one.inputs))
     pieces: list[inputs.InputPiece] = []
     unreadable: list[str] = []
     for source in config.sources:
@@ -90,6 +99,20 @@ def find(config: PrepConfig) -> Corpus:
         eval_items.find(config.decontaminate),
         tuple(unreadable),
     )
+
+
+def _refuse_foreign(output: Path) -> None:
+    """Check that a dataset's folder is new, empty or a dataset's."""
+    if output.exists() and not output.is_dir():
+        raise DataError(f"output_dir={output} is a file: choose a folder")
+    names = {path.name for path in output.iterdir()} if output.exists() else set()
+    others = sorted(names - {"work", PAGE_FILE})
+    resolved = output / RESOLVED_FILE
+    if others and not (resolved.is_file() and "output_dir" in read_file(resolved).plain()):
+        raise DataError(
+            f"output_dir={output} is not the folder of a dataset: it holds {', '.join(others[:3])}"
+            f"{' and more' if len(others) > 3 else ''}. Choose a new or an empty folder"
+        )
 
 
 class Progress:

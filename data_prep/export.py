@@ -15,8 +15,9 @@ from backports import zstd
 
 from data_prep.chain import steps
 from data_prep.config import PrepConfig
+from data_prep.corpus import RESOLVED_FILE
 from data_prep.pieces import Pieces, read_documents
-from data_prep.run import RESOLVED_FILE, available_cores
+from data_prep.run import available_cores
 from data_prep.stage import recorded_sha256, replacing, require_written
 from pipeline.config.load import load
 from pipeline.data.format import read_index

@@ -4,8 +4,9 @@ import codecs
 import glob
 import os
 import re
+import stat
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 from pathlib import Path
@@ -29,6 +30,9 @@ FORMATS = {
 TEXT_SUFFIXES = tuple(FORMATS)
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".xz", ".bz2")
 _HEAD_BYTES = 1 << 12
+_ANY = "any"
+_PART_NAME = re.compile(r"part-\d+|\d+\.part")
+"""Files in a folder that Spark or Dask wrote; train.jsonl/part-00000 has the folder's format."""
 _WIKIEXTRACTOR_NAME = re.compile(r"wiki_\d+")
 
 
@@ -105,18 +109,19 @@ def find(source: SourceConfig) -> Listing:
     unreadable: list[str] = []
     for text in source.inputs:
         found = matching_files(f"source {source.name!r}", text, unreadable)
-        for file in found.files:
+        for file, in_folder in found:
             by_name = _format_by_name(file.path)
             wanted = by_name if source.format == "auto" else source.format
-            fits = wanted is not None and (by_name == wanted or not found.in_folder)
+            fits = wanted not in (None, _ANY) and (by_name in (wanted, _ANY) or not in_folder)
             if fits or source.reader:
                 files.setdefault(_identity(file.path), file)
-            elif len(found.files) == 1 and not found.in_folder:
+            elif len(found) == 1 and not in_folder:
                 raise DataError(
                     f"source {source.name!r}: {file.path} is of an unknown kind; {_KINDS}"
                 )
             else:
                 ignored.append(file.path)
+    unreadable = list(dict.fromkeys(unreadable))
     if unreadable and source.on_unreadable == "stop":
         raise DataError(
             f"source {source.name!r}: {len(unreadable)} files or folders cannot be read, such as "
@@ -181,6 +186,8 @@ def _format_by_name(path: str) -> str | None:
     plain = plain_name(path)
     if _WIKIEXTRACTOR_NAME.fullmatch(plain):
         return "wikiextractor"
+    if _PART_NAME.fullmatch(plain):
+        return FORMATS.get(Path(plain_name(str(Path(path).parent))).suffix, _ANY)
     kind = FORMATS.get(Path(plain).suffix)
     return None if kind == "parquet" and plain != Path(path).name.lower() else kind
 
@@ -223,35 +230,29 @@ def _identity(path: str) -> str:
     return path if remote.is_address(path) else os.path.realpath(path)
 
 
-@dataclass(frozen=True)
-class Found:
-    """The files of one input."""
-
-    files: Sequence[InputFile]
-    in_folder: bool
-    """Whether the input is a folder, in which there may be other files, too."""
-
-
-def matching_files(owner: str, text: str, unreadable: list[str]) -> Found:
+def matching_files(owner: str, text: str, unreadable: list[str]) -> list[tuple[InputFile, bool]]:
     """List the files of one input of `owner`: a folder, glob or file, or an address of one.
 
-    In folders, links are followed; what cannot be read there is added to `unreadable`.
+    Links are followed, and folders that fit a glob are read. What cannot be read there is added to
+    `unreadable`.
+
+    Returns:
+        Each file, and whether it was found in a folder, in which there may be other files, too.
     """
     if remote.is_address(text):
         listed = remote.list_files(text)
         if not listed:
             raise DataError(f"{owner}: input {text!r} matches no file; correct the address")
-        files = [InputFile(at.address, name, at.num_bytes, at.version) for at, name in listed]
-        is_one = len(files) == 1 and files[0].path == text
-        return Found(files, in_folder=not is_one and not glob.has_magic(text))
+        return [
+            (InputFile(at.address, name, at.num_bytes, at.version), in_folder)
+            for at, name, in_folder in listed
+        ]
     path = Path(text).expanduser()
     if path.is_dir():
-        below = sorted(_files_below(path, unreadable))
-        found = [input_file(str(each), each.relative_to(path).as_posix()) for each in below]
-        return Found(found, in_folder=True)
+        return [(file, True) for file in _folder(path, path, unreadable)]
     if path.is_file():
-        return Found([input_file(str(path), path.name)], in_folder=False)
-    hits = [Path(hit) for hit in sorted(glob.glob(str(path), recursive=True))]
+        return [(input_file(str(path), path.name), False)]
+    hits = _hits(path)
     if not hits:
         raise DataError(
             f"{owner}: input {text!r} matches no file; correct the path "
@@ -259,9 +260,62 @@ def matching_files(owner: str, text: str, unreadable: list[str]) -> Found:
         )
     # Names start below the glob's fixed part, so that a/x.txt and b/x.txt stay apart.
     fixed = Path(*takewhile(lambda part: not glob.has_magic(part), path.parts))
-    of_files = [hit for hit in hits if hit.is_file()]
-    found = [input_file(str(hit), hit.relative_to(fixed).as_posix()) for hit in of_files]
-    return Found(found, in_folder=False)
+    folders: list[Path] = []
+    for hit in hits:  # sorted: a folder comes before what is in it, as with `**`
+        if hit.is_dir() and not (folders and hit.is_relative_to(folders[-1])):
+            folders.append(hit)
+    named = [
+        input_file(str(hit), hit.relative_to(fixed).as_posix())
+        for hit in hits
+        if not hit.is_dir() and _can_be_read(hit, unreadable)
+    ]
+    found = {file.path: (file, False) for file in named}
+    for folder in folders:
+        for file in _folder(folder, fixed, unreadable):
+            found.setdefault(file.path, (file, True))
+    return list(found.values())
+
+
+def refuse_above(output: Path, texts: Iterable[str]) -> None:
+    """Check that a folder to write to is not inside an input, where its files would be read.
+
+    Raises:
+        DataError: it is.
+    """
+    for text in texts:
+        if not remote.is_address(text):
+            for hit in _hits(Path(text).expanduser()):
+                if hit.is_dir() and output.resolve().is_relative_to(hit.resolve()):
+                    raise DataError(
+                        f"output_dir={output} is inside the input {str(hit)!r}, whose files are "
+                        "read: choose an output_dir outside of it"
+                    )
+
+
+def _hits(path: Path) -> list[Path]:
+    """List what a path or glob names."""
+    if path.exists():
+        return [path]
+    return [Path(hit) for hit in sorted(glob.glob(str(path), recursive=True))]
+
+
+def _folder(folder: Path, root: Path, unreadable: list[str]) -> list[InputFile]:
+    """List the files below a folder, with their names below `root`."""
+    below = sorted(_files_below(folder, unreadable))
+    return [input_file(str(path), path.relative_to(root).as_posix()) for path in below]
+
+
+def _can_be_read(path: Path, unreadable: list[str]) -> bool:
+    """Open a file; if that fails, or it is a socket or the like, add it to `unreadable`."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would wait for a writer
+            unreadable.append(f"{path} (not a file: a pipe, socket or device)")
+            return False
+        with path.open("rb"):
+            return True
+    except OSError as error:
+        unreadable.append(f"{path} ({error.strerror})")
+        return False
 
 
 def _files_below(folder: Path, unreadable: list[str]) -> Iterator[Path]:
@@ -278,14 +332,7 @@ def _files_below(folder: Path, unreadable: list[str]) -> Iterator[Path]:
             for name in folders
             if not (here / name).is_symlink() or (here / name).resolve() not in above
         ]
-        for name in files:
-            path = here / name
-            try:
-                if path.stat() and path.is_file():
-                    with path.open("rb"):
-                        yield path
-            except OSError as error:
-                failed(error)
+        yield from (here / name for name in files if _can_be_read(here / name, unreadable))
 
 
 def input_file(path: str, name: str) -> InputFile:

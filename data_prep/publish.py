@@ -145,7 +145,7 @@ class _Target:
     @classmethod
     def opened(cls, address: str, index: DatasetIndex) -> "_Target":
         """Look at what is there; refuse an address that holds anything else than this dataset."""
-        there = {name: file for file, name in remote.list_files(address)}
+        there = {name: file for file, name, _ in remote.list_files(address)}
         receipt: dict[str, Any] = {}
         for name in (INDEX_FILE, RECEIPT_FILE):
             if name not in there:

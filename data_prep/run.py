@@ -9,7 +9,7 @@ from typing import Any
 from data_prep import corpus
 from data_prep.chain import steps, walk
 from data_prep.config import PrepConfig
-from data_prep.corpus import Corpus
+from data_prep.corpus import RESOLVED_FILE, Corpus
 from data_prep.datasheet.gather import REPORT_FILE
 from data_prep.lease import held, this_process
 from data_prep.stage import Done, Stage, StageCounts, finished, run_tasks, table
@@ -18,9 +18,6 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.runtime.files import write_atomic
 
 logger = logging.getLogger(__name__)
-
-RESOLVED_FILE = "resolved.yaml"
-"""In the dataset's folder: the config that it was made with, in full."""
 
 
 def run(config: PrepConfig, *, replace: bool = False) -> dict[str, Any]:

@@ -59,8 +59,8 @@ def _find(chosen: EvalSetConfig) -> tuple[InputFile, ...]:
     files: dict[str, InputFile] = {}
     unreadable: list[str] = []
     for text in chosen.inputs:
-        found = matching_files(owner, text, unreadable).files
-        for file in found:
+        found = matching_files(owner, text, unreadable)
+        for file, _ in found:
             if _suffix(file.path) in SUFFIXES:
                 files.setdefault(file.path, file)
             elif len(found) == 1:

@@ -29,7 +29,9 @@ def documents(place: FileOrigin, fields: Fields, max_bytes: int) -> Items:
     """
     with open_binary(place.path) as file:
         try:
-            table = pq.ParquetFile(file, buffer_size=_BUFFER_BYTES, pre_buffer=False)
+            table = pq.ParquetFile(
+                file, buffer_size=_BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True
+            )
             text_field = fields.text
             if not _is_text(table.schema_arrow, text_field):
                 columns = f"{table.metadata.num_rows} rows of {table.schema_arrow.names}"

@@ -28,6 +28,7 @@ from pipeline.checkpoints.state import (
     TrainState,
     state_paths,
 )
+from pipeline.config.data import DataConfig
 from pipeline.config.objective import MLM
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import FORMAT_VERSION, INDEX_FILE, DataIdentity
@@ -177,13 +178,17 @@ _HOW_DATA_IS_READ = {
 }
 
 
+def data_identity(data: DataConfig) -> dict[str, Any]:
+    """Return the settings of data that fix its order and masks, as plain values."""
+    return {name: value for name, value in asdict(data).items() if name not in _HOW_DATA_IS_READ}
+
+
 def identity(config: PretrainConfig) -> dict[str, Any]:
     """Return the values that fix weights' shapes, order and masks, which a resume cannot change.
 
     Steps, learning rate, schedules, intervals and paths may change.
     """
     tree = asdict(config)
-    data = {name: value for name, value in tree["data"].items() if name not in _HOW_DATA_IS_READ}
     train = {name: tree["train"][name] for name in ("global_batch", "precision", "optimizer")}
     phases = [
         {name: value for name, value in phase.items() if name != "micro_batch"}
@@ -195,7 +200,7 @@ def identity(config: PretrainConfig) -> dict[str, Any]:
     values = {
         "seed": config.seed,
         "model": model,
-        "data": data,
+        "data": data_identity(config.data),
         "train": train,
         "phases": phases,
     }

@@ -125,7 +125,7 @@ class _Published:
     @classmethod
     def listed(cls, address: str) -> "_Published":
         address = address.rstrip("/")
-        return cls(address, {name: file for file, name in remote.list_files(address)})
+        return cls(address, {name: file for file, name, _ in remote.list_files(address)})
 
     @classmethod
     def found(cls, address: str) -> "_Published":

@@ -8,6 +8,7 @@ A file is read by ranges, each tried again for a bounded time. A range that come
 of the connection and not the end of the file.
 """
 
+import functools
 import glob
 import hashlib
 import io
@@ -65,12 +66,13 @@ def stat(address: str) -> RemoteFile:
     return _described(address, _with_retries(lambda: store.info(path), address))
 
 
-def list_files(address: str) -> list[tuple[RemoteFile, str]]:
-    """List the files of an address: a file, all below a folder, or those that fit a glob.
+def list_files(address: str) -> list[tuple[RemoteFile, str, bool]]:
+    """List the files of an address: a file, all below a folder, or what fits a glob.
 
     Returns:
         Each file with its name below the folder, or below the part of the glob without wildcards,
-        sorted; none if there is none.
+        and whether it was found in a folder, sorted; none if there is none. Folders that fit a glob
+        are listed as well.
 
     Raises:
         As `stat`.
@@ -80,18 +82,22 @@ def list_files(address: str) -> list[tuple[RemoteFile, str]]:
         parts = PurePosixPath(path).parts
         fixed = next(number for number, part in enumerate(parts) if glob.has_magic(part))
         root = str(PurePosixPath(*parts[:fixed]))
-        found = _with_retries(lambda: store.glob(path, detail=True), address)
+        hits = _with_retries(lambda: store.glob(path, detail=True), address)
     else:
         root = path.rstrip("/")
-        found = _with_retries(lambda: store.find(path, detail=True), address)
+        hits = {root: {"type": "directory"}}
+    found = {name: (info, False) for name, info in hits.items() if info["type"] != "directory"}
+    for hit in hits.keys() - found.keys():
+        below = _with_retries(functools.partial(store.find, hit, detail=True), address)
+        found |= {name: (info, name != hit) for name, info in below.items()}
     kind = address[: address.index("://")]
     files = []
-    for name, info in sorted(found.items()):
+    for name, (info, in_folder) in sorted(found.items()):
         if info.get("type") == "directory" or (not info.get("size") and name.endswith("/")):
             continue  # stores without folders have empty objects in their place
         whole = name if is_address(name) else f"{kind}://{name}"
-        below = name.removeprefix(root).lstrip("/")
-        files.append((_described(whole, info), below or PurePosixPath(name).name))
+        name_below = name.removeprefix(root).lstrip("/") or PurePosixPath(name).name
+        files.append((_described(whole, info), name_below, in_folder))
     return files
 
 

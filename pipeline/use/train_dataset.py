@@ -1,5 +1,6 @@
 """`postnorm.TrainDataset`: the batches of training, for a loop that is not ours."""
 
+import json
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
+from pipeline.checkpoints.resume import data_identity
 from pipeline.config.data import BatchPlan, DataConfig, TrainDataConfig
 from pipeline.config.load import build
 from pipeline.config.objective import ObjectiveConfig, ObjectiveKind
@@ -147,7 +149,7 @@ class TrainDataset(IterableDataset[Item]):
                 "state_dict(num_taken) the number of items taken since the dataset was made or "
                 "load_state_dict called; or set num_workers=0 and TrainDataset(..., workers=N)"
             )
-        return {**self._identity(), "cursor": cursor, "part": part}
+        return {**self._identity(), "data": self._data(), "cursor": cursor, "part": part}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state: the next iteration begins there. The world size may be another.
@@ -163,6 +165,12 @@ class TrainDataset(IterableDataset[Item]):
             for name, value in own.items()
             if saved.get(name) != value and (name != "parts" or state.get("part"))
         ]
+        data = state.get("data", {})  # earlier versions did not save it
+        differing += [
+            f"data.{name} was {data[name]!r}, is {value!r}"
+            for name, value in self._data().items()
+            if name in data and data[name] != value and name not in own
+        ]
         if differing:
             raise DataError(
                 f"this state is of another dataset: {'; '.join(differing)}; make the TrainDataset "
@@ -172,8 +180,13 @@ class TrainDataset(IterableDataset[Item]):
         self._cursor, self._part = state["cursor"], state["part"]
         self._in_workers.fill_(False)
 
+    def _data(self) -> dict[str, Any]:
+        """Settings that move the order or the masks, as they are after a way through JSON."""
+        values: dict[str, Any] = json.loads(json.dumps(data_identity(self._config.data)))
+        return values
+
     def _identity(self) -> dict[str, Any]:
-        """Name all that decides what a cursor means."""
+        """Name what else decides what a cursor means."""
         config = self._config
         kind = config.objective.kind
         return {
