@@ -115,14 +115,14 @@ def _try(
     overrides: list[str] = OVERRIDES,
 ) -> None:
     """Try the filters on a sample: what they reject and measure, with examples."""
-    from data_prep import preview
+    from data_prep import corpus, preview
 
     loaded = _load(config, overrides)
     if id is not None:
         print(preview.document_text(loaded, id))
         return
     result = preview.try_filters(loaded, documents)
-    page = page or Path(loaded.output_dir) / preview.PAGE_FILE
+    page = page or Path(loaded.output_dir) / corpus.PAGE_FILE
     preview.write_page(loaded, result, page)
     print(json.dumps(result, ensure_ascii=False) if as_json else preview.text_of(result))
     if not as_json:

@@ -22,7 +22,6 @@ import numpy as np
 from data_prep import inputs
 from data_prep.clean.normalise import normalise
 from data_prep.config import PrepConfig, SourceConfig
-from data_prep.corpus import PAGE_FILE as PAGE_FILE
 from data_prep.datasheet.gather import Mask, beginning, mask_of
 from data_prep.datasheet.page import OTHER, fill, percent
 from data_prep.filters.rules import Chain, Check, Dropped

@@ -284,6 +284,7 @@ def test_pages_are_made_again_from_the_report(data: Path, tmp_path: Path) -> Non
 def test_a_failing_page_loses_no_dataset(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "data" / "datasheet.html"
     path.mkdir(parents=True)
+    (tmp_path / "data/resolved.yaml").write_text("output_dir: data\n")
     source = _write(tmp_path / "a.jsonl", [*english()[:150], f"Call {PHONE} now."])
     shape = {"enabled": True, "min_chars": 100}
     made = run(_config(tmp_path, {"one": source}, filters={"shape": shape}))

@@ -1,6 +1,8 @@
 """Reading files: documents, ids, bad lines, limits, encodings, which files are found."""
 
 import json
+import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -104,8 +106,39 @@ def test_a_set_format_reads_named_files_whatever_they_are_called(tmp_path: Path)
     for name in ("part-0", "part-1", "_SUCCESS", "x.jsonl"):
         (tmp_path / name).write_bytes(b'{"text": "a"}\n')
     assert _names(f"{tmp_path}/part-*", format="jsonl") == ["part-0", "part-1"]
-    assert _names(tmp_path, format="jsonl") == ["x.jsonl"]
+    # Spark's files have no suffix: of other files in a folder the name decides.
+    assert _names(tmp_path, format="jsonl") == ["part-0", "part-1", "x.jsonl"]
+    assert _names(tmp_path) == ["x.jsonl"]
     assert texts_of(read_source(tmp_path / "part-0", format="jsonl")) == ["a"]
+
+
+def test_folders_that_a_glob_fits_are_read(tmp_path: Path) -> None:
+    names = ("crawl-1/a.jsonl", "crawl-1/sub/b.jsonl", "crawl-2/part.0.parquet", "crawl-3.jsonl",
+             "crawl-4.jsonl/part-00000", "crawl-5/1.part")  # fmt: skip
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b'{"text": "a"}\n')
+    assert _names(f"{tmp_path}/crawl-*") == [*names[:-1]]
+    assert _names(f"{tmp_path}/**") == [*names[:-1]]
+    assert _names(f"{tmp_path}/crawl-[45]*", format="jsonl") == [*names[-2:]]
+    assert texts_of(read_source(tmp_path / "crawl-4.jsonl")) == ["a"]
+
+
+@pytest.mark.parametrize("given", ["", "/*", "/**"])
+def test_what_is_not_a_file_is_named(tmp_path: Path, given: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n')
+    (tmp_path / "gone.jsonl").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "pipe")
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(tmp_path / "socket"))
+        with pytest.raises(DataError, match="3 files or folders cannot be read"):
+            _names(f"{tmp_path}{given}")
+        source = SourceConfig(name="s", inputs=(f"{tmp_path}{given}",), on_unreadable="skip")
+        listing = find(source)
+    assert [file.name for file in listing.files] == ["a.jsonl"]
+    assert {Path(text.split(" (")[0]).name for text in listing.unreadable} == {
+        "gone.jsonl", "pipe", "socket"
+    }  # fmt: skip
 
 
 def test_files_of_one_name_get_different_ids(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from data_prep.inputs import find
 from data_prep.readers.documents import read_file
 from data_prep.readers.items import Document, Rejected
 from pipeline.errors import DataError
-from tests.support.prepare import read_source, texts_of
+from tests.support.prepare import read_source, reasons_of, texts_of
 
 
 @pytest.mark.parametrize("kind", [
@@ -71,6 +71,19 @@ def test_parquet_that_is_broken_or_no_text(tmp_path: Path) -> None:
     assert isinstance(items[-1], Rejected)
     assert items[-1].reason == "file damaged"
     assert items[:1000] == whole[:1000]
+
+
+def test_a_parquet_page_with_another_checksum_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    table = pa.table({"text": [f"text {i:04d}" for i in range(300)]})
+    options: dict[str, Any] = {"compression": "none", "use_dictionary": False}
+    pq.write_table(table, path, row_group_size=100, write_page_checksum=True, **options)
+    data = bytearray(path.read_bytes())
+    data[data.index(b"text 0150")] ^= 1
+    path.write_bytes(data)
+    items = read_source(path)
+    assert texts_of(items) == [f"text {i:04d}" for i in range(100)]
+    assert reasons_of(items) == ["file damaged"]
 
 
 def test_parquet_is_read_in_bounded_memory(tmp_path: Path) -> None:

@@ -158,12 +158,30 @@ def test_bad_corpus_fails_and_leaves_an_earlier_dataset_alone(
         run(config_of(prep_config, tmp_path / "new", bad, *overrides))
     assert not (tmp_path / "new" / "index.json").exists()
     (tmp_path / "old").mkdir()
-    for name in ("index.json", "report.json"):
+    for name in ("index.json", "report.json", "resolved.yaml"):
         shutil.copy(dataset.folder / name, tmp_path / "old")
     with pytest.raises(DataError, match="other inputs"):
         run(config_of(prep_config, tmp_path / "old", bad, *overrides))
     before = (dataset.folder / "index.json").read_bytes()
     assert (tmp_path / "old" / "index.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(("output", "said"), [
+    ("mine", r"not the folder of a dataset: it holds index\.json, notes\.txt"), ("file", "a file"),
+    ("texts/data", r"inside the input '.*texts'"), ("texts", "it holds a.jsonl"),
+    ("globbed/2/data", r"inside the input '.*globbed/2'"),
+])  # fmt: skip
+def test_output_that_would_spoil_something_is_refused(
+    prep_config: Path, tmp_path: Path, output: str, said: str
+) -> None:
+    for name in ("mine/notes.txt", "mine/index.json", "texts/a.jsonl", "globbed/2/a.jsonl", "file"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text('{"text": "a"}\n')
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    inputs = tmp_path / ("globbed/*" if output.startswith("globbed") else "texts")
+    with pytest.raises(DataError, match=said):
+        run(config_of(prep_config, tmp_path / output, inputs))
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
 @pytest.mark.usefixtures("processes")

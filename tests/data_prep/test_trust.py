@@ -144,4 +144,4 @@ def test_three_documents_make_a_dataset(tmp_path: Path, caplog: pytest.LogCaptur
 
 def _source(folder: Path, on_unreadable: str = "stop") -> PrepConfig:
     text = f"sources=[{{name: s, inputs: [{folder}], on_unreadable: {on_unreadable}}}]"
-    return load(PrepConfig, "configs/prep/demo.yaml", [text, f"output_dir={folder}/out"]).config
+    return load(PrepConfig, "configs/prep/demo.yaml", [text, f"output_dir={folder}-out"]).config

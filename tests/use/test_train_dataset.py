@@ -108,6 +108,14 @@ def test_another_state_is_refused(dataset: DatasetIndex) -> None:
         [(name, value)] = changes.items()
         with pytest.raises(DataError, match=rf"{name} was \d+, is {value}"):
             _data(dataset, **changes).load_state_dict(state)
+    mix = [{"source": "topics", "weight": 2.0}]
+    for changes in ({"mix": mix}, {"masking": "whole_word"}, {"mask_prob": 0.31}):
+        [name] = changes
+        with pytest.raises(DataError, match=rf"data\.{name} was .*, is "):
+            _data(dataset, **changes).load_state_dict(state)
+    _data(dataset, workers=1).load_state_dict(state)
+    earlier = {name: value for name, value in state.items() if name != "data"}
+    _data(dataset).load_state_dict(earlier)
     with pytest.raises(DataError, match="fingerprint was 'other', is"):
         _data(dataset).load_state_dict({**state, "fingerprint": "other"})
     within = _data(dataset).state_dict(num_taken=1)
