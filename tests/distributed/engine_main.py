@@ -11,6 +11,8 @@ and results-RANK.json, what `train_step` returned; no-micro-batches.txt, what it
 import gc
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +26,7 @@ from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.objectives.base import Sum, Sums
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime.env import ProcessInfo, process_info
-from pipeline.train.engine import Engine, StepResult, close_process_group, init_process_group
+from pipeline.train.engine import Engine, close_process_group, init_process_group
 from tests.support.checkpoints import save_state
 
 ACCUMULATION = (2, 3, 1, 4, 4, 2)
@@ -32,14 +34,12 @@ LENGTHS = (16, 16, 40, 40, 16, 40)
 RESUMED_AFTER = (1, 3, 5)
 POISONED_STEP = 3
 GRAD_CLIP = 3.0
-MODEL = ModelConfig(
-    vocab_size=97, num_layers=2, hidden_size=32, num_heads=2, ffn_size=64, score_residual="sum",
-    bias=True, norm_affine=True, dropout=0.0, attention_dropout=0.0,
-)  # fmt: skip
+MODEL = ModelConfig(vocab_size=97, num_layers=2, hidden_size=32, num_heads=2, ffn_size=64,
+                    score_residual="sum", bias=True, norm_affine=True, dropout=0.0,
+                    attention_dropout=0.0)  # fmt: skip
 
 
 def learning_rate(step: int) -> float:
-    """Differs from step to step."""
     return 1e-3 * (1 + step)
 
 
@@ -63,10 +63,8 @@ def train_config(precision: str) -> TrainConfig:
 
 def micro_batches(step: int, world_size: int) -> list[MicroBatch]:
     """Those of all ranks, of 1 to 4 sequences; the first of the second step has nothing masked."""
-    return [
-        micro_batch(step, number, rows=1 + (step + number) % 4)
-        for number in range(ACCUMULATION[step] * world_size)
-    ]
+    numbers = range(ACCUMULATION[step] * world_size)
+    return [micro_batch(step, number, rows=1 + (step + number) % 4) for number in numbers]
 
 
 def micro_batch(step: int, number: int, rows: int, length: int | None = None) -> MicroBatch:
@@ -80,18 +78,12 @@ def micro_batch(step: int, number: int, rows: int, length: int | None = None) ->
     # Few targets, so that there is something to learn.
     targets = ids[masked] % 7
     shape = (rows, length)
-    return MicroBatch(
-        input_ids=ids.view(shape),
-        documents=torch.ones(shape, dtype=torch.int32),
-        positions=torch.arange(length).expand(shape).contiguous(),
-        segments=None,
-        inputs={"masked_index": masked, "targets": targets},
-        weights={"loss": float(len(targets))},
-        counts={},
-        cu_seqlens=torch.from_numpy(document_bounds(np.ones(shape, np.int32))),
-        num_tokens=slots,
-        hash=0,
-    )
+    return MicroBatch(input_ids=ids.view(shape), documents=torch.ones(shape, dtype=torch.int32),
+                      positions=torch.arange(length).expand(shape).contiguous(), segments=None,
+                      inputs={"masked_index": masked, "targets": targets},
+                      weights={"loss": float(len(targets))}, counts={},
+                      cu_seqlens=torch.from_numpy(document_bounds(np.ones(shape, np.int32))),
+                      num_tokens=slots, hash=0)  # fmt: skip
 
 
 class Poisoned(MaskedLanguageModeling):
@@ -110,8 +102,6 @@ class Poisoned(MaskedLanguageModeling):
 
 
 class _Run:
-    """An engine, and what its steps returned."""
-
     def __init__(self, precision: str, process: ProcessInfo, seed: int) -> None:
         self._process = process
         self.engine = Engine(model(seed), train_config(precision), process, torch.device("cpu"))
@@ -123,18 +113,12 @@ class _Run:
         objective = Poisoned({2} if poisoned and is_last else set())
         result = self.engine.train_step(mine, objective, learning_rate(step))
         assert objective.calls == ACCUMULATION[step]
-        return _as_numbers(result)
-
-
-def _as_numbers(result: StepResult) -> dict[str, float | bool]:
-    return {
-        "applied": result.applied, "grad_norm": result.grad_norm,
-        "loss": result.sums["loss"].total.item(), "weight": result.sums["loss"].weight.item(),
-    }  # fmt: skip
+        total, weight = (each.item() for each in result.sums["loss"])
+        return {"applied": result.applied, "grad_norm": result.grad_norm, "loss": total,
+                "weight": weight}  # fmt: skip
 
 
 def main(folder: Path, precision: str, process: ProcessInfo) -> None:
-    """Runs all kinds in one precision."""
     folder.mkdir(parents=True, exist_ok=True)
     num_steps = len(ACCUMULATION)
 
@@ -167,11 +151,18 @@ def main(folder: Path, precision: str, process: ProcessInfo) -> None:
     (folder / f"results-{process.rank}.json").write_text(json.dumps(results))
 
 
-if __name__ == "__main__":
+@contextmanager
+def as_rank() -> Iterator[ProcessInfo]:
+    """Be a rank of a process group while the block runs."""
     this = process_info()
     init_process_group(this)
     # DeepSpeed collects garbage a dozen times for each bf16 engine: not among all that is imported.
     gc.freeze()
-    for each in ("fp32", "bf16"):
-        main(Path(sys.argv[1]) / each, each, this)
+    yield this
     close_process_group()
+
+
+if __name__ == "__main__":
+    with as_rank() as this:
+        for each in ("fp32", "bf16"):
+            main(Path(sys.argv[1]) / each, each, this)

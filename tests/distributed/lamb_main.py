@@ -5,7 +5,6 @@ Leaves in FOLDER/CASE, as `save_state` writes it:
     resumed: with bias correction, the same of a fresh engine that loaded the state after half
 """
 
-import gc
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,18 +17,17 @@ from pipeline.config.train import TrainConfig
 from pipeline.data.loader import MicroBatch
 from pipeline.objectives.base import Sum, Sums
 from pipeline.objectives.mlm import MaskedLanguageModeling
-from pipeline.runtime.env import ProcessInfo, process_info
-from pipeline.train.engine import Engine, close_process_group, init_process_group
+from pipeline.runtime.env import ProcessInfo
+from pipeline.train.engine import Engine
+from tests.distributed.engine_main import as_rank
 from tests.support.checkpoints import save_state
 
 NUM_STEPS = 20
 NUM_MICRO_BATCHES = 4
 WEIGHT_DECAY = 0.1
 # Matrices across the borders of 2 and of 4 equal parts, and smaller than a part; one starts at 0.
-SHAPES = {
-    "embedding": (37, 6), "bias": (7,), "query": (6, 6), "zero": (5, 3), "gain": (3,),
-    "tiny": (1, 2), "output": (11, 6), "three": (9, 7),
-}  # fmt: skip
+SHAPES = {"embedding": (37, 6), "bias": (7,), "query": (6, 6), "zero": (5, 3), "gain": (3,),
+          "tiny": (1, 2), "output": (11, 6), "three": (9, 7)}  # fmt: skip
 # Matrices stored as one.
 STACKED = {"three": 3}
 # Norms, and so ratios, of different sizes; vectors have none.
@@ -38,37 +36,29 @@ SCALES = {"embedding": 0.3, "query": 3.0, "output": 10.0}
 
 @dataclass(frozen=True)
 class Case:
-    """A kind of run."""
-
     precision: str
     bias_correction: bool
     zero_stage: int = 1
 
     @property
     def name(self) -> str:
-        """Of its folder."""
         kind = "corrected" if self.bias_correction else "plain"
         return f"{self.precision}-{kind}-stage-{self.zero_stage}"
 
     def config(self) -> TrainConfig:
         """Nothing of it but the optimizer matters."""
         values: dict[str, Any] = {"precision": self.precision}
-        return TrainConfig(
-            optimizer="lamb", lamb_bias_correction=self.bias_correction, num_steps=NUM_STEPS,
-            warmup_steps=1, weight_decay=WEIGHT_DECAY, grad_clip=0.0, zero_stage=self.zero_stage,
-            **values,
-        )  # fmt: skip
+        return TrainConfig(optimizer="lamb", lamb_bias_correction=self.bias_correction,
+                           num_steps=NUM_STEPS, warmup_steps=1, weight_decay=WEIGHT_DECAY,
+                           grad_clip=0.0, zero_stage=self.zero_stage, **values)  # fmt: skip
 
 
-CASES = [
-    Case("fp32", bias_correction=True), Case("bf16", bias_correction=True),
-    Case("bf16", bias_correction=False, zero_stage=2),
-    Case("bf16", bias_correction=True, zero_stage=0),
-]  # fmt: skip
+CASES = [Case("fp32", bias_correction=True), Case("bf16", bias_correction=True),
+         Case("bf16", bias_correction=False, zero_stage=2),
+         Case("bf16", bias_correction=True, zero_stage=0)]  # fmt: skip
 
 
 def learning_rate(step: int) -> float:
-    """Differs from step to step."""
     return 1e-2 * (1 + step % 3)
 
 
@@ -87,10 +77,8 @@ def weights() -> dict[str, Tensor]:
 def gradient(step: int, micro_batch: int) -> dict[str, Tensor]:
     """fp32 gradient of a micro-batch that bf16 can hold; what starts at 0 has none at first."""
     generator = torch.Generator().manual_seed(100 * step + micro_batch)
-    made = {
-        name: torch.randn(shape, generator=generator).bfloat16().float()
-        for name, shape in SHAPES.items()
-    }
+    drawn = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    made = {name: each.bfloat16().float() for name, each in drawn.items()}
     if step < 2:
         made["zero"].zero_()
     return made
@@ -104,16 +92,11 @@ class _Model(nn.Module):
             self.register_parameter(name, nn.Parameter(value))
 
     def forward(self, gradients: dict[str, Tensor]) -> Tensor:
-        products = [
-            (weight * gradients[name].to(weight.dtype)).sum()
-            for name, weight in self.named_parameters()
-        ]
+        products = [(w * gradients[n].to(w.dtype)).sum() for n, w in self.named_parameters()]
         return torch.stack(products).sum()
 
 
 class _Products(MaskedLanguageModeling):
-    """A loss whose gradients are those of the case."""
-
     def __init__(self, step: int) -> None:
         self._step = step
 
@@ -125,11 +108,9 @@ class _Products(MaskedLanguageModeling):
 def micro_batch(number: int) -> MicroBatch:
     """Its number and one target: four of them make a scale that is exact."""
     nothing = torch.zeros(1, 1, dtype=torch.int32)
-    return MicroBatch(
-        input_ids=torch.tensor([[number]]), documents=nothing, positions=nothing,
-        segments=None, inputs={}, weights={"loss": 1.0}, counts={}, cu_seqlens=torch.zeros(1),
-        num_tokens=1, hash=0,
-    )  # fmt: skip
+    return MicroBatch(input_ids=torch.tensor([[number]]), documents=nothing, positions=nothing,
+                      segments=None, inputs={}, weights={"loss": 1.0}, counts={},
+                      cu_seqlens=torch.zeros(1), num_tokens=1, hash=0)  # fmt: skip
 
 
 def _run(case: Case, process: ProcessInfo, steps: range, engine: Engine) -> None:
@@ -156,10 +137,6 @@ def main(folder: Path, case: Case, process: ProcessInfo) -> None:
 
 
 if __name__ == "__main__":
-    this = process_info()
-    init_process_group(this)
-    # DeepSpeed collects garbage a dozen times for each bf16 engine: not among all that is imported.
-    gc.freeze()
-    for each in CASES:
-        main(Path(sys.argv[1]) / each.name, each, this)
-    close_process_group()
+    with as_rank() as this:
+        for each in CASES:
+            main(Path(sys.argv[1]) / each.name, each, this)

@@ -4,7 +4,6 @@ The JSON is a list of [ZeRO stage, micro-batches]; FILE gets a list with, for ea
 number of parameters and the bytes of whole tensors by kind of collective.
 """
 
-import gc
 import json
 import sys
 from collections import Counter
@@ -16,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.config.train import TrainConfig
 from pipeline.objectives.mlm import MaskedLanguageModeling
-from pipeline.runtime.env import process_info
-from pipeline.train.engine import Engine, close_process_group, init_process_group
+from pipeline.runtime.env import ProcessInfo
+from pipeline.train.engine import Engine
 from tests.distributed import engine_main as case
 
 # By torch's name: what a plan calls it, and which argument has the whole tensor.
@@ -35,24 +34,19 @@ class Moved(TorchDispatchMode):
         super().__init__()
         self.num_bytes: Counter[str] = Counter()
 
-    def __torch_dispatch__(
-        self, function: Any, _types: Any, arguments: Any = (), named: Any = None
-    ) -> Any:
-        name = str(function)
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), named: Any = None) -> Any:
+        name = str(func)
         if name.startswith("c10d."):
             # One that is not known counts as itself, and is in no plan.
             kind, place = _KINDS.get(name, (name, 0))
-            whole = arguments[place]
+            whole = args[place]
             for tensor in whole if isinstance(whole, list) else [whole]:
                 self.num_bytes[kind] += tensor.numel() * tensor.element_size()
-        return function(*arguments, **(named or {}))
+        return func(*args, **(named or {}))
 
 
-def main(file: Path, cases: list[tuple[int, int]]) -> None:
+def main(file: Path, cases: list[tuple[int, int]], this: ProcessInfo) -> None:
     """Two steps of each case; the second one counts: the first sets up."""
-    this = process_info()
-    init_process_group(this)
-    gc.freeze()
     # So small a model would be whole on every rank at stage 3.
     tuned = file.with_suffix(f".{this.rank}.deepspeed.json")
     tuned.write_text('{"zero_optimization": {"stage3_param_persistence_threshold": 0}}')
@@ -70,8 +64,8 @@ def main(file: Path, cases: list[tuple[int, int]]) -> None:
         found.append([size, dict(moved.num_bytes)])
     if this.is_first:
         file.write_text(json.dumps(found))
-    close_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    with case.as_rank() as rank:
+        main(Path(sys.argv[1]), json.loads(sys.argv[2]), rank)

@@ -3,7 +3,6 @@
 Leaves FOLDER/PRECISION-STAGE-RANK.json: the global norm, and those of groups of layers.
 """
 
-import gc
 import json
 import sys
 from pathlib import Path
@@ -19,9 +18,10 @@ from pipeline.data.loader import MicroBatch
 from pipeline.objectives.base import Sum, Sums
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime import dist
-from pipeline.runtime.env import process_info
-from pipeline.train.engine import Engine, close_process_group, init_process_group
+from pipeline.runtime.env import ProcessInfo
+from pipeline.train.engine import Engine
 from pipeline.train.health import LayerNorms
+from tests.distributed.engine_main import as_rank
 from tests.distributed.lamb_main import micro_batch
 
 # As an embedding's: of 3 M squares, a sum in fp32 from end to end is wrong by 6e-5.
@@ -55,7 +55,6 @@ class _Given(nn.Module):
         self.head = _Part("head")
 
     def forward(self) -> Tensor:
-        """Add up the products with the gradients."""
         return self.encoder.token_embedding() + self.head()  # type: ignore[operator]
 
 
@@ -64,15 +63,11 @@ class _Sum(MaskedLanguageModeling):
         return {"loss": Sum(model(), torch.ones(()))}
 
 
-def main(folder: Path) -> None:
-    """Takes a step in each case."""
-    process = process_info()
-    device = init_process_group(process)
-    gc.freeze()
+def main(folder: Path, process: ProcessInfo) -> None:
     for precision, stage in CASES:
         given: dict[str, Any] = {"precision": precision, "zero_stage": stage}
         config = TrainConfig(num_steps=2, warmup_steps=1, grad_clip=1.0, **given)
-        engine = Engine(_Given(), config, process, device)
+        engine = Engine(_Given(), config, process, torch.device("cpu"))
         layers = LayerNorms(engine, config.grad_clip)
         layers.measure()
         result = engine.train_step([micro_batch(0)], _Sum(), lr=1e-3)
@@ -80,8 +75,8 @@ def main(folder: Path) -> None:
         norms = layers.norms(sums, result.grad_norm)
         left = {"all": result.grad_norm} | {name: each.gradient for name, each in norms.items()}
         (folder / f"{precision}-{stage}-{process.rank}.json").write_text(json.dumps(left))
-    close_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    with as_rank() as this:
+        main(Path(sys.argv[1]), this)

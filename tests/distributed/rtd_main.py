@@ -15,9 +15,10 @@ from pipeline.config.objective import ObjectiveConfig
 from pipeline.config.train import TrainConfig
 from pipeline.data.loader import MicroBatch
 from pipeline.objectives.rtd import ReplacedTokenDetection, ReplacedTokenModel
-from pipeline.runtime.env import ProcessInfo, process_info
-from pipeline.train.engine import Engine, close_process_group, init_process_group
+from pipeline.runtime.env import ProcessInfo
+from pipeline.train.engine import Engine
 from tests.distributed import engine_main as case
+from tests.distributed.engine_main import as_rank
 from tests.support.checkpoints import save_state
 
 NUM_STEPS, SAVED_AFTER = 4, 2
@@ -31,11 +32,8 @@ def model(seed: int) -> ReplacedTokenModel:
 
 
 def train_config(stage: int) -> TrainConfig:
-    """Clips most of the steps."""
-    return TrainConfig(
-        num_steps=NUM_STEPS, warmup_steps=1, grad_clip=case.GRAD_CLIP, zero_stage=stage,
-        precision="fp32",
-    )  # fmt: skip
+    return TrainConfig(num_steps=NUM_STEPS, warmup_steps=1, grad_clip=case.GRAD_CLIP,
+                       zero_stage=stage, precision="fp32")  # fmt: skip
 
 
 def micro_batches(step: int) -> list[MicroBatch]:
@@ -51,7 +49,6 @@ def _with_draws(batch: MicroBatch) -> MicroBatch:
 
 
 def main(folder: Path, job: str, process: ProcessInfo) -> None:
-    """Runs one job."""
     saved, stage = job.split(":")
     place = f"{process.world_size}-{stage}"
     here = folder / (f"{saved}:{place}" if saved else place)
@@ -73,8 +70,6 @@ def main(folder: Path, job: str, process: ProcessInfo) -> None:
 
 
 if __name__ == "__main__":
-    this = process_info()
-    init_process_group(this)
-    for each in sys.argv[2:]:
-        main(Path(sys.argv[1]), each, this)
-    close_process_group()
+    with as_rank() as this:
+        for each in sys.argv[2:]:
+            main(Path(sys.argv[1]), each, this)

@@ -6,7 +6,6 @@ has the number of graphs that the compiled case had made after each step. Stage 
 `zero_main`.
 """
 
-import gc
 import json
 import sys
 from dataclasses import dataclass, replace
@@ -20,9 +19,10 @@ from pipeline.config.train import TrainConfig
 from pipeline.model.compiled import CompiledLayer
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.objectives.mlm import MaskedLanguageModeling
-from pipeline.runtime.env import ProcessInfo, process_info
-from pipeline.train.engine import Engine, close_process_group, init_process_group
+from pipeline.runtime.env import ProcessInfo
+from pipeline.train.engine import Engine
 from tests.distributed import engine_main
+from tests.distributed.engine_main import as_rank
 from tests.support.checkpoints import save_state
 
 # Sequences of a micro-batch and their length.
@@ -44,8 +44,6 @@ TUNING = {
 
 @dataclass(frozen=True)
 class Case:
-    """A kind of run."""
-
     stage: int
     precision: str
     switch: str = "plain"
@@ -54,26 +52,19 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Of its folder."""
         return f"{self.switch}-{self.precision}-stage-{self.stage}-dropout-{self.dropout}"
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
-        """Of each step's micro-batches."""
         return SHAPES if self.dropout else COMPILED_SHAPES
 
     @property
     def without(self) -> "Case":
-        """The same without its switch."""
         return replace(self, switch="plain")
 
 
 SWITCHED = [
-    *(
-        Case(stage, precision, "checkpointed")
-        for stage in range(4)
-        for precision in ("fp32", "bf16")
-    ),
+    *(Case(stage, kind, "checkpointed") for stage in range(4) for kind in ("fp32", "bf16")),
     *(Case(stage, "bf16", "tuned") for stage in (1, 2, 3)),
     # Compiled code draws other random numbers.
     Case(2, "fp32", "compiled", dropout=0.0),
@@ -82,7 +73,6 @@ CASES = sorted({*SWITCHED, *(case.without for case in SWITCHED)}, key=lambda c: 
 
 
 def main(folder: Path, case: Case, process: ProcessInfo) -> None:
-    """Runs a case."""
     tuning = folder / f"tuning-{process.rank}.json"
     overlap = {"overlap_comm": case.stage > 1}  # DeepSpeed has none at stage 1
     zero = TUNING["zero_optimization"] | overlap  # type: ignore[operator]
@@ -123,9 +113,6 @@ def main(folder: Path, case: Case, process: ProcessInfo) -> None:
 
 
 if __name__ == "__main__":
-    this = process_info()
-    init_process_group(this)
-    gc.freeze()  # see zero_main
-    for each in CASES:
-        main(Path(sys.argv[1]), each, this)
-    close_process_group()
+    with as_rank() as this:
+        for each in CASES:
+            main(Path(sys.argv[1]), each, this)

@@ -5,13 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from pipeline.data.format import DatasetIndex
 from pipeline.errors import EXIT_FAILED_RETRY, EXIT_PREEMPTED
+from tests.support.processes import wait_until
 from tests.support.ranks import CONFIG, Ranks, losses, records
 
 pytestmark = pytest.mark.usefixtures("processes")
@@ -25,16 +25,22 @@ _NO_GROUP = {
 _SIX_STEPS = ("train.num_steps=6", "train.warmup_steps=2", "train.alpha_warmup_steps=2")
 
 
-def _start(run_dir: Path, dataset: DatasetIndex, *words: str) -> subprocess.Popen[str]:
+def _start(
+    run_dir: Path, dataset: DatasetIndex, *words: str, launcher: tuple[str, ...] = ()
+) -> subprocess.Popen[str]:
     config = run_dir.with_suffix(".yaml")
     config.write_text(CONFIG)
-    command = [
-        sys.executable, "-m", "postnorm", "pretrain", str(config), f"run_dir={run_dir}",
-        f"data.dir={dataset.folder}", *words,
-    ]  # fmt: skip
+    command = [sys.executable, *launcher, "-m", "postnorm", "pretrain", str(config),
+               f"run_dir={run_dir}", f"data.dir={dataset.folder}", *words]  # fmt: skip
     return subprocess.Popen(
         command, env=_NO_GROUP, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
+
+
+def _end(process: subprocess.Popen[str], code: int = 0) -> str:
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == code, output
+    return output
 
 
 def _attempts(run_dir: Path) -> list[tuple[int, int | None]]:
@@ -44,15 +50,10 @@ def _attempts(run_dir: Path) -> list[tuple[int, int | None]]:
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1])
-def test_alone_is_the_same_as_a_launched_group_of_one(
-    zero_stage: int, dataset: DatasetIndex, tmp_path: Path
-) -> None:
+def test_alone_is_as_a_launched_one(zero_stage: int, dataset: DatasetIndex, tmp_path: Path) -> None:
     words = (*_SIX_STEPS, f"train.zero_stage={zero_stage}")
-    launched = Ranks(tmp_path / "launched", dataset, *words, world_size=1)
-    assert launched.wait() == [0], launched.output
-    with _start(tmp_path / "alone", dataset, *words) as process:
-        output, _ = process.communicate(timeout=120)
-        assert process.returncode == 0, output
+    Ranks(tmp_path / "launched", dataset, *words, world_size=1).ended()
+    _end(_start(tmp_path / "alone", dataset, *words))
     assert losses(tmp_path / "alone") == losses(tmp_path / "launched")
     assert len(losses(tmp_path / "alone")) == 6
     assert (tmp_path / "alone/exit/local-1/rank-00000").read_text() == "0\n"
@@ -63,36 +64,22 @@ def test_two_processes_do_not_share_a_folder(dataset: DatasetIndex, tmp_path: Pa
     run_dir = tmp_path / "run"
     with _start(run_dir, dataset, "train.num_steps=1000000") as first:
         try:
-            deadline = time.monotonic() + 120
-            while not records(run_dir):
-                assert first.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
-            with _start(run_dir, dataset, "train.num_steps=1000000") as second:
-                output, _ = second.communicate(timeout=120)
-            assert second.returncode == EXIT_FAILED_RETRY
-            assert f"{run_dir} is in use by another running process" in output
+            wait_until(lambda: records(run_dir), first)
+            second = _start(run_dir, dataset, "train.num_steps=1000000")
+            said = _end(second, EXIT_FAILED_RETRY)
+            assert f"{run_dir} is in use by another running process" in said
             assert first.poll() is None
             first.send_signal(signal.SIGTERM)
-            output, _ = first.communicate(timeout=120)
+            _end(first, EXIT_PREEMPTED)
         finally:
             first.kill()
-    assert first.returncode == EXIT_PREEMPTED, output
     assert _attempts(run_dir) == [(1, None)]
     saved = sorted((run_dir / "checkpoints").glob("step-*"))[-1]
     assert int(saved.name[5:]) == max(losses(run_dir))
 
 
 def test_torchrun_starts_ranks_of_the_door(dataset: DatasetIndex, tmp_path: Path) -> None:
-    config = tmp_path / "run.yaml"
-    config.write_text(CONFIG)
-    run_dir = tmp_path / "run"
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-        "-m", "postnorm", "pretrain", str(config), f"run_dir={run_dir}",
-        f"data.dir={dataset.folder}", *_SIX_STEPS,
-    ]  # fmt: skip
-    done = subprocess.run(command, env=_NO_GROUP, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert _attempts(run_dir) == [(2, None)]
-    assert len(losses(run_dir)) == 6
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    _end(_start(tmp_path / "run", dataset, *_SIX_STEPS, launcher=launcher))
+    assert _attempts(tmp_path / "run") == [(2, None)]
+    assert len(losses(tmp_path / "run")) == 6

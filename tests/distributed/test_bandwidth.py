@@ -2,15 +2,16 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from launch.preflight.record import Bandwidth, read_bandwidth
 from pipeline.profile.bandwidth import bus_bandwidth, pairs_in_ring
+from tests.support.processes import free_port
 
 _NODES = ("b1", "b2", "b3")
 
@@ -21,38 +22,26 @@ class _Launch:
     def __init__(self, records: Path, nodes_of_ranks: dict[int, str], world_size: int,
                  timeout_s: float) -> None:  # fmt: skip
         self.records = records
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            port = sock.getsockname()[1]
-        command = [
-            sys.executable, "-m", "pipeline", "bandwidth", "--records", str(records),
-            "--nodes", " ".join(_NODES), "--megabytes", "4", "--timeout", str(timeout_s),
-        ]  # fmt: skip
+        port = free_port()
+        command = [sys.executable, "-m", "pipeline", "bandwidth", "--records", str(records),
+                   "--nodes", " ".join(_NODES), "--megabytes", "4", "--timeout",
+                   str(timeout_s)]  # fmt: skip
         names = list(nodes_of_ranks.values())
         self._processes = []
         for number, (rank, node) in enumerate(nodes_of_ranks.items()):
             variables = {
                 **os.environ, "RANK": str(rank), "LOCAL_RANK": str(names[:number].count(node)),
                 "WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1", "SLURMD_NODENAME": node,
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
             }  # fmt: skip
-            self._processes.append(
-                subprocess.Popen(
-                    command,
-                    env=variables,
-                    text=True,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                )
-            )
+            pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+            self._processes.append(subprocess.Popen(command, env=variables, text=True, **pipes))
 
     def wait(self) -> tuple[list[int], str]:
-        """Exit codes and output."""
         outputs = [process.communicate(timeout=120)[0] for process in self._processes]
         return [process.returncode for process in self._processes], "".join(outputs)
 
     def read(self) -> dict[str, Bandwidth]:
-        """Records as the judge reads them."""
         return {node: found for node in _NODES if (found := read_bandwidth(self.records, node))}
 
 

@@ -1,11 +1,9 @@
 """State that is not finite is never saved: the run goes back, and tells which rank and tensor."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from pipeline.checkpoints.commands import all_problems
 from pipeline.checkpoints.manifest import MANIFEST_FILE, published, read_manifest, signed
@@ -14,10 +12,11 @@ from pipeline.data.format import DatasetIndex
 from pipeline.data.ledger import read_ledger
 from pipeline.runtime.files import sha256_file
 from pipeline.runtime.tensors import SlicedFile, read_file, write_file
+from tests.distributed.conftest import Train
 from tests.distributed.test_rewind import hashes_of
-from tests.support.ranks import Ranks, newest_state
+from tests.support.ranks import assert_same_bits
 
-BREAKING = ("-m", "tests.distributed.breaking_main")
+BREAKING = ("-m", "tests.distributed.faulty_main", "breaking")
 OVERRIDES = ("train.num_steps=30", "monitor.log_every_steps=5", "checkpoint.every_steps=10",
              "checkpoint.keep=1")  # fmt: skip
 TENSOR = "exp_avg/encoder.token_embedding.weight: element 3 "
@@ -33,17 +32,11 @@ TENSOR = "exp_avg/encoder.token_embedding.weight: element 3 "
     ],
 )
 def test_goes_back_and_is_the_run_without_the_batch(
-    dataset: DatasetIndex,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    start_ranks: type[Ranks],
-    batch: int,
-    settings: tuple[str, ...],
-    firsts: list[int],
-) -> None:
+    dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Train,
+    batch: int, settings: tuple[str, ...], firsts: list[int],
+) -> None:  # fmt: skip
     monkeypatch.setenv("BREAK_HASHES", hashes_of(dataset, tmp_path, range(batch, batch + 1)))
-    ranks = start_ranks(tmp_path / "run", dataset, *OVERRIDES, *settings, module=BREAKING)
-    assert ranks.wait() == [0, 0], ranks.output
+    ranks = train("run", *OVERRIDES, *settings, module=BREAKING)
     rewinds = read_ledger(tmp_path / "run").rewinds
     assert [rewind.first_batch for rewind in rewinds] == firsts
     for rewind in rewinds:
@@ -57,23 +50,16 @@ def test_goes_back_and_is_the_run_without_the_batch(
 
     ranges = [f"{{first: {each.first_batch}, last: {each.last_batch}}}" for each in rewinds]
     left_out = f"train.skip_batches=[{', '.join(ranges)}]"
-    other = start_ranks(tmp_path / "other", dataset, *OVERRIDES, *settings, left_out)
-    assert other.wait() == [0, 0], other.output
-    one, two = newest_state(tmp_path / "run"), newest_state(tmp_path / "other")
-    assert one.keys() == two.keys()
-    assert all(torch.equal(one[name], two[name]) for name in one)
+    train("other", *OVERRIDES, *settings, left_out)
+    assert_same_bits(tmp_path / "run", tmp_path / "other")
 
 
 def test_a_state_that_breaks_again_and_again_ends_the_run_with_the_truth(
-    dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start_ranks: type[Ranks]
+    dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Train
 ) -> None:
     monkeypatch.setenv("BREAK_HASHES", hashes_of(dataset, tmp_path, range(16, 60)))
-    ranks = start_ranks(
-        tmp_path / "run", dataset, *OVERRIDES, "spikes.max_rewinds=2", module=BREAKING
-    )
-    assert ranks.wait() == [2, 2]
+    ranks = train("run", *OVERRIDES, "spikes.max_rewinds=2", module=BREAKING, code=2)
     assert "the run went back to step 10 2 times before (spikes.max_rewinds)" in ranks.output
-    assert "look for a faulty device there" in ranks.output
     first, second = read_ledger(tmp_path / "run").rewinds
     assert first.first_batch - second.first_batch == 2
     [path] = published(tmp_path / "run/checkpoints")
@@ -81,12 +67,8 @@ def test_a_state_that_breaks_again_and_again_ends_the_run_with_the_truth(
     assert not list(SavedState(path).non_finite())
 
 
-def test_a_checkpoint_of_an_earlier_version_is_looked_at(
-    straight_run: Path, dataset: DatasetIndex, tmp_path: Path, start_ranks: type[Ranks]
-) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(straight_run, run)
-    newest, older, *_ = published(run / "checkpoints")
+def test_a_checkpoint_of_an_earlier_version_is_looked_at(straight_run: Path, train: Train) -> None:
+    newest, older, *_ = published(train.copied(straight_run) / "checkpoints")
     path = sorted((newest / "state").glob("*"))[1]
     tensors, metadata = read_file(path), SlicedFile(path).metadata
     name = next(name for name in tensors if name.startswith("exp_avg_sq/"))
@@ -101,7 +83,6 @@ def test_a_checkpoint_of_an_earlier_version_is_looked_at(
     found = dict(all_problems([newest, older]))
     assert found[older] == []
     assert f"{name}: element 2 is inf" in found[newest][0]
-    ranks = start_ranks(run, dataset, "train.num_steps=44")
-    assert ranks.wait() == [0, 0], ranks.output
+    ranks = train("run", "train.num_steps=44")
     assert f"checkpoint rejected: {newest}: {name}: element 2 is inf" in ranks.output
     assert f"resumed from {older}" in ranks.output

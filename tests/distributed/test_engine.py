@@ -15,7 +15,8 @@ from pipeline.checkpoints.state import SavedState, read_weights
 from pipeline.data.loader import MicroBatch, document_bounds
 from pipeline.model.layout import rows
 from tests.distributed import engine_main as case
-from tests.support.ranks import Starter, state_of
+from tests.distributed.plain_adamw import PlainAdamW, distance
+from tests.support.ranks import Starter, assert_same_bits, finish
 
 NUM_STEPS = len(case.ACCUMULATION)
 
@@ -29,7 +30,6 @@ class Outcome:
     precision: str
 
     def results(self, kind: str, rank: int = 0) -> list[dict[str, Any]]:
-        """What `train_step` returned on a rank."""
         found = json.loads((self.folder / f"results-{rank}.json").read_text())
         return list(found[kind])
 
@@ -45,13 +45,7 @@ def ranks(
 ) -> Path:
     folder = tmp_path_factory.mktemp("engine")
     command = [sys.executable, "-m", "tests.distributed.engine_main", str(folder)]
-    processes = start_command(command, request.param, folder / "output")
-    try:
-        codes = [process.wait(120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert codes == [0] * request.param, (folder / "output").read_text()
+    finish(start_command(command, request.param, folder / "output"), folder / "output")
     return folder
 
 
@@ -63,8 +57,6 @@ def outcome(request: pytest.FixtureRequest, ranks: Path) -> Outcome:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a step should leave."""
-
     weights: dict[str, Tensor]
     grad_norm: float
     loss: float
@@ -81,15 +73,7 @@ def reference(world_size: int, precision: str) -> list[Expected]:
     named = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     if precision == "bf16":
         model.bfloat16()
-    config = case.train_config(precision)
-    matrices = [weight for weight in named.values() if weight.ndim >= 2]
-    others = [weight for weight in named.values() if weight.ndim < 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": config.weight_decay},
-         {"params": others, "weight_decay": 0.0}],
-        betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps,
-    )  # fmt: skip
-    steps = []
+    optimizer, steps = PlainAdamW(named, case.train_config(precision)), []
     for step in range(NUM_STEPS):
         batches = case.micro_batches(step, world_size)
         if precision == "fp32":
@@ -110,12 +94,7 @@ def reference(world_size: int, precision: str) -> list[Expected]:
             loss += total.item()
             for name, weight in model.named_parameters():
                 named[name].grad += weight.grad.float()
-        norm = torch.cat([weight.grad.flatten() for weight in named.values()]).norm().item()
-        for weight in named.values():
-            weight.grad *= min(1.0, case.GRAD_CLIP / norm)
-        for group in optimizer.param_groups:
-            group["lr"] = case.learning_rate(step)
-        optimizer.step()
+        norm = optimizer.step(case.GRAD_CLIP, case.learning_rate(step))
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 weight.copy_(named[name])
@@ -130,34 +109,18 @@ def _joined(batches: list[MicroBatch]) -> MicroBatch:
     starts = [0]
     for batch in batches:
         starts.append(starts[-1] + batch.input_ids.numel())
-    return MicroBatch(
-        input_ids=torch.cat([batch.input_ids for batch in batches]),
-        documents=torch.cat([batch.documents for batch in batches]),
-        positions=torch.cat([batch.positions for batch in batches]),
-        segments=None,
-        inputs={
-            "masked_index": torch.cat(
-                [
-                    batch.inputs["masked_index"] + first
-                    for batch, first in zip(batches, starts, strict=False)
-                ]
-            ),
-            "targets": torch.cat([batch.inputs["targets"] for batch in batches]),
-        },
-        weights={"loss": sum(batch.weights["loss"] for batch in batches)},
-        counts={},
-        cu_seqlens=torch.from_numpy(
-            document_bounds(torch.cat([batch.documents for batch in batches]).numpy())
-        ),
-        num_tokens=starts[-1],
-        hash=0,
+    numbered = zip(batches, starts, strict=False)
+    places = [batch.inputs["masked_index"] + first for batch, first in numbered]
+    targets = torch.cat([batch.inputs["targets"] for batch in batches])
+    ids, documents, positions = (
+        torch.cat([getattr(batch, name) for batch in batches])
+        for name in ("input_ids", "documents", "positions")
     )
-
-
-def _distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Euclidean, over all weights."""
-    squares = [(found[name] - value).double().square().sum() for name, value in expected.items()]
-    return torch.stack(squares).sum().sqrt().item()
+    return MicroBatch(input_ids=ids, documents=documents, positions=positions, segments=None,
+                      inputs={"masked_index": torch.cat(places), "targets": targets},
+                      weights={"loss": sum(batch.weights["loss"] for batch in batches)}, counts={},
+                      cu_seqlens=torch.from_numpy(document_bounds(documents.numpy())),
+                      num_tokens=starts[-1], hash=0)  # fmt: skip
 
 
 def test_weights_are_those_of_the_reference(outcome: Outcome) -> None:
@@ -169,8 +132,8 @@ def test_weights_are_those_of_the_reference(outcome: Outcome) -> None:
         of_weights, of_norm, of_loss = (
             (4e-5, 1e-5, 2e-6) if outcome.precision == "fp32" or step == 0 else (5e-2, 1e-2, 2e-3)
         )
-        moved = _distance(expected.weights, before)
-        assert _distance(masters, expected.weights) < of_weights * moved
+        moved = distance(expected.weights, before)
+        assert distance(masters, expected.weights) < of_weights * moved
         results = [outcome.results("straight", rank)[step] for rank in range(outcome.world_size)]
         for result in results:
             assert result["grad_norm"] == pytest.approx(expected.grad_norm, rel=of_norm)
@@ -193,29 +156,20 @@ def test_every_step_updates_once(outcome: Outcome) -> None:
 
 @pytest.mark.parametrize("done", case.RESUMED_AFTER)
 def test_fresh_engine_continues_bit_for_bit(outcome: Outcome, done: int) -> None:
-    _same_state(outcome.folder / f"resumed/{done}", outcome.folder / f"straight/{NUM_STEPS}")
+    assert_same_bits(outcome.folder / f"resumed/{done}", outcome.folder / f"straight/{NUM_STEPS}")
     assert outcome.counters(f"resumed/{done}") == (NUM_STEPS, 0)
 
 
-def test_non_finite_step_is_skipped_whole_when_accumulation_has_just_changed(
-    outcome: Outcome,
-) -> None:
+def test_non_finite_step_is_skipped_whole_after_another_accumulation(outcome: Outcome) -> None:
     assert case.ACCUMULATION[case.POISONED_STEP - 1] != case.ACCUMULATION[case.POISONED_STEP]
     for rank in range(outcome.world_size):
         skipped, *others = outcome.results("poisoned", rank)
         assert not skipped["applied"]
         assert skipped["grad_norm"] == float("inf")
         assert others == outcome.results("straight", rank)[case.POISONED_STEP :]
-    _same_state(outcome.folder / "skipped", outcome.folder / f"straight/{case.POISONED_STEP}")
-    _same_state(outcome.folder / "poisoned", outcome.folder / f"straight/{NUM_STEPS}")
+    assert_same_bits(outcome.folder / "skipped", outcome.folder / f"straight/{case.POISONED_STEP}")
+    assert_same_bits(outcome.folder / "poisoned", outcome.folder / f"straight/{NUM_STEPS}")
     assert outcome.counters("poisoned") == (NUM_STEPS + 1, 1)
-
-
-def _same_state(one: Path, other: Path) -> None:
-    first, second = state_of(one), state_of(other)
-    assert first.keys() == second.keys()
-    for name, value in first.items():
-        assert torch.equal(value, second[name]), name
 
 
 def test_step_without_micro_batches_is_refused(outcome: Outcome) -> None:

@@ -1,14 +1,12 @@
 """Non-finite steps, full disks, damaged shards, missing variables; and sums that do not depend on
 how the batch is split."""
 
-import os
 import shutil
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,34 +14,31 @@ from pipeline.checkpoints.manifest import newest_good, read_manifest, verify
 from pipeline.data.format import DatasetIndex
 from pipeline.data.ledger import read_ledger
 from pipeline.data.record import read_batches
-from tests.support.ranks import Ranks, losses, newest_state, records
+from tests.distributed.conftest import Train
+from tests.support.damage import flip, needs_mount
+from tests.support.ranks import assert_same_bits, losses, newest_state, records
 
-POISONED = ("-m", "tests.distributed.poisoned_main")
+POISONED = ("-m", "tests.distributed.faulty_main", "poisoned")
 
 
 def test_non_finite_step_is_skipped_on_all_ranks_and_schedules_stand_still(
-    dataset: DatasetIndex,
-    straight_run: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    start_ranks: type[Ranks],
+    straight_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Train
 ) -> None:
     monkeypatch.setenv("POISON_RANK", "1")
     monkeypatch.setenv("POISON_CALLS", "6")  # two micro-batches a step: the third step
     run_dir = tmp_path / "run"
-    ranks = start_ranks(run_dir, dataset, "train.num_steps=20", module=POISONED)
-    assert ranks.wait() == [0, 0], ranks.output
+    ranks = train("run", "train.num_steps=20", module=POISONED)
     assert "step 3 skipped on all ranks: gradient norm" in ranks.output
     assert "sequences 16 to 23 are not trained on" in ranks.output
     [skip] = records(run_dir, "skip")
     assert (skip["step"], skip["total"]) == (2, 1)
-    train = {record["step"]: record for record in records(run_dir)}
+    steps = {record["step"]: record for record in records(run_dir)}
     # Steps before the skip are those of the run without one.
-    assert all(train[step]["loss"] == losses(straight_run)[step] for step in (1, 2))
+    assert all(steps[step]["loss"] == losses(straight_run)[step] for step in (1, 2))
     # Step 3 is the next batch, at the same place of the schedules.
-    assert train[3]["lr"] == pytest.approx(3e-3 * 3 / 5)
-    assert train[3]["alpha"] == 0.2
-    assert train[20]["skipped_steps"] == 1
+    assert steps[3]["lr"] == pytest.approx(3e-3 * 3 / 5)
+    assert steps[3]["alpha"] == 0.2
+    assert steps[20]["skipped_steps"] == 1
     manifest = read_manifest(run_dir / "checkpoints/step-00000020")
     assert (manifest.step, manifest.cursor, manifest.skipped) == (20, 21 * 8, 1)
     for name, value in newest_state(run_dir).items():
@@ -58,16 +53,15 @@ def test_non_finite_step_is_skipped_on_all_ranks_and_schedules_stand_still(
     ],
 )  # fmt: skip
 def test_non_finite_gradient_names_rank_and_tensor(
-    dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    start_ranks: type[Ranks], stage: int, calls: str, names: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Train, stage: int, calls: str,
+    names: bool,
 ) -> None:  # fmt: skip
     below, above = (f"encoder.layers.{layer}.attention.qkv.weight" for layer in (0, 1))
     monkeypatch.setenv("POISON_RANK", "1")
     monkeypatch.setenv("POISON_CALLS", calls)
     monkeypatch.setenv("POISON_PARAMETERS", f"{below},{above}")
     settings = ("train.num_steps=6", "train.alpha_warmup_steps=2", f"train.zero_stage={stage}")
-    ranks = start_ranks(tmp_path / "run", dataset, *settings, module=POISONED)
-    assert ranks.wait() == [0, 0], ranks.output
+    ranks = train("run", *settings, module=POISONED)
     [record] = read_ledger(tmp_path / "run").non_finite.values()
     assert (record.step, record.ranks) == (3, {})
     where = f"rank 1 on {socket.gethostname()}: the gradient of {above}, and of 1 more"
@@ -81,85 +75,60 @@ def test_non_finite_gradient_names_rank_and_tensor(
     monkeypatch.setenv("POISON_CALLS", "")
     [skipped] = [each.batch for each in read_batches(tmp_path / "run") if each.step is None]
     left_out = f"train.skip_batches=[{{first: {skipped}, last: {skipped}}}]"
-    other = start_ranks(tmp_path / "other", dataset, *settings, left_out)
-    assert other.wait() == [0, 0], other.output
-    one, two = newest_state(tmp_path / "run"), newest_state(tmp_path / "other")
-    assert all(torch.equal(one[name], two[name]) for name in one)
+    train("other", *settings, left_out)
+    assert_same_bits(tmp_path / "run", tmp_path / "other")
 
 
-def test_too_many_non_finite_steps_stop_the_run(
-    dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start_ranks: type[Ranks]
+def test_many_non_finite_steps_end_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Train
 ) -> None:
     monkeypatch.setenv("POISON_RANK", "0")
     monkeypatch.setenv("POISON_CALLS", "all")
-    ranks = start_ranks(tmp_path / "run", dataset, "train.max_skipped_in_a_row=3", module=POISONED)
-    assert ranks.wait() == [2, 2]
+    ranks = train("run", "train.max_skipped_in_a_row=3", module=POISONED, code=2)
     assert "3 steps in a row had no finite gradient (train.max_skipped_in_a_row)" in ranks.output
     assert len(records(tmp_path / "run", "skip")) == 3
 
 
-def test_loss_does_not_depend_on_ranks_and_accumulation(
-    dataset: DatasetIndex, tmp_path: Path, start_ranks: type[Ranks]
-) -> None:
+def test_loss_does_not_depend_on_ranks_and_accumulation(train: Train) -> None:
     common = ("train.precision=fp32", "train.num_steps=12", "model.dropout=0",
               "model.attention_dropout=0")  # fmt: skip
     runs = {(1, 8): {}, (2, 4): {}, (2, 1): {}}
     for world_size, micro_batch in runs:
-        run_dir = tmp_path / f"run-{world_size}-{micro_batch}"
-        ranks = start_ranks(
-            run_dir, dataset, *common, f"train.micro_batch={micro_batch}", world_size=world_size
-        )
-        assert ranks.wait() == [0] * world_size, ranks.output
-        runs[world_size, micro_batch] = losses(run_dir)
+        words = (*common, f"train.micro_batch={micro_batch}")
+        ranks = train(f"run-{world_size}-{micro_batch}", *words, world_size=world_size)
+        runs[world_size, micro_batch] = losses(ranks.run_dir)
     base = runs[1, 8]
     for found in runs.values():
         # fp32 sums in another order; differences grow over 12 steps of training.
         assert found == pytest.approx(base, rel=2e-5)
 
 
-def test_bf16_follows_fp32(
-    straight_run: Path, dataset: DatasetIndex, tmp_path: Path, start_ranks: type[Ranks]
-) -> None:
-    ranks = start_ranks(tmp_path / "run", dataset, "train.precision=fp32")
-    assert ranks.wait() == [0, 0], ranks.output
+def test_bf16_follows_fp32(straight_run: Path, tmp_path: Path, train: Train) -> None:
+    train("run", "train.precision=fp32")
     found, expected = losses(straight_run), losses(tmp_path / "run")
     # Dropout draws the same; only rounding differs.
     assert max(abs(found[step] - expected[step]) for step in expected) < 0.05
 
 
-def test_write_error_while_saving_leaves_the_checkpoint_before(
-    dataset: DatasetIndex, straight_run: Path, tmp_path: Path, start_ranks: type[Ranks]
-) -> None:
-    run_dir = tmp_path / "run"
-    shutil.copytree(straight_run, run_dir)
+def test_write_error_leaves_the_checkpoint_before(straight_run: Path, train: Train) -> None:
+    run_dir = train.copied(straight_run)
     newest = run_dir / "checkpoints" / "step-00000040"
     # The system refuses to let a file grow beyond 100 KB: the write fails half-way.
     limit = ("prlimit", "--fsize=102400", "--")
-    ranks = start_ranks(run_dir, dataset, "train.num_steps=42", prefix=limit)
+    ranks = train.start("run", "train.num_steps=42", prefix=limit)
     codes = ranks.wait()
     assert all(codes)
     assert "checkpoint step-00000042 could not be written" in ranks.output
-    assert "earlier checkpoints are untouched" in ranks.output
     assert sorted(p.name for p in (run_dir / "checkpoints").glob("step-*")) == [
         "step-00000030", "step-00000040"
     ]  # fmt: skip
     verify(newest)
-    again = start_ranks(run_dir, dataset, "train.num_steps=42")
-    assert again.wait() == [0, 0], again.output
+    train("run", "train.num_steps=42")
     assert newest_good(run_dir / "checkpoints")[0] == run_dir / "checkpoints/step-00000042"
 
 
-def _can_mount() -> bool:
-    trial = "mkdir -p /tmp/mount-trial && mount -t tmpfs none /tmp/mount-trial"
-    command = ["unshare", "--map-root-user", "--mount", "sh", "-c", trial]
-    try:
-        return subprocess.run(command, capture_output=True).returncode == 0
-    except FileNotFoundError:
-        return False
-
-
 @pytest.mark.usefixtures("processes")
-@pytest.mark.skipif(not _can_mount(), reason="needs unshare and the right to mount a tmpfs")
+@needs_mount
 def test_full_disk_is_noticed_before_writing(dataset: DatasetIndex, tmp_path: Path) -> None:
     # 1.6 MB hold the first checkpoint of this model (0.85 MB), not a second.
     (tmp_path / "small").mkdir()
@@ -179,87 +148,18 @@ def test_full_disk_is_noticed_before_writing(dataset: DatasetIndex, tmp_path: Pa
     )  # fmt: skip
     assert "[2, 2]" in done.stdout, done.stdout + done.stderr
     assert "no space for checkpoint step-00000030" in done.stdout
-    assert "GB are free there" in done.stdout
     assert "survived" in done.stdout
 
 
-@pytest.mark.parametrize("verify_at_start_gib", [1.0, 0.0])
 def test_flipped_byte_of_a_shard_stops_training(
-    dataset: DatasetIndex, tmp_path: Path, verify_at_start_gib: float, start_ranks: type[Ranks]
+    dataset: DatasetIndex, tmp_path: Path, train: Train
 ) -> None:
     data = tmp_path / "data"
     shutil.copytree(dataset.folder, data)
     path = data / dataset.shards[0].file
-    content = bytearray(path.read_bytes())
-    place = int(dataset.blocks.member_offset[0, 0]) + 500
-    content[place] ^= 1
-    path.write_bytes(content)
-    ranks = start_ranks(
-        tmp_path / "run", dataset, f"data.dir={data}", "train.num_steps=400",
-        f"data.verify_at_start_gib={verify_at_start_gib}", "monitor.eval_every_steps=400",
-        "checkpoint.every_steps=400", "monitor.log_every_steps=100",
-    )  # fmt: skip
-    codes = ranks.wait()
-    assert all(codes)
-    assert 2 in codes
+    flip(path, int(dataset.blocks.member_offset[0, 0]) + 500)
+    # Found before training by one rank, and all ranks stop for it.
+    ranks = train("run", f"data.dir={data}", "data.verify_at_start_gib=1", code=2)
     assert f"shard {path}, member train-000000-0000.tokens.npy is damaged" in ranks.output
-    if verify_at_start_gib:
-        # Found before training by one rank, and all ranks stop for it.
-        assert codes == [2, 2]
-        assert "from step 0" not in ranks.output
-        assert "Traceback" not in ranks.output
-
-
-def test_missing_shard_stops_training(
-    dataset: DatasetIndex, tmp_path: Path, start_ranks: type[Ranks]
-) -> None:
-    shutil.copytree(dataset.folder, tmp_path / "data")
-    path = tmp_path / "data" / dataset.shards[0].file
-    path.unlink()
-    ranks = start_ranks(tmp_path / "run", dataset, f"data.dir={tmp_path}/data")
-    assert ranks.wait() == [2, 2]
-    assert f"shard {path} does not exist" in ranks.output
+    assert "from step 0" not in ranks.output
     assert "Traceback" not in ranks.output
-
-
-@pytest.mark.usefixtures("processes")
-@pytest.mark.parametrize(
-    "missing", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
-)
-def test_missing_process_group_variable_is_named(
-    missing: str, tmp_path: Path, dataset: DatasetIndex
-) -> None:
-    config = tmp_path / "c.yaml"
-    config.write_text(f"run_dir: {tmp_path}/run\ndata: {{dir: {dataset.folder}}}\n")
-    group = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
-             "MASTER_PORT": "29511"}  # fmt: skip
-    del group[missing]
-    clean = {name: value for name, value in os.environ.items() if name not in (*group, missing)}
-    done = subprocess.run(
-        [sys.executable, "-m", "pipeline", "pretrain", str(config)],
-        env={**clean, **group}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert f"process-group variables not set: {missing}." in done.stderr
-    assert "torchrun --standalone" in done.stderr
-    assert not (tmp_path / "run").exists()
-
-
-def test_ranks_see_different_sequences(dataset: DatasetIndex) -> None:
-    # A run in which all ranks train on the same data looks healthy; this is its direct check.
-    from pipeline.config.load import load
-    from pipeline.config.runs import PretrainConfig
-    from pipeline.data.run_order import DataRank
-    from tests.support.ranks import CONFIG
-    from tests.support.steps import train_loader
-
-    path = Path(str(dataset.folder) + ".yaml")
-    path.write_text(CONFIG)
-    config = load(PretrainConfig, path, [f"data.dir={dataset.folder}"]).config
-    rows = [
-        row
-        for rank in range(2)
-        for batch in train_loader(dataset, config, DataRank(rank, 2)).step_batches(0)
-        for row in batch.input_ids.tolist()
-    ]
-    assert len(np.unique(np.array(rows), axis=0)) == 8

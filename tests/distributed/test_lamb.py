@@ -10,7 +10,7 @@ from torch import Tensor
 from pipeline.checkpoints.state import read_weights
 from tests.distributed import lamb_main
 from tests.distributed.lamb_main import Case
-from tests.support.ranks import Starter, state_of
+from tests.support.ranks import Starter, assert_same_bits, finish
 
 WORLD_SIZES = (1, 2, 4)
 
@@ -24,14 +24,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, start_command: Starter) -> di
         size: start_command([*command, str(folder)], size, folder / "output")
         for size, folder in folders.items()
     }
-    processes = [process for group in groups.values() for process in group]
-    try:
-        for size, group in groups.items():
-            codes = [process.wait(120) for process in group]
-            assert codes == [0] * size, (folders[size] / "output").read_text()
-    finally:
-        for process in processes:
-            process.kill()
+    for size, group in groups.items():
+        finish(group, folders[size] / "output")
     return folders
 
 
@@ -79,10 +73,8 @@ def reference(
 def _distances(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
     """Of each weight, as a share of the way that it went."""
     start = lamb_main.weights()
-    return {
-        name: ((found[name] - value).norm() / (value - start[name]).norm()).item()
-        for name, value in expected.items()
-    }
+    ways = {name: value - start[name] for name, value in expected.items()}
+    return {n: ((found[n] - expected[n]).norm() / way.norm()).item() for n, way in ways.items()}
 
 
 @pytest.mark.parametrize("case", lamb_main.CASES, ids=lambda case: case.name)
@@ -106,7 +98,4 @@ def test_weights_are_those_of_whole_tensors_in_one_process(ranks: Path, case: Ca
 )
 def test_fresh_engine_continues_bit_for_bit(ranks: Path, case: Case) -> None:
     folder = ranks / case.name
-    straight, resumed = (state_of(folder / kind) for kind in ("straight", "resumed"))
-    assert straight.keys() == resumed.keys()
-    for name, value in straight.items():
-        assert torch.equal(value, resumed[name]), name
+    assert_same_bits(folder / "resumed", folder / "straight")

@@ -9,7 +9,7 @@ import pytest
 from launch.comm_model import exchanged_bytes
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
-from tests.support.ranks import Starter
+from tests.support.ranks import Starter, finish
 
 RECIPE = Path(__file__).parents[2] / "configs/demo.yaml"
 # Stages 2 and 3 exchange gradients for every micro-batch; stages 0 and 1 once a step.
@@ -19,16 +19,9 @@ CASES = [(0, 2), (1, 2), (2, 1), (2, 3), (3, 1), (3, 3)]
 def test_a_plan_counts_the_bytes_that_move(start_command: Starter, tmp_path: Path) -> None:
     file = tmp_path / "moved.json"
     command = [sys.executable, "-m", "tests.distributed.moved_main", str(file), json.dumps(CASES)]
-    processes = start_command(command, 2, tmp_path / "output")
-    try:
-        codes = [process.wait(240) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert not any(codes), (tmp_path / "output").read_text()
-    for (stage, accumulation), (size, moved) in zip(
-        CASES, json.loads(file.read_text()), strict=True
-    ):
+    finish(start_command(command, 2, tmp_path / "output"), tmp_path / "output")
+    found = json.loads(file.read_text())
+    for (stage, accumulation), (size, moved) in zip(CASES, found, strict=True):
         config = load(PretrainConfig, RECIPE, [f"train.zero_stage={stage}"]).config
         expected = exchanged_bytes(config, size, accumulation)
         # Beside them are a few numbers a step: norms, weights of losses, and order checks.

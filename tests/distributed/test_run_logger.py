@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pipeline.checkpoints.state import read_weights
@@ -17,7 +16,8 @@ from pipeline.data.reader import BlockReader
 from pipeline.data.run_order import DataRank
 from pipeline.inspect.status import run_status
 from pipeline.sinks.base import tag_of
-from tests.support.ranks import Ranks, newest_state, records
+from tests.distributed.conftest import Train
+from tests.support.ranks import Ranks, assert_same_bits, records
 from tests.support.steps import eval_loader, train_loader
 
 
@@ -66,9 +66,7 @@ def _config(run_dir: Path) -> PretrainConfig:
     return load(PretrainConfig, run_dir / "resolved.yaml").config
 
 
-def test_flops_are_those_of_the_documents_that_were_seen(
-    straight_run: Path, dataset: DatasetIndex
-) -> None:
+def test_flops_are_those_of_the_documents_seen(straight_run: Path, dataset: DatasetIndex) -> None:
     config = _config(straight_run)
     model = config.model
     assert model.vocab_size == 1000
@@ -103,8 +101,8 @@ def test_times_and_memory(straight_run: Path) -> None:
 
 
 @pytest.mark.parametrize(("precision", "stage"), [("bf16", 0), ("bf16", 1), ("fp32", 1)])
-def test_norms_by_layer_are_those_of_the_weights_that_were_saved(
-    dataset: DatasetIndex, tmp_path: Path, precision: str, stage: int, start_ranks: type[Ranks]
+def test_norms_by_layer_are_of_saved_weights(
+    tmp_path: Path, precision: str, stage: int, train: Train
 ) -> None:
     run_dir = tmp_path / "run"
     overrides = ("train.num_steps=12", f"train.precision={precision}", "train.grad_clip=0.5",
@@ -112,8 +110,7 @@ def test_norms_by_layer_are_those_of_the_weights_that_were_saved(
                  "checkpoint.every_steps=11", "monitor.log_every_steps=3",
                  "monitor.eval_sequences=4", "model.mlm_head=bert",
                  "train.alpha_warmup_steps=2")  # fmt: skip
-    ranks = start_ranks(run_dir, dataset, *overrides)
-    assert ranks.wait() == [0, 0], ranks.output
+    train("run", *overrides)
     before, after = (read_weights(run_dir / f"checkpoints/step-000000{step}") for step in (11, 12))
     squares: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for name in after:
@@ -141,26 +138,14 @@ def sourced(
 ) -> Path:
     """Few enough held-out sequences that not all are taken."""
     run_dir = tmp_path_factory.mktemp("sourced") / "run"
-    ranks = start_ranks(run_dir, two_sources, "train.micro_batch=1", "monitor.eval_sequences=24")
-    assert ranks.wait() == [0, 0], ranks.output
+    start_ranks(run_dir, two_sources, "train.micro_batch=1", "monitor.eval_sequences=24").ended()
     return run_dir
 
 
-def test_a_plateau_is_told_once(
-    tmp_path: Path, dataset: DatasetIndex, start_ranks: type[Ranks]
-) -> None:
+def test_a_plateau_is_told_once(tmp_path: Path, dataset: DatasetIndex, train: Train) -> None:
     run_dir, entropy = tmp_path / "run", dataset.unigram_entropy_nats
-    ranks = start_ranks(
-        run_dir,
-        dataset,
-        "train.num_steps=230",
-        "train.global_batch=16",
-        "train.micro_batch=8",
-        "train.lr=0.01",
-        "model.init=unit",
-        "model.num_layers=12",
-    )
-    assert ranks.wait(300) == [0, 0], ranks.output
+    train("run", "train.num_steps=230", "train.global_batch=16", "train.micro_batch=8",
+          "train.lr=0.01", "model.init=unit", "model.num_layers=12", timeout_s=300)  # fmt: skip
     told = _tensorboard(run_dir).Tensors("plateau/text_summary")
     assert len(told) == 1
     step = told[0].step
@@ -223,14 +208,11 @@ def test_each_source_is_evaluated_on_its_own_text(sourced: Path, two_sources: Da
     }  # fmt: skip
 
 
-def test_watching_does_not_change_training(
-    straight_run: Path, dataset: DatasetIndex, tmp_path: Path, start_ranks: type[Ranks]
-) -> None:
+def test_watching_changes_no_training(straight_run: Path, tmp_path: Path, train: Train) -> None:
     """Dropout is on; evaluations, norms and log lines come at other steps."""
     run_dir = tmp_path / "run"
-    ranks = start_ranks(run_dir, dataset, "monitor.eval_sequences=3", "monitor.eval_every_steps=7",
-                  "monitor.log_every_steps=5")  # fmt: skip
-    assert ranks.wait() == [0, 0], ranks.output
+    train(
+        "run", "monitor.eval_sequences=3", "monitor.eval_every_steps=7", "monitor.log_every_steps=5"
+    )
     assert [line["step"] for line in records(run_dir, "eval")] == [0, 7, 14, 21, 28, 35, 40]
-    expected, found = newest_state(straight_run), newest_state(run_dir)
-    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+    assert_same_bits(run_dir, straight_run)

@@ -4,32 +4,27 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pipeline.checkpoints.manifest import FOLDER, newest_good, published, read_manifest, verify
-from pipeline.data.format import DatasetIndex
 from pipeline.errors import EXIT_PREEMPTED
-from tests.support.ranks import Ranks, losses, records, state_of
+from tests.distributed.conftest import Train
+from tests.support.ranks import assert_same_bits, losses, records
 
-MODULE = ("-m", "tests.distributed.saving_main")
+MODULE = ("-m", "tests.distributed.faulty_main", "saving")
 
 
 def _names(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / FOLDER).iterdir())
 
 
-def test_retention_probe_and_copy_and_a_resume_from_the_copy(
-    dataset: DatasetIndex, tmp_path: Path, start_ranks: type[Ranks]
-) -> None:
+def test_retention_probe_and_copy_and_a_resume_from_the_copy(tmp_path: Path, train: Train) -> None:
     run_dir, copies = tmp_path / "run", tmp_path / "copies"
-    overrides = (
-        "train.num_steps=20", "monitor.eval_every_steps=5", "checkpoint.every_steps=5",
-        "checkpoint.keep=1", "checkpoint.keep_every_steps=10", "checkpoint.keep_best=1",
-        "checkpoint.probe_every=4", f"checkpoint.copy_to={copies}", "train.lr=0.3",
-    )  # fmt: skip
-    ranks = start_ranks(run_dir, dataset, *overrides)
-    assert ranks.wait(300) == [0, 0], ranks.output
+    overrides = ("train.num_steps=20", "monitor.eval_every_steps=5", "checkpoint.every_steps=5",
+                 "checkpoint.keep=1", "checkpoint.keep_every_steps=10", "checkpoint.keep_best=1",
+                 "checkpoint.probe_every=4", f"checkpoint.copy_to={copies}",
+                 "train.lr=0.3")  # fmt: skip
+    ranks = train("run", *overrides, timeout_s=300)
     # At that learning rate the loss soon rises, so the best is not the newest.
     held_out = {record["step"]: record["loss"] for record in records(run_dir, "eval")}
     best = min((5, 10, 15, 20), key=lambda step: (held_out[step], -step))
@@ -53,8 +48,7 @@ def test_retention_probe_and_copy_and_a_resume_from_the_copy(
 
     for path in published(run_dir / FOLDER):
         (path / "index.json").unlink()
-    again = start_ranks(run_dir, dataset, *overrides, "train.num_steps=21", world_size=1)
-    assert again.wait(300) == [0], again.output
+    again = train("run", *overrides, "train.num_steps=21", world_size=1, timeout_s=300)
     assert f"{copies}/checkpoints/step-00000020, a copy, is used" in again.output
     assert "index.json is missing" in again.output
     assert max(losses(run_dir)) == 21
@@ -62,15 +56,11 @@ def test_retention_probe_and_copy_and_a_resume_from_the_copy(
 
 
 def test_training_goes_on_while_a_save_is_written_and_a_stop_waits_for_it(
-    dataset: DatasetIndex,
-    straight_run: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    start_ranks: type[Ranks],
+    straight_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Train
 ) -> None:
     run_dir, gate = tmp_path / "run", tmp_path / "gate"
     monkeypatch.setenv("GATE", str(gate))
-    ranks = start_ranks(run_dir, dataset, "checkpoint.every_steps=30", module=MODULE)
+    ranks = train.start("run", "checkpoint.every_steps=30", module=MODULE)
     try:
         ranks.wait_for_step(34)
         assert _names(run_dir) == [".saving-step-00000030"]
@@ -85,25 +75,20 @@ def test_training_goes_on_while_a_save_is_written_and_a_stop_waits_for_it(
     last = max(losses(run_dir))
     assert _names(run_dir) == ["latest", "step-00000030", f"step-{last:08d}"]
     assert last > 33
-    saved, expected = state_of(run_dir / FOLDER / "step-00000030"), state_of(
-        straight_run / FOLDER / "step-00000030"
-    )  # fmt: skip
     # Steps 31 to 34 came after the copy and before the end of the write.
-    assert all(torch.equal(value, expected[name]) for name, value in saved.items())
+    assert_same_bits(*(run / FOLDER / "step-00000030" for run in (run_dir, straight_run)))
     for path in published(run_dir / FOLDER):
         verify(path)
 
 
 def test_rejected_checkpoint_stops_the_run_and_those_before_stay(
-    dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start_ranks: type[Ranks]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Train
 ) -> None:
     run_dir = tmp_path / "run"
     monkeypatch.setenv("SPOILED", "10")
-    ranks = start_ranks(run_dir, dataset, "train.num_steps=100000", "checkpoint.every_steps=5",
-                  "checkpoint.keep=1", "checkpoint.probe_every=2", module=MODULE)  # fmt: skip
-    assert ranks.wait(300) == [1, 1], ranks.output
+    ranks = train("run", "train.num_steps=100000", "checkpoint.every_steps=5", "checkpoint.keep=1",
+                  "checkpoint.probe_every=2", module=MODULE, code=1, timeout_s=300)  # fmt: skip
     assert "checkpoint step-00000010 was read back and rejected: " in ranks.output
-    assert "is damaged, its sha256 differs" in ranks.output
     # The next save may have begun; a start removes what it left.
     found = [name for name in _names(run_dir) if name != ".saving-step-00000015"]
     [rejected, latest, before] = found

@@ -5,25 +5,17 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.distributed import switches_main
 from tests.distributed.switches_main import Case
-from tests.support.ranks import Starter, state_of
+from tests.support.ranks import Starter, assert_same_bits, finish, state_of
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, start_command: Starter) -> Path:
-    """What two ranks leave."""
     folder = tmp_path_factory.mktemp("switches")
     command = [sys.executable, "-m", "tests.distributed.switches_main", str(folder)]
-    processes = start_command(command, 2, folder / "output")
-    try:
-        codes = [process.wait(600) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert codes == [0, 0], (folder / "output").read_text()
+    finish(start_command(command, 2, folder / "output"), folder / "output", timeout_s=600)
     return folder
 
 
@@ -44,10 +36,7 @@ def test_nothing_changes_to_the_bit(folder: Path, case: Case) -> None:
         # The sum over groups of parameters, in float64; tuning divides them in another way.
         norms = [norm for _, norm in wanted]
         assert [norm for _, norm in of_rank] == pytest.approx(norms, rel=1e-15, abs=0)
-    found, expected = (state_of(folder / each.name) for each in (case, case.without))
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+    assert_same_bits(folder / case.name, folder / case.without.name)
 
 
 def test_compiled_layers_train_as_eager_ones(folder: Path) -> None:
@@ -60,9 +49,7 @@ def test_compiled_layers_train_as_eager_ones(folder: Path) -> None:
     assert state.keys() == reference.keys(), "names have changed"
 
 
-def test_a_layer_is_compiled_once_for_all_layers_steps_and_numbers_of_sequences(
-    folder: Path,
-) -> None:
+def test_a_layer_is_compiled_once_for_all_layers_steps_and_sequences(folder: Path) -> None:
     for rank in range(2):
         graphs = json.loads((folder / f"graphs-{rank}.json").read_text())
         # The first layer has no carried scores; alpha and rate differ from step to step.

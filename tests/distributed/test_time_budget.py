@@ -8,55 +8,46 @@ from pathlib import Path
 from pipeline.checkpoints.manifest import read_manifest
 from pipeline.config import schedule
 from pipeline.config.train import TrainConfig
-from pipeline.data.format import DatasetIndex
 from pipeline.errors import EXIT_PREEMPTED
-from tests.support.ranks import Ranks, records
+from tests.distributed.conftest import Train
+from tests.support.ranks import records
 
 _MANY_STEPS = 1_000_000
 _LONG_S = 3600.0
-_CLOCK = ("-m", "tests.distributed.clock_main")
-_OVERRIDES = (
-    f"train.num_steps={_MANY_STEPS}", "train.schedule=time_budget", "train.min_lr_ratio=0.1",
-    "checkpoint.every_steps=1000000", "monitor.log_every_steps=2",
-    "monitor.eval_every_steps=1000000",
-)  # fmt: skip
+_CLOCK = ("-m", "tests.distributed.faulty_main", "clock")
+_OVERRIDES = (f"train.num_steps={_MANY_STEPS}", "train.schedule=time_budget",
+              "train.min_lr_ratio=0.1", "checkpoint.every_steps=1000000",
+              "monitor.log_every_steps=2", "monitor.eval_every_steps=1000000")  # fmt: skip
 
 
 def _logged_rates(run_dir: Path, rank: int) -> list[str]:
     return re.findall(r" lr (\S+) ", (run_dir / f"logs/rank-{rank:05d}.log").read_text())
 
 
-def test_stopped_run_ends_within_its_budget(
-    dataset: DatasetIndex, tmp_path: Path, start_ranks: type[Ranks]
-) -> None:
+def test_stopped_run_ends_within_its_budget(tmp_path: Path, train: Train) -> None:
     run_dir = tmp_path / "run"
-    ranks = start_ranks(
-        run_dir, dataset, *_OVERRIDES, f"train.budget_hours={_LONG_S / 3600}", module=_CLOCK
-    )
+    ranks = train.start("run", *_OVERRIDES, f"train.budget_hours={_LONG_S / 3600}", module=_CLOCK)
     ranks.wait_for_step(6)
     ranks.signal(signal.SIGTERM)
-    assert ranks.wait() == [EXIT_PREEMPTED, EXIT_PREEMPTED], ranks.output
+    ranks.ended(EXIT_PREEMPTED)
     stopped = records(run_dir)[-1]
     manifest = read_manifest(run_dir / f"checkpoints/step-{stopped['step']:08d}")
     assert manifest.elapsed_s == stopped["elapsed_s"] > 0
 
     budget_s = manifest.elapsed_s + 30
-    again = start_ranks(
-        run_dir, dataset, *_OVERRIDES, f"train.budget_hours={budget_s / 3600}", module=_CLOCK
-    )
-    assert again.wait() == [0, 0], again.output
-    train = records(run_dir)
-    last = train[-1]
+    train("run", *_OVERRIDES, f"train.budget_hours={budget_s / 3600}", module=_CLOCK)
+    lines = records(run_dir)
+    last = lines[-1]
     assert last["step"] < _MANY_STEPS
     # It ends with the first line after the budget is used, evaluated and saved.
-    assert train[-2]["elapsed_s"] < budget_s <= last["elapsed_s"] + 1e-6
+    assert lines[-2]["elapsed_s"] < budget_s <= last["elapsed_s"] + 1e-6
     assert records(run_dir, "eval")[-1]["step"] == last["step"]
     assert json.loads((run_dir / "done.json").read_text())["step"] == last["step"]
     assert (run_dir / "checkpoints/latest").read_text() == f"step-{last['step']:08d}\n"
 
     # A line's rate is that of its step, by the time of the line before it; also after the stop.
     elapsed_s = 0.0
-    for record in train:
+    for record in lines:
         config = TrainConfig(
             num_steps=_MANY_STEPS, lr=3e-3, warmup_steps=5, schedule="time_budget",
             min_lr_ratio=0.1, budget_hours=(_LONG_S, budget_s)[record["attempt"] - 1] / 3600,

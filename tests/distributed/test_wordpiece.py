@@ -28,16 +28,15 @@ from pipeline.use.convert import convert
 from pipeline.use.folder import export
 from pipeline.use.hf import export_hf
 from pipeline.use.model import load as load_model
+from tests.distributed.conftest import Train
 from tests.support import bert_vocabulary, near_texts
 from tests.support.ranks import Ranks, losses
 from tests.support.steps import train_loader
 
 ENGLISH = list(dict.fromkeys(near_texts.english()))[:150]
 # Each has a character that no other one has, which has no piece.
-CHINESE = [
-    text + chr(0x3400 + number)
-    for number, text in enumerate(near_texts.chinese(np.random.default_rng(5), 60))
-]
+_DRAWN = near_texts.chinese(np.random.default_rng(5), 60)
+CHINESE = [text + chr(0x3400 + number) for number, text in enumerate(_DRAWN)]
 TYPED = "What is typed as [MASK], [CLS] or [unused1] is text. " * 3
 SIZES = {"vocab_size": 0, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
          "intermediate_size": 64, "max_position_embeddings": 64}  # fmt: skip
@@ -86,9 +85,13 @@ def trained(
     prepared: DatasetIndex, tmp_path_factory: pytest.TempPathFactory, start_ranks: type[Ranks]
 ) -> Path:
     run_dir = tmp_path_factory.mktemp("runs") / "run"
-    ranks = start_ranks(run_dir, prepared, world_size=1)
-    assert ranks.wait() == [0], ranks.output
+    start_ranks(run_dir, prepared, world_size=1).ended()
     return run_dir
+
+
+@pytest.fixture
+def train(tmp_path: Path, prepared: DatasetIndex, start_ranks: type[Ranks]) -> Train:
+    return Train(tmp_path, prepared)
 
 
 def _documents(index: DatasetIndex) -> dict[str, np.ndarray[Any, Any]]:
@@ -159,9 +162,8 @@ def test_train_export_and_fill_masks(trained: Path, prepared: DatasetIndex, tmp_
 def _loss_of_transformers(folder: Path, batch: MicroBatch) -> float:
     """Mean loss, each document by itself, as transformers knows no packing."""
     model = transformers.BertForMaskedLM.from_pretrained(folder, local_files_only=True).eval()
-    targets = dict(
-        zip(batch.inputs["masked_index"].tolist(), batch.inputs["targets"].tolist(), strict=True)
-    )
+    places, ids = (batch.inputs[name].tolist() for name in ("masked_index", "targets"))
+    targets = dict(zip(places, ids, strict=True))
     total = 0.0
     for row, documents in enumerate(batch.documents):
         for number in range(1, int(documents.max()) + 1):
@@ -173,14 +175,11 @@ def _loss_of_transformers(folder: Path, batch: MicroBatch) -> float:
     return total / len(targets)
 
 
-def test_run_starts_from_a_published_model(
-    prepared: DatasetIndex, bert: Path, tmp_path: Path, start_ranks: type[Ranks]
+def test_run_from_published_model(
+    prepared: DatasetIndex, bert: Path, tmp_path: Path, train: Train
 ) -> None:
     convert(bert, tmp_path / "bert", family="bert", overrides=[])
-    ranks = start_ranks(tmp_path / "run", prepared, f"init_from={tmp_path / 'bert'}", *BERT, *SHORT,
-                  world_size=1)  # fmt: skip
-    assert ranks.wait() == [0], ranks.output
-    assert f"weights are those of {tmp_path / 'bert'}" in ranks.output
+    ranks = train("run", f"init_from={tmp_path / 'bert'}", *BERT, *SHORT, world_size=1)
     assert "give the same ids to the same pieces, but" not in ranks.output
     config = DataConfig(dir="unused", seq_len=64, window_blocks=2)
     batch = _first_batch(prepared, 8, config, seed=3)
@@ -188,8 +187,7 @@ def test_run_starts_from_a_published_model(
     assert losses(tmp_path / "run")[1] == pytest.approx(expected, abs=0.01)  # bf16
     # A new run goes on from that one, whose tokenizer lies in its checkpoint.
     begin = f"init_from={tmp_path / 'run'}"
-    again = start_ranks(tmp_path / "again", prepared, begin, *BERT, *SHORT, world_size=1)
-    assert again.wait() == [0], again.output
+    train("again", begin, *BERT, *SHORT, world_size=1)
 
 
 def _without_sha256(folder: Path) -> None:
@@ -200,11 +198,7 @@ def _without_sha256(folder: Path) -> None:
 
 
 def test_other_vocabulary_is_refused_and_other_options_are_told(
-    prepared: DatasetIndex,
-    dataset: DatasetIndex,
-    bert: Path,
-    tmp_path: Path,
-    start_ranks: type[Ranks],
+    dataset: DatasetIndex, bert: Path, tmp_path: Path, train: Train
 ) -> None:
     changed = tmp_path / "changed"
     convert(bert, changed, family="bert", overrides=[])
@@ -216,16 +210,13 @@ def test_other_vocabulary_is_refused_and_other_options_are_told(
     vocabulary["the"], vocabulary["is"] = vocabulary["is"], vocabulary["the"]
     path.write_text(json.dumps(body))
     arguments = (f"init_from={changed}", *BERT, *SHORT, "train.num_steps=1", "train.warmup_steps=0")
-    ranks = start_ranks(tmp_path / "run", prepared, *arguments, world_size=1)
-    assert ranks.wait() == [2], ranks.output
+    ranks = train("run", *arguments, world_size=1, code=2)
     first = min(vocabulary["the"], vocabulary["is"])
     assert f"tokenizer: id {first} is" in ranks.output
     path.write_text(right.replace('"lowercase":true', '"lowercase":false'))
-    ranks = start_ranks(tmp_path / "told", prepared, *arguments, world_size=1)
-    assert ranks.wait() == [0], ranks.output
+    ranks = train("told", *arguments, world_size=1)
     assert "give the same ids to the same pieces, but split" in ranks.output
     path.unlink()
     shutil.copyfile(dataset.folder / "tokenizer.model", changed / "tokenizer.model")
-    ranks = start_ranks(tmp_path / "other", prepared, *arguments, world_size=1)
-    assert ranks.wait() == [2], ranks.output
+    ranks = train("other", *arguments, world_size=1, code=2)
     assert "tokenizer.model there" in ranks.output

@@ -10,7 +10,6 @@ Jobs at stage 3 come last: DeepSpeed replaces a process' linear layers there, an
 rounding to bf16 from then on.
 """
 
-import gc
 import json
 import sys
 from pathlib import Path
@@ -20,9 +19,10 @@ import torch
 from pipeline.config.train import TrainConfig
 from pipeline.data.loader import MicroBatch
 from pipeline.objectives.mlm import MaskedLanguageModeling
-from pipeline.runtime.env import ProcessInfo, process_info
-from pipeline.train.engine import Engine, close_process_group, init_process_group
+from pipeline.runtime.env import ProcessInfo
+from pipeline.train.engine import Engine
 from tests.distributed import engine_main as case
+from tests.distributed.engine_main import as_rank
 from tests.support.checkpoints import save_state
 
 NUM_STEPS = 20
@@ -33,7 +33,6 @@ PRECISIONS = ("fp32", "bf16")
 
 
 def train_config(precision: str, stage: int) -> TrainConfig:
-    """Clips some of the steps."""
     return TrainConfig(
         num_steps=NUM_STEPS, warmup_steps=1, grad_clip=GRAD_CLIP, zero_stage=stage,
         precision=precision,  # type: ignore[arg-type]
@@ -41,7 +40,6 @@ def train_config(precision: str, stage: int) -> TrainConfig:
 
 
 def learning_rate(step: int) -> float:
-    """Differs from step to step."""
     return 1e-4 * (1 + step)
 
 
@@ -51,7 +49,6 @@ def micro_batches(step: int) -> list[MicroBatch]:
 
 
 def main(folder: Path, job: str, precision: str, process: ProcessInfo) -> None:
-    """Runs one job in one precision."""
     saved, stage = job.split(":")
     place = f"{process.world_size}-{stage}"
     folder = folder / precision / (f"{saved}:{place}" if saved else place)
@@ -84,11 +81,7 @@ def main(folder: Path, job: str, precision: str, process: ProcessInfo) -> None:
 
 
 if __name__ == "__main__":
-    this = process_info()
-    init_process_group(this)
-    # DeepSpeed collects garbage a dozen times for each bf16 engine: not among all that is imported.
-    gc.freeze()
-    for each in sys.argv[2:]:
-        for kind in PRECISIONS:
-            main(Path(sys.argv[1]), each, kind, this)
-    close_process_group()
+    with as_rank() as this:
+        for each in sys.argv[2:]:
+            for kind in PRECISIONS:
+                main(Path(sys.argv[1]), each, kind, this)

@@ -24,10 +24,8 @@ def norm(size: int, dropout: float, dtype: torch.dtype) -> Iterator[Launch]:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     rows = empty(4096, size, dtype=dtype)
-    shared = {
-        "y": rows, "rstd": empty(4096), "alpha": empty(),
-        "seed": empty(1, dtype=torch.int64) if dropout else None,
-    }  # fmt: skip
+    shared = {"y": rows, "rstd": empty(4096), "alpha": empty(),
+              "seed": empty(1, dtype=torch.int64) if dropout else None}  # fmt: skip
     yield rows_triton.forward({**shared, "x": rows, "update": rows}, 1.0, 1e-12, dropout)
     gradients = {"d_y": rows, "d_x": rows, "d_update": rows}
     yield rows_triton.backward({**shared, **gradients}, 1.0, dropout)
@@ -53,13 +51,10 @@ def carried(
     seed = empty(1, dtype=torch.int64) if dropout else None
     numbers = launches.Numbers(longest, head_size**-0.5, 0.5, dropout)
     rows = empty(tokens, heads, head_size)
-    tensors = {
-        "q": q, "k": k, "v": dv, "carry": scores, "scores": scores,
-        "out": rows, "lse": lse, "spans": spans, "bounds": bounds, "seed": seed, "d_out": rows,
-        "d_scores": gradient, "dq": dq, "dk": dk, "dv": dv, "d_carry": gradient,
-        "qkv": qkv, "turned": turned, "cos": angles, "sin": angles,
-        "token_scale": None,
-    }  # fmt: skip
+    tensors = {"q": q, "k": k, "v": dv, "carry": scores, "scores": scores, "out": rows, "lse": lse,
+               "spans": spans, "bounds": bounds, "seed": seed, "d_out": rows, "d_scores": gradient,
+               "dq": dq, "dk": dk, "dv": dv, "d_carry": gradient, "qkv": qkv, "turned": turned,
+               "cos": angles, "sin": angles, "token_scale": None}  # fmt: skip
     yield launches.turn_launch(tensors)
     yield launches.forward(tensors, numbers)
     yield from launches.backward(tensors, numbers, capability)

@@ -6,7 +6,6 @@ buffers are full of NaN before the kernels write to them.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,26 +24,18 @@ from pipeline.kernels.choose import REFERENCE, Choice, Windows, choose
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layers import rotary_tables, run_layer
 from pipeline.model.layout import Layout, packed, padded, rows
-from tests.support.checkpoint_ways import checkpoint_ways
-from tests.support.dropout_rule import kept_by_rule
+from tests.support import kernel_checks
 from tests.support.grids import first_in_ci
+from tests.support.kernel_checks import checkpoint_ways, kept_by_rule
 
-EXACT = 2e-6
-"""Relative Frobenius error of fp32 kernels."""
+EXACT = 2e-6  # relative Frobenius error of fp32 kernels
 OPERATOR: Any = torch.ops.postnorm.carried_attention
 torch.set_num_threads(1)  # matrices are so small that threads only wait for each other
 
 
 @pytest.fixture(autouse=True)
 def _buffers_full_of_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(make: Callable[..., tuple[Tensor, ...]], *arguments: Any) -> tuple[Tensor, ...]:
-        return tuple(
-            torch.full_like(each, torch.nan) if each.device.type == "cpu" else each
-            for each in make(*arguments)
-        )
-
-    for name in ("_empty_results", "_empty_gradients"):
-        monkeypatch.setattr(carried, name, partial(full, getattr(carried, name)))
+    kernel_checks.fill_buffers_with_nan(carried, monkeypatch)
 
 
 @pytest.fixture(params=["window", "tiles"])
@@ -70,11 +61,9 @@ def padding(num_slots: int, *lengths: int) -> Layout:
 
 
 def documents(*lengths_of_rows: tuple[int, ...]) -> Layout:
-    numbers = [
-        torch.repeat_interleave(torch.arange(len(each)), torch.tensor(each))
-        for each in lengths_of_rows
-    ]
-    return rows(torch.stack(numbers), torch.zeros(len(numbers), len(numbers[0]), dtype=torch.int64))
+    lengths = map(torch.tensor, lengths_of_rows)
+    numbers = torch.stack([torch.arange(len(e)).repeat_interleave(e) for e in lengths])
+    return rows(numbers, torch.zeros_like(numbers))
 
 
 def seen(windows: Windows) -> Tensor:
@@ -98,10 +87,8 @@ class Chain:
     """Layers of attention, a loss on all outputs and on the last scores, and its gradients."""
 
     outputs: list[Tensor]
-    scores: Tensor
-    """(N, T, T), 0 where not seen."""
-    gradients: list[Tensor]
-    """Of all queries, then keys, then values."""
+    scores: Tensor  # (N, T, T), 0 where not seen
+    gradients: list[Tensor]  # of all queries, then keys, then values
 
 
 def make(layers: int, tokens: int, heads: int, size: int, spread: float = 1.0) -> list[Tensor]:
@@ -126,11 +113,10 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.view_as_real(pairs * turns).flatten(-2)
 
 
-def expected(
-    inputs: list[Tensor], windows: Windows, *, mean: bool = False, kept: Tensor | None = None,
-    dropout: float = 0.0, angles: tuple[Tensor, Tensor] | None = None,
-    token_scale: Tensor | None = None,
-) -> Chain:  # fmt: skip
+def expected(inputs: list[Tensor], windows: Windows, *, mean: bool = False,
+             kept: Tensor | None = None, dropout: float = 0.0,
+             angles: tuple[Tensor, Tensor] | None = None,
+             token_scale: Tensor | None = None) -> Chain:  # fmt: skip
     """In float64; `kept` (L, N, T, T) is dropout's mask."""
     leaves = [each.double().clone().requires_grad_() for each in inputs]
     allowed, outputs = seen(windows), []
@@ -153,11 +139,10 @@ def expected(
     return Chain([o.detach() for o in outputs], scores.detach() * allowed, list(found))
 
 
-def computed(
-    inputs: list[Tensor], windows: Windows, dtype: torch.dtype, *, mean: bool = False,
-    compact: bool | None = None, loss_scale: float = 1.0, dropout: float = 0.0,
-    angles: tuple[Tensor, Tensor] | None = None, token_scale: Tensor | None = None,
-) -> Chain:  # fmt: skip
+def computed(inputs: list[Tensor], windows: Windows, dtype: torch.dtype, *, mean: bool = False,
+             compact: bool | None = None, loss_scale: float = 1.0, dropout: float = 0.0,
+             angles: tuple[Tensor, Tensor] | None = None,
+             token_scale: Tensor | None = None) -> Chain:  # fmt: skip
     leaves = [each.to(dtype).clone().requires_grad_() for each in inputs]
     outputs, carry = [], None
     scale = inputs[0].shape[-1] ** -0.5
@@ -167,10 +152,9 @@ def computed(
         seed = torch.tensor([SEED + number]) if dropout else None
         if compact is None:
             compact = dtype != torch.float32
-        out, carry, *_ = OPERATOR(
-            qkv, carry, windows.spans, windows.bounds, cos, sin, token_scale, seed,
-            windows.longest, scale, 1 / num_summed, dropout, compact,
-        )  # fmt: skip
+        out, carry, *_ = OPERATOR(qkv, carry, windows.spans, windows.bounds, cos, sin, token_scale,
+                                  seed, windows.longest, scale, 1 / num_summed, dropout,
+                                  compact)  # fmt: skip
         outputs.append(out)
     assert carry is not None
     on_out, on_scores = directions(leaves[0])
@@ -226,22 +210,25 @@ def assert_all(found: tuple[float, ...], tolerance: float) -> None:
     assert all(each <= tolerance for each in found), found  # max would pass over a NaN
 
 
+def assert_exact(
+    inputs: list[Tensor], windows: Windows, kept: Tensor | None = None, **options: Any
+) -> None:
+    found = computed(inputs, windows, torch.float32, **options)
+    assert_all(errors(found, expected(inputs, windows, kept=kept, **options)), EXACT)
+
+
 LAYOUTS = {
     "documents beyond a tile": lambda: documents((70, 60, 5)),
-    "padded": lambda: padding(40, 40, 7, 33),
-    "lengths 1 to 128": lambda: ends(5, 77, 128, 33, 1),
+    "padded": lambda: padding(40, 40, 7, 33), "lengths 1 to 128": lambda: ends(5, 77, 128, 33, 1),
     "documents of rows": lambda: documents((5, 20, 7), (32,)),
-    "beyond a tile": lambda: ends(130, 3),
-    "padded beyond a tile": lambda: padding(140, 140, 20),
-}
+    "beyond a tile": lambda: ends(130, 3), "padded beyond a tile": lambda: padding(140, 140, 20),
+}  # fmt: skip
 SWITCHES: dict[str, dict[str, Any]] = {
-    "sum": {},
-    "mean": {"mean": True},
+    "sum": {}, "mean": {"mean": True},
     "positions": {"angles": rotary_tables(torch.arange(14), 32, 100.0, torch.float32)},
     "scales of queries": {"token_scale": torch.linspace(0.5, 1.5, 14)},
-    "dropout": {"dropout": 0.25},
-    "bf16": {},
-}
+    "dropout": {"dropout": 0.25}, "bf16": {},
+}  # fmt: skip
 
 
 @pytest.mark.smoke
@@ -268,20 +255,12 @@ def test_fp32(name: str) -> None:
     windows = windows_of(LAYOUTS[name]())
     inputs = make(3, len(windows.spans), 2, 32)
     for mean in (False, True) if name in ("padded", "documents beyond a tile") else (False,):
-        found = errors(
-            computed(inputs, windows, torch.float32, mean=mean),
-            expected(inputs, windows, mean=mean),
-        )
-        print(name, mean, found)
-        assert_all(found, EXACT)
+        assert_exact(inputs, windows, mean=mean)
 
 
 def test_four_layers_on_either_path(path: str) -> None:
     windows = windows_of(ends(9, 20))
-    inputs = make(4, 29, 2, 32)
-    found = errors(computed(inputs, windows, torch.float32), expected(inputs, windows))
-    print(path, found)
-    assert_all(found, EXACT)
+    assert_exact(make(4, 29, 2, 32), windows)
 
 
 def test_sequence_that_sees_nothing(path: str) -> None:
@@ -312,22 +291,14 @@ def test_positions_and_scales_of_queries(name: str, path: str) -> None:
     both = angles_of(num_tokens, 32), torch.rand(num_tokens)
     alone = [(both[0], None), (None, both[1])] if name == "padded" else []
     for angles, scales in [both, *alone]:
-        found = errors(
-            computed(inputs, windows, torch.float32, angles=angles, token_scale=scales),
-            expected(inputs, windows, angles=angles, token_scale=scales),
-        )
-        print(name, path, found)
-        assert_all(found, EXACT)
+        assert_exact(inputs, windows, angles=angles, token_scale=scales)
 
 
 @pytest.mark.parametrize(
     ("size", "length"), first_in_ci([(128, 130), (64, 20), (64, 130), (128, 20)])
 )
 def test_head_sizes(size: int, length: int) -> None:
-    windows = windows_of(ends(length))
-    inputs = make(2, length, 1, size)
-    found = errors(computed(inputs, windows, torch.float32), expected(inputs, windows))
-    assert_all(found, EXACT)
+    assert_exact(make(2, length, 1, size), windows_of(ends(length)))
 
 
 @pytest.mark.parametrize("length", first_in_ci([140, 60]))
@@ -398,23 +369,14 @@ def test_dropout_is_what_its_seed_says(length: int) -> None:
     heads = 2 if length < 100 else 1
     inputs = make(2, length, heads, 32)
     masks = [torch.from_numpy(kept_by_head(SEED + n, length, heads, 0.25)) for n in range(2)]
-    found = computed(inputs, windows, torch.float32, dropout=0.25)
-    wanted = expected(inputs, windows, kept=torch.stack(masks), dropout=0.25)
-    print(errors(found, wanted))
-    assert_all(errors(found, wanted), EXACT)
+    assert_exact(inputs, windows, torch.stack(masks), dropout=0.25)
 
 
 def test_dropout_looks_random() -> None:
     kept = np.stack([kept_by_head(SEED + n, 128, 2, 0.1) for n in range(2)]).astype(float)
     # 65,536 draws: the deviation of their mean is 0.0012.
     assert kept.mean() == pytest.approx(0.9, abs=0.005)
-    centred = (kept - 0.9) / 0.3
-    for axis in range(4):  # seeds, heads, rows and columns next to each other
-        one, other = (
-            centred.take(range(1, centred.shape[axis]), axis),
-            centred.take(range(centred.shape[axis] - 1), axis),
-        )
-        assert abs((one * other).mean()) <= 5 / np.sqrt(one.size)
+    kernel_checks.assert_neighbours_are_independent(kept)
     # Rows and columns keep as many as independent draws do: deviation 0.3 / sqrt(128).
     for axis in (2, 3):
         assert kept.mean(axis).std() == pytest.approx(0.3 / np.sqrt(128), rel=0.15)
@@ -457,15 +419,12 @@ def test_checkpointing_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> N
         _layers(leaves, windows, wrap).backward()
         assert len(calls) == 4 * calls_each, name
         found[name] = [each.grad for each in leaves]
-    for name, results in found.items():
-        for one, other in zip(found["plain"], results, strict=True):
-            assert torch.equal(one, other), name  # type: ignore[arg-type]
+    kernel_checks.assert_all_bits_are_the_same(found)
 
 
-CONFIG = ModelConfig(
-    vocab_size=50, num_layers=3, hidden_size=64, num_heads=2, ffn_size=40, init="unit",
-    dropout=0.0, attention_dropout=0.0, score_residual="sum",
-)  # fmt: skip
+CONFIG = ModelConfig(vocab_size=50, num_layers=3, hidden_size=64, num_heads=2, ffn_size=40,
+                     init="unit", dropout=0.0, attention_dropout=0.0,
+                     score_residual="sum")  # fmt: skip
 
 
 def _model(**changes: Any) -> MaskedLanguageModel:
@@ -481,10 +440,8 @@ def _results(model: MaskedLanguageModel, layout: Layout, shape: tuple[int, ...])
     ids = torch.randint(0, 50, shape)
     logits = model(ids, layout, torch.arange(0, ids.numel(), 3))
     loss = torch.nn.functional.cross_entropy(logits.double(), torch.arange(len(logits)) % 50)
-    return [
-        logits.detach(),
-        *torch.autograd.grad(loss, list(model.parameters()), allow_unused=True),
-    ]
+    weights = list(model.parameters())
+    return [logits.detach(), *torch.autograd.grad(loss, weights, allow_unused=True)]
 
 
 @pytest.mark.parametrize(
@@ -539,7 +496,5 @@ def test_a_triton_that_fails_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(common_triton, "try_triton", fail)
     assert choose(KernelsConfig(), config, "bf16", cpu) == REFERENCE
-    with pytest.raises(
-        ConfigError, match=r"kernel here: RuntimeError: Failed to find C compiler\.;"
-    ):
+    with pytest.raises(ConfigError, match=r"here: RuntimeError: Failed to find C compiler\.;"):
         choose(KernelsConfig(loss="fused"), config, "bf16", cpu)

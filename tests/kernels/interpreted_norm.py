@@ -29,12 +29,11 @@ from pipeline.model.layout import Layout, packed, padded, rows
 from tests.model.test_checkpointing import BATCH, NUM_MASKED, SEQ_LEN, alive_bytes
 from tests.model.test_checkpointing import CONFIG as CHECKPOINTED
 from tests.model.test_cost import kept_bytes
-from tests.support.checkpoint_ways import checkpoint_ways
-from tests.support.dropout_rule import kept_by_rule
+from tests.support import kernel_checks
 from tests.support.grids import first_in_ci
+from tests.support.kernel_checks import checkpoint_ways, kept_by_rule
 
-EXACT = 2e-6
-"""Relative Frobenius error of fp32 kernels."""
+EXACT = 2e-6  # relative Frobenius error of fp32 kernels
 SEED, EPS = 1234567890123, 1e-12
 DEEPNORM = 24**0.25
 OPERATOR: Any = torch.ops.postnorm.residual_norm
@@ -43,14 +42,7 @@ torch.set_num_threads(1)  # matrices are so small that threads only wait for eac
 
 @pytest.fixture(autouse=True)
 def _buffers_full_of_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(make: Callable[..., tuple[Tensor, ...]], like: Tensor) -> tuple[Tensor, ...]:
-        return tuple(
-            torch.full_like(each, torch.nan) if each.device.type == "cpu" else each
-            for each in make(like)
-        )
-
-    for name in ("_empty_results", "_empty_gradients"):
-        monkeypatch.setattr(operator, name, partial(full, getattr(operator, name)))
+    kernel_checks.fill_buffers_with_nan(operator, monkeypatch)
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
@@ -65,14 +57,11 @@ def draw(*shape: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     return [each.to(dtype) for each in drawn]
 
 
-Results = list[Tensor]
-"""y, and the gradients of x and of the update."""
+Results = list[Tensor]  # y, and the gradients of x and of the update
 
 
-def expected(
-    drawn: list[Tensor], alpha: float, keep: float, eps: float = EPS,
-    factor: Tensor | float = 1.0,
-) -> Results:  # fmt: skip
+def expected(drawn: list[Tensor], alpha: float, keep: float, eps: float = EPS,
+             factor: Tensor | float = 1.0) -> Results:  # fmt: skip
     """In float64; `factor` is dropout's."""
     x, update, given = (each.double() for each in drawn)
     x, update = x.requires_grad_(), update.requires_grad_()
@@ -104,7 +93,6 @@ def plain(drawn: list[Tensor], alpha: float, keep: float) -> Results:
 
 
 def rounded(alpha: float) -> float:
-    """As fp32 has it."""
     return float(torch.tensor(alpha))
 
 
@@ -125,7 +113,6 @@ def test_fp32(tokens: int, size: int) -> None:
         found = computed(drawn, alpha, keep)
         wanted = expected(drawn, rounded(alpha), keep)
         got = [error(f, w) for f, w in zip(found, wanted, strict=True)]
-        print(tokens, size, alpha, keep, got)
         assert all(each <= EXACT for each in got), (alpha, keep, got)
 
 
@@ -144,7 +131,6 @@ def test_bf16_is_nearer_than_plain_pytorch(size: int) -> None:
         wanted = expected(drawn, rounded(alpha), keep)
         found = [error(f, w) for f, w in zip(computed(drawn, alpha, keep), wanted, strict=True)]
         floor = [error(f, w) for f, w in zip(plain(drawn, alpha, keep), wanted, strict=True)]
-        print(size, alpha, keep, found, floor)
         for mine, of_plain in zip(found, floor, strict=True):
             # Rounded once: at most 2^-9 of each value.
             assert mine <= min(of_plain, 2**-9), (alpha, keep, found, floor)
@@ -223,7 +209,6 @@ def test_dropout_is_what_its_seed_says(alpha: float, size: int) -> None:
     found = computed(drawn, alpha, DEEPNORM, dropout=0.25)
     wanted = expected(drawn, rounded(alpha), DEEPNORM, factor=factor)
     got = [error(f, w) for f, w in zip(found, wanted, strict=True)]
-    print(got)
     assert all(each <= EXACT for each in got), got
 
 
@@ -249,13 +234,7 @@ def test_dropout_looks_random() -> None:
     kept = np.stack([_kept(SEED + n, 64, 768, 0.1).double().numpy() for n in range(2)])
     # 98,304 draws: the deviation of their mean is 0.3 / sqrt(98,304) = 0.00096.
     assert kept.mean() == pytest.approx(0.9, abs=5 * 0.00096)
-    centred = (kept - 0.9) / 0.3
-    for axis in range(3):  # seeds, tokens and columns next to each other
-        one, other = (
-            centred.take(range(1, centred.shape[axis]), axis),
-            centred.take(range(centred.shape[axis] - 1), axis),
-        )
-        assert abs((one * other).mean()) <= 5 / np.sqrt(one.size)
+    kernel_checks.assert_neighbours_are_independent(kept)
     # Tokens and columns keep as many as independent draws do.
     assert kept.mean(2).std() == pytest.approx(0.3 / np.sqrt(768), rel=0.2)
     assert kept.mean((0, 1)).std() == pytest.approx(0.3 / np.sqrt(128), rel=0.2)
@@ -291,15 +270,11 @@ def test_checkpointing_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> N
         hidden.pow(3).sum().backward()
         assert len(calls) == 4 * calls_each, name
         found[name] = [after, *(each.grad for each in leaves)]
-    for name, results in found.items():
-        for one, other in zip(found["plain"], results, strict=True):
-            assert torch.equal(one, other), name  # type: ignore[arg-type]
+    kernel_checks.assert_all_bits_are_the_same(found)
 
 
-CONFIG = ModelConfig(
-    vocab_size=50, num_layers=4, hidden_size=40, num_heads=2, ffn_size=40, dropout=0.0,
-    attention_dropout=0.0,
-)  # fmt: skip
+CONFIG = ModelConfig(vocab_size=50, num_layers=4, hidden_size=40, num_heads=2, ffn_size=40,
+                     dropout=0.0, attention_dropout=0.0)  # fmt: skip
 
 
 def _model(config: ModelConfig, *, fused: bool) -> MaskedLanguageModel:
@@ -418,28 +393,23 @@ COSTS: dict[str, dict[str, Any]] = {
     ("dropout", "dtype"), first_in_ci([(0.1, torch.bfloat16), (0.0, torch.float32)])
 )
 @pytest.mark.parametrize("name", COSTS)
-def test_activations_equal_what_autograd_keeps(
-    name: str, dropout: float, dtype: torch.dtype
-) -> None:
+def test_activations_are_what_autograd_keeps(name: str, dropout: float, dtype: torch.dtype) -> None:
     config = ModelConfig(
         vocab_size=300, num_layers=3, hidden_size=64, num_heads=2, ffn_size=96, max_positions=64,
         dropout=dropout, attention_dropout=0.0 if name == "no carry" else dropout, **COSTS[name],
     )  # fmt: skip
     _, others = kept_bytes(config, 4, 15, dtype, fused=True)
-    formula = cost.activation_bytes(
-        config, 4 * 24, 24, cost.Sizes(dtype.itemsize, dtype.itemsize), 15 / 96,
-        fused=Choice(attention=True, residual_norm=True),
-    )  # fmt: skip
+    formula = cost.activation_bytes(config, 4 * 24, 24, cost.Sizes(dtype.itemsize, dtype.itemsize),
+                                    15 / 96,
+                                    fused=Choice(attention=True, residual_norm=True))  # fmt: skip
     assert formula["total"] == pytest.approx(others, abs=16)  # a few scalars
 
 
 def test_checkpointed_memory_is_what_cost_says() -> None:
     config = replace(CHECKPOINTED, score_residual="sum", num_layers=3, hidden_size=64, num_heads=2)
     tokens = BATCH * SEQ_LEN
-    formula = cost.activation_bytes(
-        config, tokens, SEQ_LEN, cost.Sizes(2, 2), NUM_MASKED / tokens, 1,
-        Choice(attention=True, residual_norm=True),
-    )  # fmt: skip
+    formula = cost.activation_bytes(config, tokens, SEQ_LEN, cost.Sizes(2, 2), NUM_MASKED / tokens,
+                                    1, Choice(attention=True, residual_norm=True))  # fmt: skip
     lasting = sum(formula[name] for name in ("embeddings", "layer inputs", "head", "loss"))
     # What all layers share: the rotary tables in fp32, the mask, the spans and the layout.
     shared = tokens * (config.head_size * 4 + SEQ_LEN + 4 * 4)
@@ -470,10 +440,9 @@ def test_what_the_kernel_cannot_take() -> None:
     [
         ({"norm": "layernorm"}, "model.norm=layernorm"),
         ({"norm_placement": "pre"}, "norm_placement=pre"),
-        ({"residual": "rezero"}, "residual=rezero"),
-        ({"hidden_size": 42}, "model.hidden_size=42"),
+        ({"residual": "rezero"}, "residual=rezero"), ({"hidden_size": 42}, "model.hidden_size=42"),
     ],
-)
+)  # fmt: skip
 def test_models_that_the_kernel_is_not_for(changes: dict[str, Any], said: str) -> None:
     model = MaskedLanguageModel(replace(CONFIG, num_heads=1, **changes))
     with pytest.raises(ConfigError, match=said):

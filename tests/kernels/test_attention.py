@@ -50,11 +50,9 @@ def _concatenated(inputs: list[tuple[Tensor, ...]], allowed: Tensor, mean: bool)
         wide_q = torch.cat([q for q, _, _ in inputs[: number + 1]], dim=-1)
         wide_k = torch.cat([k for _, k, _ in inputs[: number + 1]], dim=-1)
         scale = 1.0 / (number + 1) if mean else 1.0
-        outputs.append(
-            F.scaled_dot_product_attention(
-                wide_q, wide_k, inputs[number][2], attn_mask=allowed, scale=scale
-            )
-        )
+        wide, v = (wide_q, wide_k), inputs[number][2]
+        out = F.scaled_dot_product_attention(*wide, v, attn_mask=allowed, scale=scale)
+        outputs.append(out)
     return outputs
 
 
@@ -126,9 +124,7 @@ def _bf16_errors(seq_len: int, short: int, monkeypatch: pytest.MonkeyPatch) -> l
 
 
 @pytest.mark.parametrize("seq_len", [5, 64, 200])
-def test_short_rows_of_bf16_err_as_torch_does(
-    seq_len: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_rows_of_bf16_err_as_torch(seq_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = _bf16_errors(seq_len, 256, monkeypatch)
     for error, of_torch in zip(mine, _bf16_errors(seq_len, 4, monkeypatch), strict=True):
         assert error < max(1.25 * of_torch, 4e-3)

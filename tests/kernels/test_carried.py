@@ -26,10 +26,9 @@ def test_interpreted_kernels(interpreter: Interpreter, marked: str) -> None:
 
 
 # Capability, longest window, head size and dropout: each tile that is chosen.
-CASES = [
-    (90, 64, 64, 0.1), (80, 512, 128, 0.1), (90, 512, 128, 0.1), (80, 64, 64, 0.1),
-    (90, 128, 64, 0.0), (90, 512, 64, 0.1), (80, 512, 64, 0.1), (80, 64, 128, 0.1),
-]  # fmt: skip
+CASES = [(90, 64, 64, 0.1), (80, 512, 128, 0.1), (90, 512, 128, 0.1), (80, 64, 64, 0.1),
+         (90, 128, 64, 0.0), (90, 512, 64, 0.1), (80, 512, 64, 0.1),
+         (80, 64, 128, 0.1)]  # fmt: skip
 
 
 @NEEDS_TRITON

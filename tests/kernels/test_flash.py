@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -90,10 +91,8 @@ def test_the_model_is_the_same(
 
 
 def test_the_kernel_has_a_gradient_and_is_one_graph() -> None:
-    leaves = [
-        torch.empty(64, 3, 32, device="meta", dtype=torch.bfloat16, requires_grad=True)
-        for _ in range(3)
-    ]
+    kind: dict[str, Any] = {"device": "meta", "dtype": torch.bfloat16, "requires_grad": True}
+    leaves = [torch.empty(64, 3, 32, **kind) for _ in range(3)]
     bounds = torch.empty(9, device="meta", dtype=torch.int32)
     compiled = torch.compile(flash_attention, backend="aot_eager", fullgraph=True)
     for attend in (flash_attention, compiled):

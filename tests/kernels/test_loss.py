@@ -26,10 +26,8 @@ from tests.support.triton import MARKED, NEEDS_TRITON, Interpreter
 
 FUSED = os.environ.get("TRITON_INTERPRET") == "1"
 BY_ROWS = module._by_kernel if FUSED else module._by_torch
-EXACT = 2e-6
-"""Relative error in fp32, of losses and (Frobenius) of gradients."""
-OF_PLAIN = 1.1
-"""Errors in bf16 over those of plain PyTorch on all logits; 1.05 was the largest found."""
+EXACT = 2e-6  # relative error in fp32, of losses and (Frobenius) of gradients
+OF_PLAIN = 1.1  # errors in bf16 over those of plain PyTorch; 1.05 was the largest found
 
 
 @NEEDS_TRITON
@@ -120,12 +118,10 @@ class _Shapes(TorchDispatchMode):
         super().__init__()
         self.seen: set[tuple[torch.Size, ...]] = set()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), named: Any = None) -> Any:
         if func.overloadpacket is torch.ops.aten.mm:
             self.seen.add(tuple(each.shape for each in args[:2]))
-        return func(*args, **(kwargs or {}))
+        return func(*args, **(named or {}))
 
 
 @pytest.mark.skipif(FUSED, reason="concerns CPUs alone")
@@ -168,25 +164,18 @@ class _Largest(TorchDispatchMode):
 
     elements = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), named: Any = None) -> Any:
+        result = func(*args, **(named or {}))
         made = result if isinstance(result, (tuple, list)) else [result]
         # Triton's interpreter looks at memory as bytes.
-        sizes = [
-            each.numel()
-            for each in made
-            if isinstance(each, torch.Tensor) and each.is_floating_point()
-        ]
+        tensors = [each for each in made if isinstance(each, torch.Tensor)]
+        sizes = [each.numel() for each in tensors if each.is_floating_point()]
         self.elements = max(self.elements, *sizes, 0)
         return result
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-def test_no_tensor_is_larger_than_the_budget(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_tensor_exceeds_the_budget(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, width, size = 60, 8, 300
     allow(10, size, dtype, monkeypatch)
     *values, targets = make(rows, width, size, dtype, True)
@@ -325,13 +314,10 @@ def test_targets_that_are_no_tokens_are_not_passed_over(target: int) -> None:
     "head", [{"mlm_head": "bert", "bias": True}, {"mlm_head": "linear"}], ids=["bert", "linear"]
 )
 @pytest.mark.parametrize("embedding_size", [None, 12])
-def test_the_model_gives_the_loss_of_its_logits(
-    head: dict[str, Any], embedding_size: int | None
-) -> None:
-    config = ModelConfig(
-        vocab_size=50, num_layers=1, hidden_size=24, num_heads=2, ffn_size=40, dropout=0.0,
-        embedding_size=embedding_size, attention_dropout=0.0, **head,
-    )  # fmt: skip
+def test_the_model_gives_its_logits_loss(head: dict[str, Any], embedding_size: int | None) -> None:
+    config = ModelConfig(vocab_size=50, num_layers=1, hidden_size=24, num_heads=2, ffn_size=40,
+                         dropout=0.0, embedding_size=embedding_size, attention_dropout=0.0,
+                         **head)  # fmt: skip
     torch.manual_seed(0)
     model = MaskedLanguageModel(config)
     batch = torch.randint(50, (2, 8)), padded(torch.tensor([8, 5]), 8), torch.tensor([0, 3, 11])
@@ -344,10 +330,9 @@ def test_the_model_gives_the_loss_of_its_logits(
     assert loss.item() == pytest.approx(wanted.item(), rel=EXACT)
     assert float(correct) == int((logits.argmax(-1) == targets).sum())
     parameters = list(model.parameters())
-    for found, other in zip(
-        torch.autograd.grad(loss, parameters, allow_unused=True),
-        torch.autograd.grad(wanted, parameters, allow_unused=True), strict=True,
-    ):  # fmt: skip
+    for found, other in zip(torch.autograd.grad(loss, parameters, allow_unused=True),
+                            torch.autograd.grad(wanted, parameters, allow_unused=True),
+                            strict=True):  # fmt: skip
         assert (found is None) == (other is None)
         if found is not None and other is not None:
             torch.testing.assert_close(found, other, rtol=1e-5, atol=1e-6)

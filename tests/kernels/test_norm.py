@@ -21,11 +21,10 @@ def test_interpreted_kernels(interpreter: Interpreter, marked: str) -> None:
 
 
 # Hidden size, dropout and dtype: the sizes of the models, and the ends.
-SIZES = [
-    (768, 0.1, torch.bfloat16), (4096, 0.1, torch.float32), (40, 0.1, torch.bfloat16),
-    *((size, dropout, torch.bfloat16) for size in (384, 1024) for dropout in (0.0, 0.1)),
-    (768, 0.0, torch.bfloat16), (4096, 0.1, torch.bfloat16), (1536, 0.1, torch.float32),
-]  # fmt: skip
+SIZES = [(768, 0.1, torch.bfloat16), (4096, 0.1, torch.float32), (40, 0.1, torch.bfloat16),
+         *((size, dropout, torch.bfloat16) for size in (384, 1024) for dropout in (0.0, 0.1)),
+         (768, 0.0, torch.bfloat16), (4096, 0.1, torch.bfloat16),
+         (1536, 0.1, torch.float32)]  # fmt: skip
 
 
 @NEEDS_TRITON

@@ -45,10 +45,17 @@ PROFILES = sorted((ROOT / "configs/cluster").glob("*.yaml"))
         ({"sbatch": ("--mem-per-cpu=1G",), "mem_per_node": "9G"}, "--mem-per-cpu"),
         ({"requeue": False}, r"requeue=false.*max_restarts.* 51 jobs"),
         ({"sbatch": ("--nice=1", "nice=2")}, "--nice.*twice"),
+        ({"srun": ("--label",)}, "sets --label"), ({"srun": ("mpi none",)}, "srun: 'mpi none'"),
+        ({"cpu_bind": "all cores"}, "cpu_bind='all cores'"),
+        ({"distribution": "; rm"}, "distribution='; rm'"),
+        ({"gpus_per_node": 8, "ranks_per_node": 4}, "ranks_per_node=4.*gpus_per_node=8"),
+        ({"gpus_per_node": 0}, "gpus_per_node=0.*ranks_per_node"),
+        ({"time_limit": "1 day"}, "minutes"), ({"time_limit": ""}, "minutes"),
+        ({"time_limit": "5:00"}, "no time is left"),
     ],
     ids=str,
 )  # fmt: skip
-def test_what_slurm_or_the_shell_would_misread_is_refused(
+def test_what_slurm_or_the_shell_misreads_is_refused(
     fields: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

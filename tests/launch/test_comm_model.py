@@ -1,5 +1,6 @@
 """What ranks exchange and for how long: by hand, and from measured speeds and data sheets."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,13 +85,11 @@ def test_measured_bandwidths_take_the_place_of_data_sheets(tmp_path: Path) -> No
     # What preflight expects is of two nodes, or of the only one.
     preflight = PreflightConfig(bandwidth_gb_per_s=100)
     for nodes, measured, expected in ((2, 42e9, 100e9), (1, 231e9, 100e9)):
-        of_nodes = ClusterConfig(gpus_per_node=8, nodes=nodes, hardware=hardware)
-        found = bus_of(of_nodes)
+        cluster = ClusterConfig(gpus_per_node=8, nodes=nodes, hardware=hardware)
+        found = bus_of(cluster)
         assert found is not None
         assert found.bytes_per_s == measured
-        found = bus_of(
-            ClusterConfig(gpus_per_node=8, nodes=nodes, hardware=sheet, preflight=preflight)
-        )
+        found = bus_of(replace(cluster, hardware=sheet, preflight=preflight))
         assert found is not None
         assert found.bytes_per_s == expected
         assert "of the profile's preflight" in found.origin

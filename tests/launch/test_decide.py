@@ -19,10 +19,9 @@ from launch.decide import (
 from launch.records import newest_checkpoint
 
 LIMITS = Limits(restarts=5, without_progress=2)
-FAILED = JobAttempt(
-    job="7", restart=0, nodes=("n1", "n2"), before="step-00000010", after="step-00000010",
-    codes=(1, 1, 75), ranks=4, is_done=False, step_code=143,
-)  # fmt: skip
+FAILED = JobAttempt(job="7", restart=0, nodes=("n1", "n2"), before="step-00000010",
+                    after="step-00000010", codes=(1, 1, 75), ranks=4, is_done=False,
+                    step_code=143)  # fmt: skip
 SAVED = replace(FAILED, codes=(75,) * 4, after="step-00000020")
 RUN = Path("/runs/a")
 
@@ -58,10 +57,8 @@ def test_verdicts(attempt: JobAttempt, word: str, code: int, facts: tuple[str, .
 def test_jobs_of_a_chain_count_as_restarts_and_as_attempts_of_one_job(tmp_path: Path) -> None:
     found = decide(replace(SAVED, job="7_5", jobs_before=5), 0, LIMITS, RUN)
     assert (found.word, found.exit_code) == ("failed", 2)
-    words = [
-        end_attempt(replace(FAILED, job=f"7_{n}", jobs_before=n), LIMITS, tmp_path).word
-        for n in range(2)
-    ]
+    jobs = [replace(FAILED, job=f"7_{n}", jobs_before=n) for n in range(2)]
+    words = [end_attempt(job, LIMITS, tmp_path).word for job in jobs]
     assert words == ["requeue", "failed"]
 
 
@@ -99,9 +96,7 @@ def test_history_counts_attempts_in_a_row_of_this_job(tmp_path: Path) -> None:
     assert last["nodes"] == ["n1", "n2"]
 
 
-def test_a_line_that_a_killed_script_left_unfinished_does_not_hide_the_others(
-    tmp_path: Path,
-) -> None:
+def test_half_a_line_of_a_killed_script_hides_no_others(tmp_path: Path) -> None:
     end_attempt(FAILED, LIMITS, tmp_path)
     with (tmp_path / "launch" / "history.jsonl").open("a") as file:
         file.write('{"job": "7", "res')

@@ -12,7 +12,7 @@ import pytest
 
 from launch.cluster import ClusterConfig, ContainerConfig
 from launch.prep import PrepJob, StagePlan, render_prep
-from launch.script import RUN, Job, render
+from launch.script import RUN, render
 from launch.submit import Origin, checkout_job
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
@@ -52,22 +52,17 @@ def _scripts(profile: str) -> dict[str, str]:
     ).config
     profile_file = f"configs/cluster/{profile}.yaml"
     job = checkout_job(config, Origin("train.yaml", ("train.lr=3e-4",), profile_file, "/shared/me"))
-    prep = PrepJob(
-        name="prep", start=("-m",), config_path="prep.yaml", output_dir="data/mine",
-        work_dir="/shared/me",
-    )  # fmt: skip
+    prep = PrepJob(name="prep", start=("-m",), config_path="prep.yaml", output_dir="data/mine",
+                   work_dir="/shared/me")  # fmt: skip
     plan = StagePlan("ingest", max_tasks=64, core_hours=1, memory_gb=0.7)
     [stage] = render_prep([plan], cluster, prep)
     scripts = {f"{profile}-train.sh": render(job, cluster), f"{profile}-prep.sh": stage.scripts[0]}
     if profile == WHOLE:
-        scripts[f"{profile}-sweep.sh"] = render(_sweep_of(job), cluster)
+        folders = ("/shared/me/runs/seed=1", "/shared/me/runs/data.dir=my_texts-0a1b2c3d")
+        words = ("pipeline", "pretrain", f"{RUN}config.yaml")
+        sweep = replace(job, run_dir="/shared/me/runs", words=words, runs=folders, at_once=2)
+        scripts[f"{profile}-sweep.sh"] = render(sweep, cluster)
     return scripts
-
-
-def _sweep_of(job: Job) -> Job:
-    folders = ("/shared/me/runs/seed=1", "/shared/me/runs/data.dir=my_texts-0a1b2c3d")
-    words = ("pipeline", "pretrain", f"{RUN}config.yaml")
-    return replace(job, run_dir="/shared/me/runs", words=words, runs=folders, at_once=2)
 
 
 def _kept(profile: str) -> dict[str, str]:

@@ -110,9 +110,7 @@ def test_a_job_is_cancelled(place: Place) -> None:
     assert run.status().state == "cancelled"
 
 
-def test_what_cannot_start_is_refused_at_once(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_start_is_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     for words, given, named in (
         (["data.dir=nowhere"], {"cluster": "c.yaml"}, r"data\.dir=nowhere"),
         (["data.dir=nowhere"], {"local": True}, r"data\.dir=nowhere"),

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import Popen
@@ -13,20 +11,18 @@ import pytest
 from launch.decide import Limits
 from launch.local import run_local, run_side_by_side
 from launch.records import FOLDER, PROGRAM, history
-from tests.launch.test_submit import ROOT
-from tests.support.processes import Processes
+from tests.launch.test_submit import START
+from tests.support.processes import Processes, wait_until
 
-START = [sys.executable, str(ROOT / "pipeline/runtime/start.py"), "launch"]
 Rank = Callable[..., "Popen[str]"]
 
 
 @pytest.fixture
 def rank(processes: Processes, tmp_path: Path) -> Rank:
     """Starts a program as rank 1 of a job."""
-    variables = {
-        "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1", "SLURM_JOB_ID": "7", "POSTNORM_RUN_DIR": str(tmp_path),
-    }  # fmt: skip
+    variables = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                 "MASTER_PORT": "1", "SLURM_JOB_ID": "7",
+                 "POSTNORM_RUN_DIR": str(tmp_path)}  # fmt: skip
 
     def start(*words: str) -> "Popen[str]":
         return processes.start([*START, "rank", "--", *words], env={**os.environ, **variables})
@@ -41,7 +37,7 @@ def _record(run_dir: Path) -> str:
 @pytest.mark.parametrize(
     ("script", "code"), [("exit 0", 0), ("exit 75", 75), ("exit 9", 9), ("kill -9 $$", 137)]
 )
-def test_exit_code_is_the_programs_and_is_left_behind(
+def test_exit_code_is_that_of_the_program(
     rank: Rank, tmp_path: Path, script: str, code: int
 ) -> None:
     assert rank("bash", "-c", script).wait(30) == code
@@ -59,19 +55,14 @@ def test_program_that_does_not_exist_is_not_tried_again(rank: Rank, tmp_path: Pa
 def test_signals_reach_the_program(rank: Rank, tmp_path: Path, number: signal.Signals) -> None:
     script = f"trap 'exit 75' {number.name}; touch {tmp_path}/ready; while :; do sleep 0.1; done"
     started = rank("bash", "-c", script)
-    deadline = time.monotonic() + 30
-    while not (tmp_path / "ready").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until((tmp_path / "ready").exists)
     started.send_signal(number)
     assert started.wait(30) == 75
     assert _record(tmp_path) == "75"
 
 
 @pytest.mark.usefixtures("processes")
-def test_commands_side_by_side_divide_the_gpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_side_by_side_commands_divide_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     script = (
         f"echo $CUDA_VISIBLE_DEVICES; cd {tmp_path}; touch $0; "
@@ -85,7 +76,7 @@ def test_commands_side_by_side_divide_the_gpus(
 
 
 @pytest.mark.usefixtures("processes")
-def test_each_start_of_a_local_run_keeps_its_exit_codes(
+def test_local_starts_keep_their_exit_codes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "9")  # in the shell of an allocation
@@ -96,6 +87,5 @@ def test_each_start_of_a_local_run_keeps_its_exit_codes(
     # Under the names that the history has, by which `status` joins the two.
     codes = {f"{line['job']}.{line['restart']}": line["codes"] for line in history(tmp_path)}
     assert list(codes.values()) == [[1], [0]]
-    assert {
-        path.parent.name: [int(path.read_text())] for path in tmp_path.glob("exit/*/*")
-    } == codes
+    records = tmp_path.glob("exit/*/*")
+    assert {path.parent.name: [int(path.read_text())] for path in records} == codes

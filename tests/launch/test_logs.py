@@ -12,11 +12,6 @@ from tests.support.recorded_slurm import RecordedSlurm
 from tests.support.run_folder import RunFolder
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunFolder:
-    return RunFolder(tmp_path / "run")
-
-
 @pytest.mark.parametrize("block", [1, 2, 5, 64])
 @pytest.mark.parametrize("text", [b"", b"a", b"a\n", b"a\nbb\n\nccc\n", b"a\nbb\nno end", b"\n\n"])
 def test_last_lines(
@@ -73,17 +68,11 @@ def test_followed_from_before_its_start_to_the_end(
     assert capfdbinary.readouterr().out == b"".join(b"line %d\n" % n for n in range(50))
 
 
-def test_a_job_is_over_when_slurm_or_its_script_says_so(
-    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recorded = RecordedSlurm(tmp_path / "slurm")
-    monkeypatch.setenv("PATH", recorded.path)
+def test_a_job_is_over_when_one_says_so(run: RunFolder, recorded: RecordedSlurm) -> None:
     run.submitted("412", 1795292495.0)
     form = f"412|412|{{}}|None|train||0|1795292495|N/A|N/A|1:00|0|{run.folder}"
-    for state, is_over in [
-        ("PENDING", False), ("RUNNING", False), ("COMPLETING", False), ("COMPLETED", True),
-        ("TIMEOUT", True),
-    ]:  # fmt: skip
+    for state, is_over in [("PENDING", False), ("RUNNING", False), ("COMPLETING", False),
+                           ("COMPLETED", True), ("TIMEOUT", True)]:  # fmt: skip
         recorded.says("squeue", form.format(state))
         assert bool(logs.why_job_is_over(run.folder, "412")) == is_over, state
     recorded.says("squeue", "")  # the controller has forgotten it

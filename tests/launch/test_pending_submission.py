@@ -4,7 +4,6 @@ import errno
 import fcntl
 import json
 import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from launch.pending_submission import INTENT_FILE, differences, options_of, submitting
 from launch.slurm import NoAnswerError, passed_on, withheld
 from pipeline.errors import BusyError, ConfigError
-from tests.support.fake_slurm import FakeSlurm
+from tests.support.fake_slurm import FakeSlurm, interruptible
 
 SCRIPT = """#!/bin/bash
 #SBATCH --comment='/runs/a b'
@@ -27,11 +26,10 @@ SCRIPT = """#!/bin/bash
 #SBATCH --requeue
 srun true
 """
-SHOWN = {
-    "Partition": "h100", "Account": "mine", "QOS": "normal", "TimeLimit": "1-12:00:00",
-    "NumNodes": "8", "cpus-per-task": "24", "MinMemory": "500G", "tres-per-node": "gres:gpu:h200:8",
-    "Reservation": "(null)", "Requeue": "1", "Comment": "/runs/a b",
-}  # fmt: skip
+SHOWN = {"Partition": "h100", "Account": "mine", "QOS": "normal", "TimeLimit": "1-12:00:00",
+         "NumNodes": "8", "cpus-per-task": "24", "MinMemory": "500G",
+         "tres-per-node": "gres:gpu:h200:8", "Reservation": "(null)", "Requeue": "1",
+         "Comment": "/runs/a b"}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -85,12 +83,8 @@ def _queued(slurm: FakeSlurm, job: str, comment: Path | str) -> None:
 
 def test_ctrl_c_after_sbatch_cancels_the_job(tmp_path: Path, slurm: FakeSlurm) -> None:
     slurm.add("squeue", 'kill -INT "$PPID"')
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            _submit(tmp_path)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with interruptible(), pytest.raises(KeyboardInterrupt):
+        _submit(tmp_path)
     assert slurm.lines("cancelled") == ["101"]
     assert _left(tmp_path) is None
 
@@ -121,7 +115,7 @@ def test_job_that_cannot_be_cancelled_is_found_whatever_its_comment(
     assert _left(tmp_path) is None
 
 
-def test_sbatch_that_does_not_answer_may_have_submitted(
+def test_sbatch_without_an_answer(
     tmp_path: Path, slurm: FakeSlurm, caplog: pytest.LogCaptureFixture
 ) -> None:
     real = (slurm.folder / "sbatch").rename(slurm.folder / "real")
@@ -163,21 +157,15 @@ def test_file_system_without_locks_does_not_stop_a_submission(
     assert os.strerror(number) in caplog.text
 
 
-def test_jobs_get_all_variables_but_those_of_slurm_and_the_login(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    kept = [
-        "PATH", "HOME", "WANDB_API_KEY", "MLFLOW_TRACKING_URI", "HF_HOME", "TORCH_HOME",
-        "NCCL_DEBUG", "http_proxy", "https_proxy", "no_proxy", "LD_LIBRARY_PATH", "PYTHONPATH",
-        "CUDA_HOME", "OMP_NUM_THREADS", "LOADEDMODULES", "TMPDIR", "KRB5CCNAME", "SLURM_CONF",
-        "POSTNORM_SCRATCH", "XDG_CACHE_HOME", "RANKING",
-    ]  # fmt: skip
-    taken = [
-        "SBATCH_PARTITION", "SLURM_JOB_ID", "SLURM_CPU_BIND", "SLURMD_NODENAME", "SRUN_DEBUG",
-        "SQUEUE_FORMAT", "SSH_CONNECTION", "SSH_AUTH_SOCK", "DISPLAY", "XAUTHORITY",
-        "XDG_SESSION_ID", "XDG_RUNTIME_DIR", "TMUX", "RANK", "WORLD_SIZE", "MASTER_ADDR",
-        "POSTNORM_START",
-    ]  # fmt: skip
+def test_jobs_get_variables_but_slurms_and_the_logins(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = ["PATH", "HOME", "WANDB_API_KEY", "MLFLOW_TRACKING_URI", "HF_HOME", "TORCH_HOME",
+            "NCCL_DEBUG", "http_proxy", "https_proxy", "no_proxy", "LD_LIBRARY_PATH", "PYTHONPATH",
+            "CUDA_HOME", "OMP_NUM_THREADS", "LOADEDMODULES", "TMPDIR", "KRB5CCNAME", "SLURM_CONF",
+            "POSTNORM_SCRATCH", "XDG_CACHE_HOME", "RANKING"]  # fmt: skip
+    taken = ["SBATCH_PARTITION", "SLURM_JOB_ID", "SLURM_CPU_BIND", "SLURMD_NODENAME", "SRUN_DEBUG",
+             "SQUEUE_FORMAT", "SSH_CONNECTION", "SSH_AUTH_SOCK", "DISPLAY", "XAUTHORITY",
+             "XDG_SESSION_ID", "XDG_RUNTIME_DIR", "TMUX", "RANK", "WORLD_SIZE", "MASTER_ADDR",
+             "POSTNORM_START"]  # fmt: skip
     for name in (*kept, *taken):
         monkeypatch.setenv(name, os.environ.get(name, "1"))
     assert set(kept) <= passed_on().keys()

@@ -8,6 +8,7 @@ import platform
 import resource
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,14 +17,7 @@ from typing import Any
 import pytest
 
 from launch.cluster import ClusterConfig, PreflightConfig
-from launch.preflight.check import (
-    check_dataset,
-    check_folder,
-    check_limits,
-    check_node,
-    check_shared_memory,
-    read_block,
-)
+from launch.preflight import check as checks
 from launch.preflight.gpus import check_gpus
 from launch.preflight.judge import gather, judge_nodes
 from launch.preflight.record import Record, read_record
@@ -35,13 +29,73 @@ from pipeline.data.format import DatasetIndex, read_index
 from pipeline.errors import ConfigError, DataError
 from pipeline.multitask.config import load_mix
 from tests.support.checkpoints import make_checkpoint
-from tests.support.fake_smi import FakeSmi
-from tests.support.processes import python
+from tests.support.processes import python, write_program
 from tests.support.tiny_tasks import write_task
 
 ROOT = Path(__file__).parents[2]
 # What any machine has that can run these tests.
 EASY = PreflightConfig(min_free_gb=0.001, min_free_inodes=1, min_shm_gb=0.001, min_open_files=64)
+
+
+# As the real one: values are divided by comma and space, what a GPU does not have is `[N/A]`, and
+# one field that the driver does not know makes it refuse the query in one line.
+_SCRIPT = """\
+#!{python} -S
+import json, sys, time
+state = json.loads(open({state!r}).read())
+time.sleep(state["sleep_s"])
+if state["error"]:
+    print(state["error"]); sys.exit(state["code"])
+query, _, fields = sys.argv[1].partition("=")
+what = query.removeprefix("--query-")
+assert sys.argv[2] == "--format=csv,noheader,nounits", sys.argv
+rows = state["apps"] if what == "compute-apps" else state["gpus"]
+known = set(state["known"][what])
+for field in fields.split(","):
+    if field not in known:
+        print(f'Field "{{field}}" is not a valid field to query.\\n'); sys.exit(2)
+for row in rows:
+    print(", ".join(str(row.get(field, "[N/A]")) for field in fields.split(",")))
+"""
+_GPU_FIELDS = ["index", "uuid", "name", "driver_version", "memory.total", "memory.used",
+               "ecc.errors.uncorrected.volatile.total", "retired_pages.pending",
+               "clocks_throttle_reasons.hw_thermal_slowdown",
+               "clocks_throttle_reasons.hw_power_brake_slowdown"]  # fmt: skip
+"""Of a driver before 535, which does not know `clocks_event_reasons`."""
+
+
+class FakeSmi:
+    """The command, in a folder that comes first in PATH; healthy H100s until told otherwise."""
+
+    def __init__(self, folder: Path, num_gpus: int = 2) -> None:
+        folder.mkdir()
+        self.folder = folder
+        self.gpus = [
+            {
+                "index": i, "uuid": f"GPU-0000000{i}-aaaa", "gpu_uuid": f"GPU-0000000{i}-aaaa",
+                "name": "NVIDIA H100 80GB HBM3", "driver_version": "550.54.15",
+                "memory.total": 81559, "memory.used": 4, "ecc.errors.uncorrected.volatile.total": 0,
+                "clocks_throttle_reasons.hw_thermal_slowdown": "Not Active",
+                "clocks_throttle_reasons.hw_power_brake_slowdown": "Not Active",
+                "remapped_rows.pending": "0", "remapped_rows.failure": "0",
+            }
+            for i in range(num_gpus)
+        ]  # fmt: skip
+        self.apps: list[dict[str, object]] = []
+        self.error, self.code, self.sleep_s = "", 0, 0.0
+        program = _SCRIPT.format(python=sys.executable, state=str(folder / "state.json"))
+        write_program(folder / "nvidia-smi", program)
+        self.save()
+
+    def save(self) -> None:
+        known = {
+            "gpu": _GPU_FIELDS,
+            "compute-apps": ["gpu_uuid", "pid", "process_name"],
+            "remapped-rows": ["gpu_uuid", "remapped_rows.pending", "remapped_rows.failure"],
+        }
+        names = ("gpus", "apps", "error", "code", "sleep_s")
+        state = {name: getattr(self, name) for name in names} | {"known": known}
+        (self.folder / "state.json").write_text(json.dumps(state))
 
 
 def _config(dataset: DatasetIndex, run_dir: Path) -> PretrainConfig:
@@ -72,7 +126,7 @@ def test_node_of_a_multi_task_run(dataset: DatasetIndex, tmp_path: Path, with_te
     assert f"launch preflight check {draft.job.words[2]}" in draft.script
 
     records = tmp_path / "run/launch/preflight/7.0"
-    record = check_node(mix.config, cluster, records, "n1")
+    record = checks.check_node(mix.config, cluster, records, "n1")
     assert record.findings == []
     assert record.fingerprint == (dataset.fingerprint if with_text else "")
     # A checkpoint of such a run has another fingerprint than its text.
@@ -85,7 +139,7 @@ def test_good_node(dataset: DatasetIndex, tmp_path: Path) -> None:
     records = tmp_path / "run/launch/preflight/7.0"
     records.mkdir(parents=True)
     cluster = ClusterConfig(gpus_per_node=0, ranks_per_node=2, preflight=EASY)
-    record = check_node(_config(dataset, tmp_path / "run"), cluster, records, "n1")
+    record = checks.check_node(_config(dataset, tmp_path / "run"), cluster, records, "n1")
     assert record.findings == []
     assert record.gpus is None
     assert record.fingerprint == dataset.fingerprint
@@ -181,21 +235,21 @@ def _tmpfs(folder: Path, options: str) -> Iterator[Path]:
 
 def test_full_disk(tmp_path: Path) -> None:
     with _tmpfs(tmp_path / "small", "size=1m,nr_inodes=20") as folder:
-        free_gb, found = check_folder(EASY, "run_dir", folder / "run", "all")
+        free_gb, found = checks.check_folder(EASY, "run_dir", folder / "run", "all")
         assert free_gb is not None
         assert free_gb < 0.0011
         assert found == []
         strict = replace(EASY, min_free_gb=1.0, min_free_inodes=1000)
-        _, found = check_folder(strict, "run_dir", folder, "all")
+        _, found = checks.check_folder(strict, "run_dir", folder, "all")
         assert [f.check for f in found] == ["run_dir space", "run_dir inodes"]
         assert "preflight.min_free_gb=1" in found[0].text
-        assert check_shared_memory(replace(EASY, min_shm_gb=0.5), folder)[0].check == (
+        assert checks.check_shared_memory(replace(EASY, min_shm_gb=0.5), folder)[0].check == (
             "shared memory"
         )
         with contextlib.suppress(OSError), (folder / "fill").open("wb", buffering=0) as file:
             while True:
                 file.write(b"x" * 4096)
-        free_gb, found = check_folder(EASY, "run_dir", folder, "all")
+        free_gb, found = checks.check_folder(EASY, "run_dir", folder, "all")
         assert free_gb is None
         assert "[Errno 28]" in found[0].text
         assert sorted(path.name for path in folder.iterdir()) == ["fill", "run"]
@@ -205,12 +259,12 @@ def test_limits() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
-        found = check_limits(replace(EASY, min_open_files=1024))
+        found = checks.check_limits(replace(EASY, min_open_files=1024))
         assert [f.check for f in found if f.check == "open files"] == ["open files"]
         assert "200, expected preflight.min_open_files=1024" in found[0].text
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert not [f for f in check_limits(EASY) if f.check in ("open files", "stack")]
+    assert not [f for f in checks.check_limits(EASY) if f.check in ("open files", "stack")]
 
 
 @pytest.fixture
@@ -230,21 +284,22 @@ def damaged(dataset: DatasetIndex, tmp_path: Path) -> DatasetIndex:
 
 def test_damaged_shard_is_found(dataset: DatasetIndex, damaged: DatasetIndex) -> None:
     intact = DataConfig(dir=str(dataset.folder))
-    assert check_dataset(intact, 4, "7.0 n1") == (dataset.fingerprint, [])
-    fingerprint, found = check_dataset(DataConfig(dir=str(damaged.folder)), 2, "7.0 n1")
+    assert checks.check_dataset(intact, 4, "7.0 n1") == (dataset.fingerprint, [])
+    fingerprint, found = checks.check_dataset(DataConfig(dir=str(damaged.folder)), 2, "7.0 n1")
     assert fingerprint == dataset.fingerprint, "the index is intact"
     assert len(found) == 2
     for finding in found:
         assert "tokens.npy is damaged" in finding.text
         assert finding.block is not None
         with pytest.raises(DataError):
-            read_block(damaged, finding.block)
-        read_block(dataset, finding.block)
+            checks.read_block(damaged, finding.block)
+        checks.read_block(dataset, finding.block)
 
 
 def test_other_nodes_and_restarts_look_at_other_blocks(damaged: DatasetIndex) -> None:
+    data = DataConfig(dir=str(damaged.folder))
     chosen = [
-        tuple(f.block for f in check_dataset(DataConfig(dir=str(damaged.folder)), 2, seed)[1])
+        tuple(f.block for f in checks.check_dataset(data, 2, seed)[1])
         for seed in ("7.0 n1", "7.0 n1", "7.0 n2", "7.1 n1", "7.2 n1")
     ]
     assert chosen[0] == chosen[1]
@@ -254,16 +309,16 @@ def test_other_nodes_and_restarts_look_at_other_blocks(damaged: DatasetIndex) ->
 def test_missing_shard_and_missing_dataset(damaged: DatasetIndex, tmp_path: Path) -> None:
     for shard in damaged.shards:
         (damaged.folder / shard.file).unlink()
-    _, found = check_dataset(DataConfig(dir=str(damaged.folder)), 100, "seed")
+    _, found = checks.check_dataset(DataConfig(dir=str(damaged.folder)), 100, "seed")
     assert len(found) == len(damaged.shards)
     assert all("does not exist" in f.text and f.block is not None for f in found)
-    fingerprint, found = check_dataset(DataConfig(dir=str(tmp_path / "nothing")), 4, "seed")
+    fingerprint, found = checks.check_dataset(DataConfig(dir=str(tmp_path / "nothing")), 4, "seed")
     assert fingerprint == ""
     assert [f.check for f in found] == ["dataset"]
 
 
 @pytest.mark.usefixtures("processes")
-def test_command_ends_in_time_though_the_driver_hangs(
+def test_command_ends_though_the_driver_hangs(
     dataset: DatasetIndex, smi: FakeSmi, tmp_path: Path
 ) -> None:
     smi.sleep_s = 6
@@ -274,11 +329,10 @@ def test_command_ends_in_time_though_the_driver_hangs(
         "preflight: {timeout_s: 2, min_free_gb: 0.001, min_shm_gb: 0.001, min_open_files: 64}\n"
     )
     records = tmp_path / "records"
-    said = python(
-        "-m", "launch", "preflight", "check", ROOT / "configs/demo.yaml",
-        f"run_dir={tmp_path / 'run'}", f"data.dir={dataset.folder}", "--cluster", profile,
-        "--records", records, timeout=60, env={**os.environ, "SLURMD_NODENAME": "n7"},
-    )  # fmt: skip
+    said = python("-m", "launch", "preflight", "check", ROOT / "configs/demo.yaml",
+                  f"run_dir={tmp_path / 'run'}", f"data.dir={dataset.folder}", "--cluster", profile,
+                  "--records", records, timeout=60,
+                  env={**os.environ, "SLURMD_NODENAME": "n7"})  # fmt: skip
     record = read_record(records, "n7")
     assert isinstance(record, Record)
     assert [f.text for f in record.findings] == ["GPUs: not done within preflight.timeout_s=2"]

@@ -1,6 +1,7 @@
 """What SLURM said, read right; what it did not say, not guessed; asked again while it is away."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,14 +25,11 @@ REQUEUED = "1|REQUEUED|None|train|cm[1-2]|1795292820|1795292821|1795292825|00:10
 FINISHED = "1|COMPLETED|None|train|cm[1-2]|1795292825|1795292831|1795292932|00:10:00|0:0|"
 
 
-@pytest.fixture
-def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedSlurm:
-    made = RecordedSlurm(tmp_path / "slurm")
-    monkeypatch.setenv("PATH", made.path)
+@pytest.fixture(autouse=True)
+def _steered(recorded: RecordedSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in [("SQUEUE_USERS", "nobody"), ("SACCT_FORMAT", "Job"), ("SCANCEL_STATE", "")]:
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(door, "_FIRST_WAIT_S", 0.01)
-    return made
 
 
 def test_a_recorded_queue(recorded: RecordedSlurm) -> None:
@@ -50,15 +48,11 @@ def test_a_recorded_queue(recorded: RecordedSlurm) -> None:
     assert found["4"].started_unix_s is None
     # The reason of the time before the start is no reason any more, and there is no limit.
     assert (found["8_5"].array, found["8_5"].reason, found["8_5"].end_unix_s) == ("8", "", None)
-    by_kind = {
-        kind: {job for job, facts in found.items() if getattr(facts, kind)}
-        for kind in ("is_ended", "is_waiting", "is_alive")
-    }
-    assert by_kind == {
-        "is_ended": {"7", "10"},
-        "is_waiting": {"2", "12", "4"},
-        "is_alive": {"2", "12", "4", "1", "8_5", "13"},
-    }
+    waiting = {"2", "12", "4"}
+    alive = waiting | {"1", "8_5", "13"}
+    jobs = {"is_ended": {"7", "10"}, "is_waiting": waiting, "is_alive": alive}
+    for kind, expected in jobs.items():
+        assert {job for job, facts in found.items() if getattr(facts, kind)} == expected
 
 
 def test_a_job_that_nobody_knows_is_unknown(recorded: RecordedSlurm) -> None:
@@ -89,7 +83,7 @@ def test_accounting_knows_what_the_queue_forgot(recorded: RecordedSlurm) -> None
         ("", None, "nor does accounting"),
     ],
 )
-def test_accounting_does_not_know_either(
+def test_not_in_accounting(
     recorded: RecordedSlurm, line: str, submitted_unix_s: float | None, why: str
 ) -> None:
     recorded.says("sacct", line)
@@ -115,30 +109,16 @@ def test_asked_again_until_the_controller_answers(recorded: RecordedSlurm, error
     assert len(recorded.calls("squeue")) == 4
 
 
-class _Clock:
-    """Passes only while someone sleeps."""
-
-    def __init__(self) -> None:
-        self.slept: list[float] = []
-
-    def monotonic(self) -> float:
-        return sum(self.slept)
-
-    def sleep(self, seconds: float) -> None:
-        self.slept.append(seconds)
-
-
-def test_a_controller_that_stays_away(
-    recorded: RecordedSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = _Clock()
+def test_a_controller_stays_away(recorded: RecordedSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []  # time passes only while someone sleeps
+    clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
     monkeypatch.setattr(door, "time", clock)
     monkeypatch.setattr(door, "_FIRST_WAIT_S", 1.0)
     recorded.says("squeue", NO_CONTROLLER, code=1)
     with pytest.raises(NoAnswerError, match="nothing is known of its jobs") as caught:
         run_command(["squeue"], patience_s=100)
     assert caught.value.exit_code == EXIT_FAILED_RETRY
-    assert clock.slept == [1, 2, 4, 8, 16, 30, 30]
+    assert slept == [1, 2, 4, 8, 16, 30, 30]
     assert len(recorded.calls("squeue")) == 8
 
 
@@ -164,16 +144,13 @@ def test_a_refusal_is_final(recorded: RecordedSlurm) -> None:
 @pytest.mark.parametrize(
     ("reason", "words"),
     [
-        ("Resources", "free nodes"),
-        ("JobHeldUser", "scontrol release 412"),
+        ("Resources", "free nodes"), ("JobHeldUser", "scontrol release 412"),
         ("ReqNodeNotAvail, UnavailableNodes:cm4", "down, drained or reserved"),
-        ("QOSMaxJobsPerUserLimit", "QOS"),
-        ("AssocMaxNodePerJobLimit", "account"),
-        ("QOSGrpGRES", "all users of the QOS"),
-        ("DependencyNeverSatisfied", "never starts"),
+        ("QOSMaxJobsPerUserLimit", "QOS"), ("AssocMaxNodePerJobLimit", "account"),
+        ("QOSGrpGRES", "all users of the QOS"), ("DependencyNeverSatisfied", "never starts"),
         ("SomethingNew", ""),
     ],
-)
+)  # fmt: skip
 def test_reasons_in_words(reason: str, words: str) -> None:
     found = reason_in_words(reason, "412")
     assert words in found

@@ -1,7 +1,6 @@
 """Room in the queue: limits as accounting prints them, and arrays that wait until they fit."""
 
 import json
-import signal
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from launch.records import FAILED_MARK, next_number, read_prep, submission_folde
 from launch.site import parse_submit_limit
 from launch.slurm import TooManyJobsError
 from pipeline.errors import BusyError, PostnormError
-from tests.support.fake_slurm import FakeSlurm
+from tests.support.fake_slurm import FakeSlurm, interruptible
 
 # `sacctmgr show assoc` with account, qos and maxsubmitjobs; `show qos` with name and
 # maxsubmitjobsperuser.
@@ -33,9 +32,7 @@ QOS = "normal|500\nlong|200\ndebug|\n"
         ("other", "", None),
     ],
 )
-def test_smallest_limit_of_account_and_qos_counts(
-    account: str, qos: str, limit: int | None
-) -> None:
+def test_smallest_of_account_and_qos_counts(account: str, qos: str, limit: int | None) -> None:
     assert parse_submit_limit(OWN, QOS, account, qos) == limit
 
 
@@ -61,10 +58,8 @@ def _draft(output: Path, limit: int = 8) -> PrepDraft:
     """Two arrays of two elements, then one."""
     work = output / "work"
     folder = submission_folder(work, next_number(work))
-    job = PrepJob(
-        name="web", config_path=str(folder / "config.yaml"), start=("-m",), output_dir=str(output),
-        work_dir="/",
-    )  # fmt: skip
+    job = PrepJob(name="web", config_path=str(folder / "config.yaml"), start=("-m",),
+                  output_dir=str(output), work_dir="/")  # fmt: skip
     prep = PrepJobsConfig(array_tasks=4, max_concurrent=2, cores=1)
     cluster = ClusterConfig(max_submit_jobs=limit, prep=prep)
     plans = [StagePlan("ingest", 4, 1, 0.5), StagePlan("dedup", 1, 1, 0.5)]
@@ -81,9 +76,7 @@ def _sizes(slurm: FakeSlurm) -> list[str]:
     return [script.partition("--array=")[2].partition("\n")[0] for _, script in slurm.calls]
 
 
-def test_what_does_not_fit_is_told_before_anything_is_submitted(
-    tmp_path: Path, slurm: FakeSlurm
-) -> None:
+def test_what_does_not_fit_is_told_before_a_submission(tmp_path: Path, slurm: FakeSlurm) -> None:
     _queue(slurm, tmp_path, "7", "8_1", "8_2", "8_3")
     with pytest.raises(TooManyJobsError, match=r"4 of 8 jobs .*--wait-room"):
         submit(_draft(tmp_path), Quota(8))
@@ -114,12 +107,8 @@ def test_ended_submission_goes_on_without_a_job_twice(tmp_path: Path, slurm: Fak
         [ "$(wc -l <{slurm.folder}/calls.jsonl)" != 2 ] || kill -INT "$PPID"
         cat {slurm.folder}/job"""
     slurm.add("squeue", shown)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            submit(_draft(tmp_path), room)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with interruptible(), pytest.raises(KeyboardInterrupt):
+        submit(_draft(tmp_path), room)
     arrays = json.loads((tmp_path / "work/launch/0001" / ARRAYS_FILE).read_text())
     assert [one["job"] for one in arrays] == ["101", "", ""]
     found = read_prep(tmp_path)
@@ -137,9 +126,7 @@ def test_ended_submission_goes_on_without_a_job_twice(tmp_path: Path, slurm: Fak
 
 
 @pytest.mark.parametrize("why", ["failed", "cancelled"])
-def test_nothing_more_is_submitted_after_a_failure_or_a_cancellation(
-    tmp_path: Path, slurm: FakeSlurm, why: str
-) -> None:
+def test_no_more_is_submitted_after_an_end(tmp_path: Path, slurm: FakeSlurm, why: str) -> None:
     draft = _draft(tmp_path)
     (slurm.folder / "fails_at").write_text("102")
     room = Quota(8, every_s=0.01)

@@ -1,7 +1,6 @@
 """The job script: pure text, valid bash, the options that matter, refusals."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,8 +11,7 @@ from launch.script import render
 from launch.submit import Origin, checkout_job
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
-from pipeline.errors import ConfigError
-from tests.support.processes import python
+from tests.support.processes import output, python
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,18 +23,11 @@ def _render(*overrides: str, work_dir: str = "/work dir", **cluster: object) -> 
     return render(job, profile)
 
 
-def test_script_is_valid_bash_with_options_first() -> None:
-    text = _render("run_dir=runs/it's here", setup=("module load cuda/13.0",),
-                   gpus_per_node=0, ranks_per_node=1)  # fmt: skip
-    assert text.startswith("#!/bin/bash\n#SBATCH")
-    first_command = text.index("module load")
-    assert text.rindex("#SBATCH") < first_command
-    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
-    # Quoting survives: bash sees the folder as one word.
+def test_a_folder_is_one_word_for_bash() -> None:
+    text = _render("run_dir=runs/it's here")
     quoted = re.search(r"^run_dir=(.*)$", text, re.MULTILINE)
     assert quoted
-    done = subprocess.run(["bash", "-c", f"printf %s {quoted[1]}"], capture_output=True, text=True)
-    assert done.stdout == "runs/it's here"
+    assert output("bash", "-c", f"printf %s {quoted[1]}") == "runs/it's here"
 
 
 @pytest.mark.usefixtures("processes")
@@ -51,25 +42,15 @@ def test_rank_command_sets_the_process_group_and_keeps_overrides() -> None:
     )
     slurm = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "16",
              "SLURM_CPUS_PER_TASK": "5"}  # fmt: skip
-    done = subprocess.run(
-        ["bash", "-c", f"bash -c {shown}"], capture_output=True, text=True, env=slurm
-    )
-    assert done.stdout.split("\n")[0] == (
+    assert output("bash", "-c", f"bash -c {shown}", env=slurm).split("\n")[0] == (
         "['3', '1', '16', '5'] "
         "['pretrain', 'configs/demo.yaml', 'train.lr=1e-3', 'train.micro_batch=2']"
-    ), done.stderr
+    )
 
 
 def test_percent_in_the_folder_is_no_pattern_of_slurm() -> None:
     text = _render("train.micro_batch=2", work_dir="/work/50%j")
     assert "\n#SBATCH --output=/work/50%%j/slurm-%j.log\n" in text
-
-
-def test_impossible_cluster_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"ranks_per_node=4.*gpus_per_node=8"):
-        ClusterConfig(gpus_per_node=8, ranks_per_node=4)
-    with pytest.raises(ConfigError, match=r"gpus_per_node=0.*ranks_per_node"):
-        ClusterConfig(gpus_per_node=0)
 
 
 @pytest.mark.parametrize(
@@ -79,14 +60,6 @@ def test_impossible_cluster_is_refused() -> None:
 )  # fmt: skip
 def test_time_limit_is_read_as_sbatch_reads_it(text: str, seconds: int) -> None:
     assert ClusterConfig(time_limit=text).time_limit_s == seconds
-
-
-@pytest.mark.parametrize(
-    ("text", "message"), [("1 day", "minutes"), ("5:00", "no time is left"), ("", "minutes")]
-)
-def test_impossible_time_limit_is_refused(text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        ClusterConfig(time_limit=text)
 
 
 @pytest.mark.usefixtures("processes")

@@ -45,7 +45,6 @@ def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _site(slurm: FakeSlurm, enforce: str) -> None:
-    """Have the commands print recorded answers."""
     slurm.add("sinfo", f'cat <<"E"\n{SINFO}E')
     slurm.add("sacctmgr", f'cat <<"E"\n{ASSOCIATIONS}E')
     config = CONFIG.format(enforce=enforce)
@@ -94,7 +93,7 @@ def test_site_is_read(at_site: FakeSlurm) -> None:
     ("enforce", "accounts", "qos"),
     [("none", False, False), ("associations,limits", True, False), ("qos", True, True)],
 )
-def test_names_are_asked_for_only_where_slurm_enforces_them(
+def test_only_enforced_names_are_asked_for(
     enforce: str, accounts: bool, qos: bool, slurm: FakeSlurm
 ) -> None:
     _site(slurm, enforce)
@@ -199,11 +198,9 @@ def test_missing_files(tmp_path: Path) -> None:
     there = ClusterConfig(container=image, python="no/python")  # the image's
     gone = ClusterConfig(container=ContainerConfig(kind="pyxis", image="./b.sqsh"))
     remote = ClusterConfig(container=ContainerConfig(kind="pyxis", image="nvcr.io#a/b:1"))
-    for cluster, named in (
-        (there, "/no/such"), (gone, "./b.sqsh"), (remote, ""),
-        (ClusterConfig(python="./python"), f"{tmp_path}/python"),
-        (ClusterConfig(python="python3"), ""),
-    ):  # fmt: skip
+    for cluster, named in ((there, "/no/such"), (gone, "./b.sqsh"), (remote, ""),
+                           (ClusterConfig(python="./python"), f"{tmp_path}/python"),
+                           (ClusterConfig(python="python3"), "")):  # fmt: skip
         found = site.missing_files(cluster, str(tmp_path))
         assert len(found) == bool(named)
         assert named in " ".join(found)
@@ -245,7 +242,7 @@ def test_last_check(
     ("said", "bind"),
     [("task/none", ""), ("(null)", ""), ("task/affinity,task/cgroup", "cores"), ("", "cores")],
 )
-def test_ranks_are_bound_where_the_cluster_can(
+def test_ranks_are_bound_if_possible(
     slurm: FakeSlurm, tmp_path: Path, said: str, bind: str
 ) -> None:
     (slurm.folder / "config").write_text(f"TaskPlugin              = {said}\n" if said else "")

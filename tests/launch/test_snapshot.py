@@ -15,10 +15,8 @@ ROOT = Path(__file__).parents[2]
 def checkout(tmp_path: Path) -> Path:
     """A copy of the packages that a test can change."""
     for package in ("pipeline", "launch", "data_prep", "postnorm", "configs"):
-        shutil.copytree(
-            ROOT / package, tmp_path / "checkout" / package, symlinks=True,
-            ignore=shutil.ignore_patterns("__pycache__"),
-        )  # fmt: skip
+        shutil.copytree(ROOT / package, tmp_path / "checkout" / package, symlinks=True,
+                        ignore=shutil.ignore_patterns("__pycache__"))  # fmt: skip
     return tmp_path / "checkout"
 
 
@@ -27,9 +25,7 @@ def _start(code: Path, *words: str, cwd: Path) -> str:
 
 
 @pytest.mark.usefixtures("processes")
-def test_job_runs_the_copy_even_inside_a_checkout_that_was_edited(
-    checkout: Path, tmp_path: Path
-) -> None:
+def test_job_runs_the_copy_inside_an_edited_checkout(checkout: Path, tmp_path: Path) -> None:
     code = snapshot(tmp_path / "code", checkout)
     assert code == tmp_path / "code" / code_hash(checkout)
     # Edited after the submission; the job's current folder is this very checkout.

@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,10 @@ from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import DatasetIndex
 from tests.support.checkpoints import make_checkpoint
 from tests.support.fake_slurm import FakeSlurm
-from tests.support.processes import Processes, python
+from tests.support.processes import Processes, output, wait_until
 
 ROOT = Path(__file__).parents[2]
+START = [sys.executable, str(ROOT / "pipeline/runtime/start.py"), "launch"]
 
 
 class Place:
@@ -34,22 +34,17 @@ class Place:
         self.write_profile()
 
     def write_profile(self, **more: object) -> None:
-        """The profile, with other fields."""
         values = {"nodes": 2, "gpus_per_node": 0, "ranks_per_node": 2, "python": sys.executable}
         (self.folder / "c.yaml").write_text(json.dumps({**values, **more}))
 
     def launch(self, *words: str, code: int = 0) -> str:
         """Output of a command that ends with an exit code; the errors of one that fails."""
-        start = ROOT / "pipeline/runtime/start.py"
-        options = {"cwd": self.folder, "env": self.slurm.environment}
-        return python(start, "launch", *words, code=code, **options)
+        return output(*START, *words, code=code, cwd=self.folder, env=self.slurm.environment)
 
     def submit(self, *words: str, code: int = 0) -> str:
-        """`submit` of the run."""
         return self.launch("submit", "train.yaml", "--cluster", "c.yaml", *words, code=code)
 
     def record(self, number: int) -> dict[str, Any]:
-        """Of a submission."""
         path = self.run_dir / "launch" / f"{number:04d}" / "submission.json"
         found: dict[str, Any] = json.loads(path.read_text())
         return found
@@ -61,8 +56,7 @@ def place(tmp_path: Path, dataset: DatasetIndex, processes: None) -> Place:
 
 
 def test_everything_a_job_needs_is_copied(place: Place) -> None:
-    said = place.submit("train.lr=2e-4")
-    assert "job 101: pretrain" in said
+    place.submit("train.lr=2e-4")
     folder = place.run_dir / "launch" / "0001"
     [(arguments, script)] = place.slurm.calls
     assert arguments == ["--parsable", str(folder / "job.sh")]
@@ -126,8 +120,7 @@ def test_stop_file_is_refused_and_resume_removes_it(place: Place) -> None:
     place.submit("train.lr=2e-4")
     (place.run_dir / "STOP").touch()
     assert "resume" in place.submit(code=2)
-    said = place.launch("resume", "runs/mine", "train.num_steps=40")
-    assert "removed" in said
+    place.launch("resume", "runs/mine", "train.num_steps=40")
     assert not (place.run_dir / "STOP").exists()
     config = load(PretrainConfig, place.run_dir / "launch" / "0002" / "config.yaml").config
     assert (config.train.num_steps, config.train.lr) == (40, 2e-4)
@@ -173,23 +166,16 @@ def test_evaluation_of_a_run_is_a_job_of_its_own(place: Place) -> None:
     assert "pipeline pretrain" in place.slurm.calls[-1][1]
 
 
-def test_two_submissions_at_once_give_one_job_and_a_refusal(
-    place: Place, processes: Processes
-) -> None:
+def test_two_submissions_at_once_give_one_job(place: Place, processes: Processes) -> None:
     # sbatch takes its time, so that the second one comes while it runs.
     real = (place.slurm.folder / "sbatch").rename(place.slurm.folder / "slow")
     gate = place.slurm.folder / "gate"
     wait = f'[[ "$*" == *test-only* ]] || while [ ! -e {gate} ]; do /bin/sleep 0.1; done'
     place.slurm.add("sbatch", f'{wait}\nexec {real} "$@"')
-    words = ["launch", "submit", "train.yaml", "--cluster", "c.yaml"]
-    first = processes.start(
-        [sys.executable, str(ROOT / "pipeline/runtime/start.py"), *words],
-        cwd=place.folder, env=place.slurm.environment,
-    )  # fmt: skip
+    command = [*START, "submit", "train.yaml", "--cluster", "c.yaml"]
+    first = processes.start(command, cwd=place.folder, env=place.slurm.environment)
     intent = place.run_dir / "launch" / "submitting.json"
-    while not intent.exists():
-        assert first.poll() is None, first.communicate(timeout=60)[0]
-        time.sleep(0.05)
+    wait_until(intent.exists, first)
     said = place.submit(code=1)
     assert f"process {first.pid} on " in said
     gate.touch()

@@ -31,16 +31,9 @@ from importlib.metadata import version
 from pathlib import Path
 from threading import Lock
 
+from tests.parity import revision_runs as runs
 from tests.parity.revision_cases import CASES, Case
-from tests.parity.revision_runs import (
-    BASE,
-    ROOT,
-    WRITTEN,
-    Outcome,
-    RunError,
-    checked_out,
-    commit_of,
-)
+from tests.parity.revision_runs import Outcome, RunError
 
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "postnorm/parity"
 
@@ -66,7 +59,7 @@ class Side:
         elif folder.is_dir():
             self.results = folder
         else:
-            self.commit = commit_of(self.name)
+            self.commit = runs.commit_of(self.name)
 
     def outcome(self, case: Case, *, use_cache: bool) -> Outcome:
         """Read a case's outcome, or run it.
@@ -78,7 +71,7 @@ class Side:
             return _read(self.results / f"{case.name}.json")
         if not self.commit:
             return self._run(case)
-        kept = _CACHE / _key(case, self.commit) / f"{case.name}.json"
+        kept = _CACHE / _key(self.commit) / f"{case.name}.json"
         if not (use_cache and kept.exists()):
             write(kept, self._run(case))
         return _read(kept)
@@ -86,7 +79,7 @@ class Side:
     def _run(self, case: Case) -> Outcome:
         with self._lock:
             if self.tree is None:
-                self.tree = self.stack.enter_context(checked_out(self.name))
+                self.tree = self.stack.enter_context(runs.checked_out(self.name))
         with tempfile.TemporaryDirectory(prefix=f"postnorm-{case.name}-") as folder:
             return case.outcome(self.tree, Path(folder))
 
@@ -139,9 +132,9 @@ def _machine() -> str:
     return repr([platform.machine(), platform.python_version(), flags, packages, limits])
 
 
-def _key(case: Case, commit: str) -> str:
+def _key(commit: str) -> str:
     sources = b"".join(p.read_bytes() for p in sorted(Path(__file__).parent.glob("revision_*.py")))
-    written = hashlib.sha256(WRITTEN.read_bytes() + sources).hexdigest()
+    written = hashlib.sha256(runs.WRITTEN.read_bytes() + sources).hexdigest()
     return hashlib.sha256(f"{commit} {written} {_machine()}".encode()).hexdigest()[:16]
 
 
@@ -167,17 +160,15 @@ def compare(case: Case, old: Side, new: Side, *, use_cache: bool, save: Path | N
 
 
 def main() -> int:
-    """Parse the arguments, compare, and return the exit code."""
     description, _, epilog = (__doc__ or "").partition("examples:")
     parser = argparse.ArgumentParser(
-        prog="python -m tests.parity.compare_revisions",
-        description=description,
+        prog="python -m tests.parity.compare_revisions", description=description,
         epilog="examples:" + epilog + "\ncases: " + ", ".join(CASES),
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    )  # fmt: skip
     what = "a revision, a checkout, or a folder written by --save"
-    parser.add_argument("--old", default=BASE, help=f"{what}; {BASE} by default")
-    parser.add_argument("--new", default=str(ROOT), help=f"{what}; this working tree by default")
+    parser.add_argument("--old", default=runs.BASE, help=f"{what}; {runs.BASE} by default")
+    parser.add_argument("--new", default=str(runs.ROOT), help=f"{what}; this tree by default")
     parser.add_argument("--only", default=",".join(CASES), help="names of cases, with commas")
     parser.add_argument("--jobs", type=int, default=1, help="cases at a time; 1 by default")
     parser.add_argument("--save", type=Path, help="write the new side's results to this folder")

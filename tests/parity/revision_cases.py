@@ -6,13 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.parity.revision_runs import (
-    Outcome,
-    outcome_of_dataset,
-    outcome_of_run,
-    run_ranks,
-    unpack_written,
-)
+from tests.parity import revision_runs as runs
 
 _TIMEOUT_S = 900
 # Dropout is drawn for a rank's sequences in their order. Revisions promise which sequences a step
@@ -31,78 +25,62 @@ _SIZES = "num_layers: 3, hidden_size: 32, num_heads: 2, ffn_size: 64"
 
 @dataclass(frozen=True)
 class Case:
-    """One run of a revision."""
-
     name: str
     num_ranks: int
-    run: Callable[["Case", Path, Path], Outcome]
+    run: Callable[["Case", Path, Path], runs.Outcome]
     """Runs it with the revision in a folder, in another folder, and reads what it left."""
     model: str = ""
     """A file below configs/model/, and how it differs from it but in sizes."""
     overrides: tuple[str, ...] = ()
 
-    def outcome(self, tree: Path, folder: Path) -> Outcome:
-        """Run the case.
-
-        Args:
-            tree: checkout of the revision.
-            folder: an empty folder for everything that is written.
-
-        Raises:
-            RunError: the run did not end as it must.
-        """
-        unpack_written(folder)
+    def outcome(self, tree: Path, folder: Path) -> runs.Outcome:
+        """Run the case with a checkout of the revision, in an empty folder."""
+        runs.unpack_written(folder)
         start = time.monotonic()
         outcome = self.run(self, tree, folder)
         outcome.seconds = time.monotonic() - start
         return outcome
 
     def pretrain(self, tree: Path, folder: Path, config: Path) -> None:
-        """Run `pretrain` on all ranks with the case's overrides."""
         arguments = ["-m", "pipeline", "pretrain", str(config), *self.overrides]
         if self.num_ranks > 1:
             arguments += _NO_DROPOUT
-        run_ranks(tree, arguments, cwd=folder, log=folder / "output",
+        runs.run_ranks(tree, arguments, cwd=folder, log=folder / "output",
                   num_ranks=self.num_ranks, timeout_s=_TIMEOUT_S)  # fmt: skip
 
 
-def _tiny(case: Case, tree: Path, folder: Path) -> Outcome:
-    """Train a named model in a tiny size."""
+def _tiny(case: Case, tree: Path, folder: Path) -> runs.Outcome:
     name, _, switches = case.model.partition(" ")
     preset = tree / f"configs/model/{name}.yaml"
     model = f"model: {{from: {preset}, {_SIZES}{', ' * bool(switches)}{switches}}}\n"
     config = folder / "case.yaml"
     config.write_text(_SHORT + model)
     case.pretrain(tree, folder, config)
-    return outcome_of_run(folder / "trained")
+    return runs.outcome_of_run(folder / "trained")
 
 
-def _demo(case: Case, tree: Path, folder: Path) -> Outcome:
-    """Train what `make demo` trains, for 50 steps."""
+def _demo(case: Case, tree: Path, folder: Path) -> runs.Outcome:
     case.pretrain(tree, folder, tree / "configs/demo.yaml")
-    return outcome_of_run(folder / "trained")
+    return runs.outcome_of_run(folder / "trained")
 
 
-def _continued(case: Case, tree: Path, folder: Path) -> Outcome:
+def _continued(case: Case, tree: Path, folder: Path) -> runs.Outcome:
     """Go on with the run that revision 28d9e7b stopped in the middle of its alpha warm-up."""
     case.pretrain(tree, folder, folder / "run.yaml")
-    return outcome_of_run(folder / "run")
+    return runs.outcome_of_run(folder / "run")
 
 
-def _prepared(case: Case, tree: Path, folder: Path) -> Outcome:
-    """Make the dataset again."""
+def _prepared(case: Case, tree: Path, folder: Path) -> runs.Outcome:
     shutil.rmtree(folder / "dataset")
-    run_ranks(tree, ["-m", "data_prep", "run", "prep.yaml"], cwd=folder, log=folder / "output",
+    runs.run_ranks(tree, ["-m", "data_prep", "run", "prep.yaml"], cwd=folder, log=folder / "output",
               num_ranks=1, timeout_s=_TIMEOUT_S)  # fmt: skip
-    return outcome_of_dataset(folder / "dataset")
+    return runs.outcome_of_dataset(folder / "dataset")
 
 
 # At the demo's own learning rate, roundings grow to hundredths within fifty steps, in fp32, too.
-_DEMO = (
-    "run_dir=trained", "data.dir=dataset", "train.num_steps=50", "train.warmup_steps=10",
-    "train.alpha_warmup_steps=20", "checkpoint.every_steps=50", "monitor.log_every_steps=1",
-    "monitor.eval_every_steps=25", "monitor.eval_sequences=64", "train.lr=3e-4",
-)  # fmt: skip
+_DEMO = ("run_dir=trained", "data.dir=dataset", "train.num_steps=50", "train.warmup_steps=10",
+         "train.alpha_warmup_steps=20", "checkpoint.every_steps=50", "monitor.log_every_steps=1",
+         "monitor.eval_every_steps=25", "monitor.eval_sequences=64", "train.lr=3e-4")  # fmt: skip
 _MEAN = "realformer-small score_residual: mean"
 # Each switch that can change a loss is in some case, and no two cases differ in one switch alone:
 # the first that differs says where to look, the others confirm it.

@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import re
-import socket
 import struct
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import warm
+from tests.support.processes import free_port
 from tests.support.warm import Process
 
 ROOT = Path(__file__).parents[2]
@@ -49,19 +49,17 @@ class RunError(Exception):
 class Outcome:
     """What a case left behind, as exact as JSON keeps it, which is every bit of a double."""
 
+    # By kind and step, such as `train 7`, the logged values by name; lines of batches.tsv;
+    # fingerprint of the dataset, and the step that the last attempt resumed from; sha256 by the
+    # name of a tensor of the newest checkpoint, or of a file of a dataset.
     rows: dict[str, dict[str, float]] = field(default_factory=dict)
-    """By kind and step, such as `train 7`, the logged values by name."""
     batches: list[str] = field(default_factory=list)
-    """Lines of batches.tsv."""
     start: dict[str, object] = field(default_factory=dict)
-    """Fingerprint of the dataset, and the step that the last attempt resumed from."""
     digests: dict[str, str] = field(default_factory=dict)
-    """sha256 by the name of a tensor of the newest checkpoint, or of a file of a dataset."""
     seconds: float = 0.0
 
     @property
     def losses(self) -> dict[int, float]:
-        """Training loss by step."""
         return self.logged("train", "loss")
 
     def logged(self, kind: str, name: str) -> dict[int, float]:
@@ -83,12 +81,10 @@ def checked_out(revision: str) -> Iterator[Path]:
 
 
 def commit_of(revision: str) -> str:
-    """Return the full hash of a revision."""
     return _git("rev-parse", "--verify", f"{revision}^{{commit}}")
 
 
 def unpack_written(folder: Path) -> None:
-    """Unpack what revision 28d9e7b wrote."""
     with tarfile.open(WRITTEN) as archive:
         if hasattr(tarfile, "data_filter"):  # from Python 3.11.4 on
             archive.extraction_filter = tarfile.data_filter
@@ -98,11 +94,7 @@ def unpack_written(folder: Path) -> None:
 def run_ranks(
     tree: Path, arguments: list[str], *, cwd: Path, log: Path, num_ranks: int, timeout_s: float
 ) -> None:
-    """Run `python ARGUMENTS` of a revision on every rank, one thread each.
-
-    Raises:
-        RunError: a rank failed, or the time was over.
-    """
+    """Run `python ARGUMENTS` of a revision on every rank, one thread each, or raise RunError."""
     with start_ranks(tree, arguments, cwd=cwd, log=log, num_ranks=num_ranks) as processes:
         deadline = time.monotonic() + timeout_s
         while any(process.poll() is None for process in processes):
@@ -126,7 +118,7 @@ def start_ranks(
     """
     inherited = {k: v for k, v in os.environ.items() if not _NOT_INHERITED.fullmatch(k)}
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    group = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+    group = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     path = {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     processes: list[Process] = []
     command = [sys.executable, *arguments]
@@ -168,7 +160,6 @@ def outcome_of_run(run_dir: Path) -> Outcome:
 
 
 def outcome_of_dataset(folder: Path) -> Outcome:
-    """Read a dataset's fingerprint and hash its files."""
     paths = [folder / "tokenizer.model", *sorted((folder / "shards").glob("*.tar"))]
     digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
     fingerprint = json.loads((folder / "index.json").read_text())["fingerprint"]
@@ -196,9 +187,3 @@ def _git(*arguments: str) -> str:
     if done.returncode:
         raise RunError(f"git {' '.join(arguments)}: {done.stderr.strip()}")
     return done.stdout.strip()
-
-
-def _free_port() -> str:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return str(sock.getsockname()[1])

@@ -37,10 +37,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.skipif(
-    not torch.backends.mkl.is_available(),
-    reason="torch without MKL draws other dropout masks on a CPU",
-)
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="draws other masks than MKL")
 @pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     "name", first_in_ci([*IN_CI, *sorted(set(EXPECTED) - set(IN_CI))], len(IN_CI))
@@ -63,9 +60,7 @@ def test_every_case_that_trains_has_golden_losses() -> None:
 
 @pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("command", ["data_prep verify dataset", "pipeline checkpoint verify run"])
-def test_old_files_are_found_to_be_as_they_were_written(
-    command: str, written: Path, tmp_path: Path
-) -> None:
+def test_old_files_are_found_as_written(command: str, written: Path, tmp_path: Path) -> None:
     log = tmp_path / "output"
     run_ranks(ROOT, ["-m", *command.split()], cwd=written, log=log, num_ranks=1, timeout_s=120)
 
@@ -86,16 +81,13 @@ def _outcome() -> Outcome:
 def test_comparison_finds_the_smallest_differences() -> None:
     old = _outcome()
     assert list(differences(old, copy.deepcopy(old))) == []
-    for change in (
-        lambda new: new.rows["train 7"].update(loss=math.nextafter(6.0 / 7, 1)),
-        lambda new: new.rows["eval 25"].update(loss=math.nextafter(5.9, 6)),
-        lambda new: new.rows["train 50"].pop("grad_norm"),
-        lambda new: new.rows.pop("train 50"),
-        lambda new: new.batches.pop(),
-        lambda new: new.batches.__setitem__(3, "3\t24\tabd"),
-        lambda new: new.digests.update(weight="ac"),
-        lambda new: new.start.update(resumed_from_step=5),
-    ):
+    for change in (lambda new: new.rows["train 7"].update(loss=math.nextafter(6.0 / 7, 1)),
+                   lambda new: new.rows["eval 25"].update(loss=math.nextafter(5.9, 6)),
+                   lambda new: new.rows["train 50"].pop("grad_norm"),
+                   lambda new: new.rows.pop("train 50"), lambda new: new.batches.pop(),
+                   lambda new: new.batches.__setitem__(3, "3\t24\tabd"),
+                   lambda new: new.digests.update(weight="ac"),
+                   lambda new: new.start.update(resumed_from_step=5)):  # fmt: skip
         new = copy.deepcopy(old)
         change(new)
         assert list(differences(old, new)), change

@@ -3,7 +3,7 @@
 Biases, gains and shifts are random too: at their start, 0 and 1, they could not be told apart.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,37 +24,23 @@ from pipeline.use.folder import load_model
 from pipeline.use.hf import export_hf
 from tests.support.grids import first_in_ci
 
-SIZES = {
-    "vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "intermediate_size": 80, "max_position_embeddings": 40, "type_vocab_size": 2,
-    "attn_implementation": "eager",
-}  # fmt: skip
+SIZES = {"vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+         "intermediate_size": 80, "max_position_embeddings": 40, "type_vocab_size": 2,
+         "attn_implementation": "eager"}  # fmt: skip
 LENGTHS = torch.tensor([17, 5, 11])
 
 
-@dataclass
-class Family:
-    """One architecture of transformers."""
-
-    model: str
-    config: dict[str, Any]
-    base: str
-
-
-FAMILIES = {
-    "bert": Family("BertForMaskedLM", {}, "bert"),
-    "roberta": Family(
-        "RobertaForMaskedLM", {"type_vocab_size": 1, "pad_token_id": 1, "layer_norm_eps": 1e-5},
-        "roberta",
+# The model of transformers, and how its config differs from SIZES.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("BertForMaskedLM", {}),
+    "roberta": (
+        "RobertaForMaskedLM", {"type_vocab_size": 1, "pad_token_id": 1, "layer_norm_eps": 1e-5}
     ),
-    "roformer": Family("RoFormerForMaskedLM", {"pad_token_id": 0}, "roformer"),
-    "bert gelu_new": Family("BertForMaskedLM", {"hidden_act": "gelu_new"}, "bert"),
-    "roformer rotary_value": Family(
-        "RoFormerForMaskedLM", {"pad_token_id": 0, "rotary_value": True}, "roformer"
-    ),
-    "roformer factorised": Family(
-        "RoFormerForMaskedLM", {"pad_token_id": 0, "embedding_size": 24, "hidden_act": "relu"},
-        "roformer",
+    "roformer": ("RoFormerForMaskedLM", {"pad_token_id": 0}),
+    "bert gelu_new": ("BertForMaskedLM", {"hidden_act": "gelu_new"}),
+    "roformer rotary_value": ("RoFormerForMaskedLM", {"pad_token_id": 0, "rotary_value": True}),
+    "roformer factorised": (
+        "RoFormerForMaskedLM", {"pad_token_id": 0, "embedding_size": 24, "hidden_act": "relu"}
     ),
 }  # fmt: skip
 EVERY = pytest.mark.parametrize("name", first_in_ci(FAMILIES, 3))
@@ -63,14 +49,22 @@ EVERY = pytest.mark.parametrize("name", first_in_ci(FAMILIES, 3))
 def make(name: str) -> nn.Module:
     """A transformers model of random weights, in evaluation mode."""
     torch.manual_seed(0)
-    family = FAMILIES[name]
-    cls = getattr(transformers, family.model)
-    model = cls(cls.config_class(**{**SIZES, **family.config})).eval()
+    model_name, config = FAMILIES[name]
+    cls = getattr(transformers, model_name)
+    model = cls(cls.config_class(**{**SIZES, **config})).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             scale = 0.3 * parameter.std() if parameter.ndim > 1 else 0.2
             parameter.add_(scale * torch.randn_like(parameter))
     return model
+
+
+def randomised(model: nn.Module) -> nn.Module:
+    """In evaluation mode, with something added to each parameter."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()
 
 
 def converted(model: nn.Module, folder: Path) -> MaskedLanguageModel:
@@ -91,7 +85,6 @@ def batch() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def theirs(model: nn.Module, name: str, *, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
-    """All hidden states and logits of transformers' model."""
     ids, mask, segments = batch()
     if name == "roberta":
         ids, segments = ids.masked_fill(mask == 0, 1), torch.zeros_like(segments)
@@ -110,7 +103,6 @@ def theirs(model: nn.Module, name: str, *, dtype: torch.dtype) -> tuple[list[Ten
 
 
 def ours(model: MaskedLanguageModel, name: str) -> tuple[list[Tensor], Tensor]:
-    """All hidden states and logits of ours."""
     ids, _, segments = batch()
     if name == "roberta":
         segments = torch.zeros_like(segments)
@@ -120,9 +112,15 @@ def ours(model: MaskedLanguageModel, name: str) -> tuple[list[Tensor], Tensor]:
         return trace.hidden, model.head(x)
 
 
+def assert_same_logits(mine: MaskedLanguageModel, model: nn.Module, name: str) -> None:
+    _, expected = theirs(model, name, dtype=torch.float64)
+    seen = batch()[1].bool()
+    assert float((ours(mine, name)[1] - expected)[seen].abs().max()) <= 1e-11
+
+
 @pytest.mark.parametrize(("dtype", "largest"), [(torch.float32, 2e-6), (torch.float64, 1e-12)])
 @EVERY
-def test_hidden_states_and_logits_are_equal(
+def test_all_states_are_equal(
     name: str, dtype: torch.dtype, largest: float, tmp_path: Path
 ) -> None:
     model = make(name)
@@ -178,7 +176,7 @@ def test_there_and_back_is_bit_identical(name: str, form: str, tmp_path: Path) -
     written = load_file(tmp_path / "back" / "model.safetensors")
     assert all(key in before for key in written)
     for key, value in model.config.to_dict().items():
-        if key in SIZES or key in FAMILIES[name].config or key == "layer_norm_eps":
+        if key in SIZES or key in FAMILIES[name][1] or key == "layer_norm_eps":
             found = getattr(again.config, key)
             same = {found, value} == {"gelu_new", "gelu_pytorch_tanh"} or found == value
             assert same, (key, found, value)
@@ -201,19 +199,13 @@ def test_pooler_is_taken_along(tmp_path: Path) -> None:
 def test_pre_norm_is_roberta_prelayernorm(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = transformers.RobertaPreLayerNormConfig(**{**SIZES, "type_vocab_size": 1})
-    model = transformers.RobertaPreLayerNormForMaskedLM(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    moved = {
-        "attention_norm": "attention.LayerNorm", "feed_forward_norm": "intermediate.LayerNorm"
-    }  # fmt: skip
+    model = randomised(transformers.RobertaPreLayerNormForMaskedLM(config))
+    moved = {"attention_norm": "attention.LayerNorm",
+             "feed_forward_norm": "intermediate.LayerNorm"}  # fmt: skip
     mine = converted(make("roberta"), tmp_path)
     mine = MaskedLanguageModel(replace(mine.config, norm_placement="pre", norm_eps=1e-12)).eval()
-    state = {
-        key.replace("roberta_prelayernorm.", "roberta."): value
-        for key, value in model.state_dict().items()
-    }
+    theirs_state = model.state_dict()
+    state = {key.replace("_prelayernorm.", "."): value for key, value in theirs_state.items()}
     weights = {}
     for key in mine.state_dict():
         found = names.hugging_face(key, "roberta")
@@ -225,11 +217,7 @@ def test_pre_norm_is_roberta_prelayernorm(tmp_path: Path) -> None:
             found = (f"roberta.LayerNorm.{key.rpartition('.')[2]}",)
         weights[key] = torch.cat([state[one] for one in found])
     mine.load_state_dict(weights)
-    mine, model = mine.double(), model.double()
-    _, expected = theirs(model, "roberta", dtype=torch.float64)
-    _, logits = ours(mine, "roberta")
-    seen = batch()[1].bool()
-    assert float((logits - expected)[seen].abs().max()) <= 1e-11
+    assert_same_logits(mine.double(), model.double(), "roberta")
 
 
 def test_albert_shares_layers_and_factorises() -> None:
@@ -237,10 +225,7 @@ def test_albert_shares_layers_and_factorises() -> None:
     config = transformers.AlbertConfig(
         **{**SIZES, "embedding_size": 16, "hidden_act": "gelu_new"}, inner_group_num=1
     )
-    model = transformers.AlbertForMaskedLM(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
+    model = randomised(transformers.AlbertForMaskedLM(config))
     mine = MaskedLanguageModel(
         ModelConfig(
             vocab_size=97, num_layers=3, hidden_size=48, num_heads=4, ffn_size=80,
@@ -274,11 +259,7 @@ def test_albert_shares_layers_and_factorises() -> None:
         if module:
             weights[key] = torch.cat([state[f"{m}.{kind}"] for m in modules[module]])
     mine.load_state_dict(weights)
-    mine, model = mine.double(), model.double()
-    _, expected = theirs(model, "albert", dtype=torch.float64)
-    _, logits = ours(mine, "albert")
-    seen = batch()[1].bool()
-    assert float((logits - expected)[seen].abs().max()) <= 1e-11
+    assert_same_logits(mine.double(), model.double(), "albert")
 
 
 def test_untied_output_is_refused(tmp_path: Path) -> None:

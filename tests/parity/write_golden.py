@@ -19,17 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.parity import revision_runs as runs
 from tests.parity.revision_cases import CASES
-from tests.parity.revision_runs import (
-    BASE,
-    LOSSES,
-    ROOT,
-    WRITTEN,
-    Outcome,
-    checked_out,
-    run_ranks,
-    start_ranks,
-)
 
 _SOURCES = {
     "guides": ("docs/checkpoints.md", "docs/data_loading.md", "docs/data_preparation.md",
@@ -67,16 +58,16 @@ def write(folder: Path) -> None:
         for name in names:
             path = folder / "corpus" / source / (Path(name).stem + ".txt")
             path.parent.mkdir(parents=True, exist_ok=True)
-            git = ["git", "-C", str(ROOT), "show", f"{BASE}:{name}"]
+            git = ["git", "-C", str(runs.ROOT), "show", f"{runs.BASE}:{name}"]
             path.write_bytes(subprocess.run(git, capture_output=True, check=True).stdout)
     (folder / "prep.yaml").write_text(_PREP)
     (folder / "run.yaml").write_text(_RUN)
     log = folder / "log"
-    with checked_out(BASE) as tree:
+    with runs.checked_out(runs.BASE) as tree:
         prepare = ["-m", "data_prep", "run", "prep.yaml"]
-        run_ranks(tree, prepare, cwd=folder, log=log, num_ranks=1, timeout_s=120)
+        runs.run_ranks(tree, prepare, cwd=folder, log=log, num_ranks=1, timeout_s=120)
         train = ["-m", "pipeline", "pretrain", "run.yaml"]
-        with start_ranks(tree, train, cwd=folder, log=log, num_ranks=2) as processes:
+        with runs.start_ranks(tree, train, cwd=folder, log=log, num_ranks=2) as processes:
             metrics = folder / "run/metrics.jsonl"
             while not metrics.exists() or '"step": 12' not in metrics.read_text():
                 assert all(process.poll() is None for process in processes), log.read_text()
@@ -94,7 +85,7 @@ def _plain(entry: tarfile.TarInfo) -> tarfile.TarInfo:
     return entry
 
 
-def golden_of(outcome: Outcome) -> dict[str, Any]:
+def golden_of(outcome: runs.Outcome) -> dict[str, Any]:
     """Return what `losses.json` keeps of a run: values in the order of steps."""
     return {
         "batches_sha256": hashlib.sha256("\n".join(outcome.batches).encode()).hexdigest(),
@@ -109,23 +100,23 @@ def golden_of(outcome: Outcome) -> dict[str, Any]:
 def _write_archive() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder))
-        WRITTEN.parent.mkdir(exist_ok=True)
+        runs.WRITTEN.parent.mkdir(exist_ok=True)
         # The dataset's tokenizer is in the checkpoint, too; one window of xz stores it once.
-        with tarfile.open(WRITTEN, "w:xz", preset=9 | lzma.PRESET_EXTREME) as archive:
+        with tarfile.open(runs.WRITTEN, "w:xz", preset=9 | lzma.PRESET_EXTREME) as archive:
             for path in sorted(Path(folder).iterdir()):
                 archive.add(path, path.name, filter=_plain)
 
 
 def _write_losses() -> None:
     golden = {}
-    with checked_out(BASE) as tree:
+    with runs.checked_out(runs.BASE) as tree:
         for name, case in CASES.items():
             if name != "prep":
                 with tempfile.TemporaryDirectory() as folder:
                     golden[name] = golden_of(case.outcome(tree, Path(folder)))
                 print(name, flush=True)
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(golden[name])}" for name in golden)
-    LOSSES.write_text("{\n" + lines + "\n}\n")
+    runs.LOSSES.write_text("{\n" + lines + "\n}\n")
 
 
 if __name__ == "__main__":

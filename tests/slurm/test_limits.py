@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.data.format import DatasetIndex, read_index
+from tests.support.processes import write_program
 from tests.support.ranks import records
 from tests.support.slurm import SlurmCluster
 from tests.support.slurm_runs import PROFILE, SlurmRun
@@ -15,17 +16,14 @@ LONG = ("train.num_steps=20_000", "checkpoint.every_steps=20", "monitor.eval_eve
 
 
 @pytest.mark.slow
-def test_run_without_progress_stops_after_the_cap_and_says_why(
+def test_run_without_progress_stops(
     cluster: SlurmCluster, dataset: DatasetIndex, tmp_path: Path
 ) -> None:
     # Ranks die before they can say anything; the launcher works.
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/bash\n[ "$3" != pretrain ] || exit 9\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    run = SlurmRun(
-        cluster, tmp_path / "run", dataset, *LONG,
-        python=str(python), max_attempts_without_progress=2,
-    )  # fmt: skip
+    program = f'#!/bin/bash\n[ "$3" != pretrain ] || exit 9\nexec {sys.executable} "$@"\n'
+    python = write_program(tmp_path / "python", program)
+    run = SlurmRun(cluster, tmp_path / "run", dataset, *LONG, python=str(python),
+                   max_attempts_without_progress=2)  # fmt: skip
     assert run.wait_for_end(timeout_s=120) == "FAILED"
     last = run.log.splitlines()[-1]
     assert last.startswith("end: 2 attempts in a row without a new checkpoint"), run.log
@@ -35,7 +33,7 @@ def test_run_without_progress_stops_after_the_cap_and_says_why(
 
 
 @pytest.mark.slow
-def test_corrupt_data_stops_the_run_at_once_and_names_the_block(
+def test_corrupt_data_stops_the_run(
     cluster: SlurmCluster, dataset: DatasetIndex, tmp_path: Path
 ) -> None:
     shutil.copytree(dataset.folder, tmp_path / "data")
@@ -55,7 +53,7 @@ def test_corrupt_data_stops_the_run_at_once_and_names_the_block(
 
 
 @pytest.mark.slow
-def test_time_limit_is_announced_and_no_step_is_lost(
+def test_announced_time_limit_loses_no_step(
     cluster: SlurmCluster, dataset: DatasetIndex, tmp_path: Path
 ) -> None:
     run = SlurmRun(cluster, tmp_path / "run", dataset, *LONG, time_limit="3", stop_before_end_s=60)

@@ -12,18 +12,14 @@ from tests.support.slurm_runs import SlurmRun, assert_same, run_locally
 pytestmark = pytest.mark.slow
 
 
-def test_run_survives_and_ends_with_the_same_bits(
+def test_run_survives_all_of_it(
     cluster: SlurmCluster, dataset: DatasetIndex, tmp_path: Path
 ) -> None:
     steps = ("train.num_steps=420", "checkpoint.every_steps=20", "monitor.eval_every_steps=200")
     run_locally(tmp_path / "straight", dataset, *steps)
     run = SlurmRun(cluster, tmp_path / "run", dataset, *steps)
-    faults = [
-        "requeued by an administrator",
-        "preempted",
-        "power of a worker node",
-        "power of the batch node",
-    ]
+    faults = ["requeued by an administrator", "preempted", "power of a worker node",
+              "power of the batch node"]  # fmt: skip
     if cluster.can_cut_network:
         faults.append("network of the batch node")
     for number, name in enumerate(faults, 1):

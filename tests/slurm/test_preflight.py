@@ -65,10 +65,8 @@ def test_first_node_that_alone_does_not_reach_the_storage_is_excluded(
     python, bad = write_program(tmp_path / "python", PYTHON), tmp_path / "bad"
     # Only the script has this mkdir, not what it starts on another node.
     stale = "mkdir() { echo mkdir: Stale file handle; return 1; }"
-    setup = [
-        f'[ -e {bad} ] || echo "$SLURMD_NODENAME" >{bad}',
-        f'[ "$SLURMD_NODENAME" != "$(cat {bad})" ] || {stale}',
-    ]
+    setup = [f'[ -e {bad} ] || echo "$SLURMD_NODENAME" >{bad}',
+             f'[ "$SLURMD_NODENAME" != "$(cat {bad})" ] || {stale}']  # fmt: skip
     run = SlurmRun(
         cluster, tmp_path / "run", dataset, python=str(python), setup=setup, storage_patience_s=10
     )

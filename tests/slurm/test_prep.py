@@ -16,7 +16,7 @@ from data_prep.config import PrepConfig
 from data_prep.run import run
 from pipeline.config.load import load
 from tests.slurm.conftest import SETTINGS
-from tests.support.processes import write_program
+from tests.support.processes import output, write_program
 from tests.support.slurm import ENDED, SlurmCluster
 
 ROOT = Path(__file__).parents[2]
@@ -49,10 +49,8 @@ class Preparation:
     inputs: Path
     folder: Path
     python: str = sys.executable
-    most_jobs: int = 0
-    """That may be in the queue."""
-    jobs: dict[str, list[str]] = field(default_factory=dict)
-    """Of each stage, as last submitted."""
+    most_jobs: int = 0  # that may be in the queue
+    jobs: dict[str, list[str]] = field(default_factory=dict)  # of each stage, as last submitted
 
     @property
     def output(self) -> Path:
@@ -62,12 +60,8 @@ class Preparation:
     def overrides(self) -> list[str]:
         names = (f"{{name: s{i}, inputs: [{self.inputs}/{i}.jsonl]}}" for i in range(PIECES))
         sources = f"sources=[{', '.join(names)}]"
-        return [
-            f"output_dir={self.output}",
-            sources,
-            "clean.max_document_mb=1",
-            "tokenizer.vocab_size=400",
-        ]
+        return [f"output_dir={self.output}", sources, "clean.max_document_mb=1",
+                "tokenizer.vocab_size=400"]  # fmt: skip
 
     def submit(self) -> dict[str, list[str]]:
         """Submits the chain; returns the jobs of each stage that has something left to do."""
@@ -77,11 +71,9 @@ class Preparation:
         return self.jobs
 
     def status(self) -> str:
-        """What `python -m data_prep status` says."""
         return self._command("data_prep", "status")
 
     def log(self, stage: str, job: str, index: int) -> str:
-        """Of an array's element."""
         return (self.output / f"work/logs/prep-{stage}-{job}_{index}.log").read_text()
 
     def markers(self) -> dict[str, int]:
@@ -110,12 +102,7 @@ class Preparation:
     def _command(self, program: str, *words: str) -> str:
         assert self.cluster
         command = [sys.executable, "-m", program, *words, str(self.config), *self.overrides]
-        done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
-            env=self.cluster.environment, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout
-        return done.stdout
+        return output(*command, env=self.cluster.environment)
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +118,6 @@ def cluster(cluster: SlurmCluster) -> Iterator[SlurmCluster]:
 
 @pytest.fixture(scope="module")
 def texts(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file for each piece."""
     folder = tmp_path_factory.mktemp("texts")
     lines = corpus.read_text().splitlines(keepends=True)[:300]
     for i in range(PIECES):
@@ -182,7 +168,7 @@ def _files(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_task_that_always_fails_stops_the_chain_and_says_why(
+def test_failing_task_stops_the_chain(
     dying: Preparation, damaged: Preparation, cluster: SlurmCluster
 ) -> None:
     """`dying` is only submitted here, so that it is under way."""
@@ -204,7 +190,7 @@ def test_task_that_always_fails_stops_the_chain_and_says_why(
 
 
 @pytest.mark.slow
-def test_submission_after_mending_runs_what_is_missing(
+def test_mended_submission(
     damaged: Preparation, texts: Path, local: Path, cluster: SlurmCluster
 ) -> None:
     name = f"{DAMAGED}.jsonl"
@@ -236,7 +222,7 @@ def test_task_that_dies_twice_is_tried_again(dying: Preparation, cluster: SlurmC
     assert told == [*again, "end: done"]
 
 
-def test_chain_makes_the_dataset_that_one_process_makes(
+def test_chain_makes_the_same_dataset(
     dying: Preparation, local: Path, cluster: SlurmCluster
 ) -> None:
     cluster.wait_for(dying.jobs["index"][0], "COMPLETED", timeout_s=120)
@@ -269,9 +255,7 @@ def test_arrays_follow_each_other_below_the_limit_although_the_submission_is_kil
         first.wait()
     second = made.start_rolling()
     try:
-        cluster.wait_until(
-            lambda: submitted() and second.poll() is not None, "all are", timeout_s=400
-        )
+        cluster.wait_until(lambda: submitted() and second.poll() is not None, "all", timeout_s=400)
     finally:
         second.kill()
         second.wait()

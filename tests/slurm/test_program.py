@@ -37,9 +37,7 @@ def _submit(cluster: SlurmCluster, run_dir: Path, *command: object, **profile: o
 
 
 @pytest.mark.slow
-def test_a_chain_goes_on_by_its_next_job_until_a_verdict(
-    cluster: SlurmCluster, tmp_path: Path
-) -> None:
+def test_a_chain_goes_on_until_a_verdict(cluster: SlurmCluster, tmp_path: Path) -> None:
     """Where requeueing is forbidden: done and wrong both end the chain, and no job runs twice."""
     jobs = {}
     for code in (0, 2):

@@ -12,6 +12,7 @@ from launch.cluster import ClusterConfig
 from launch.script_parts import sbatch_lines, sbatch_resources, setup_lines
 from launch.slurm import run_command
 from pipeline.errors import ConfigError
+from tests.support.processes import wait_until
 from tests.support.slurm import SlurmCluster
 
 ROOT = Path(__file__).parents[2]
@@ -30,12 +31,10 @@ def nodes(cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def _script(cluster: ClusterConfig, *lines: str, **options: object) -> str:
-    every = {
-        "nodes": cluster.nodes, "ntasks-per-node": cluster.num_ranks_per_node,
-        "cpus-per-task": cluster.cpus_per_rank, "time": cluster.time_limit,
-        "mem": cluster.mem_per_node, "partition": cluster.partition, **sbatch_resources(cluster),
-        **options,
-    }  # fmt: skip
+    every = {"nodes": cluster.nodes, "ntasks-per-node": cluster.num_ranks_per_node,
+             "cpus-per-task": cluster.cpus_per_rank, "time": cluster.time_limit,
+             "mem": cluster.mem_per_node, "partition": cluster.partition,
+             **sbatch_resources(cluster), **options}  # fmt: skip
     return "\n".join(["#!/bin/bash", *sbatch_lines(every), "", *lines, ""])
 
 
@@ -48,13 +47,12 @@ def _cluster(**fields: object) -> ClusterConfig:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"gpus_per_node": 8, "gpu_request": "gres", "nodes": 4},
-        _nightly({"gpus_per_node": 8}),
+        {"gpus_per_node": 8, "gpu_request": "gres", "nodes": 4}, _nightly({"gpus_per_node": 8}),
         _nightly({"exclusive": True, "mem_per_node": "60G", "sbatch": ("--switches=1",)}),
         _nightly({"partition": "low,high"}),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_what_fits_is_taken(nodes: list[str], fields: dict[str, object]) -> None:
     cluster = _cluster(**fields)
     assert "fits the site" in site.check(cluster, "pretrain", work_dir=str(ROOT))
@@ -121,18 +119,15 @@ def test_what_does_not_fit_would_be_refused(
 def test_variables_reach_all_ranks_where_the_site_wants_an_empty_environment(
     nodes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster = _cluster(
-        gpus_per_node=0, ranks_per_node=2, network=("NCCL_IB_HCA=mlx5_0,mlx5_1",),
-        scratch=f"{tmp_path}/$SLURM_JOB_ID", setup=("mine=yes; export mine",),
-    )  # fmt: skip
+    cluster = _cluster(gpus_per_node=0, ranks_per_node=2, network=("NCCL_IB_HCA=mlx5_0,mlx5_1",),
+                       scratch=f"{tmp_path}/$SLURM_JOB_ID",
+                       setup=("mine=yes; export mine",))  # fmt: skip
     show = """srun bash -c 'echo "$NCCL_IB_HCA $POSTNORM_SCRATCH $mine"'"""
     script = _script(cluster, *setup_lines(cluster), show, output=f"{tmp_path}/log")
     monkeypatch.setenv("SBATCH_EXPORT", "NONE")
     (tmp_path / "job.sh").write_text(script)
     job = run_command(["sbatch", "--parsable", str(tmp_path / "job.sh")]).strip()
-    deadline = time.monotonic() + 60
-    while "COMPLETED" not in run_command(["scontrol", "--oneliner", "show", "job", job]):
-        assert time.monotonic() < deadline, (tmp_path / "log").read_text()
-        time.sleep(0.2)
+    shown = ["scontrol", "--oneliner", "show", "job", job]
+    wait_until(lambda: "COMPLETED" in run_command(shown))
     expected = f"mlx5_0,mlx5_1 {tmp_path}/{job} yes"
     assert (tmp_path / "log").read_text().splitlines() == [expected] * 4

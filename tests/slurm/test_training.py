@@ -20,7 +20,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory, dataset: DatasetIndex) ->
     return run_dir
 
 
-def test_two_nodes_give_what_torchrun_gives(
+def test_two_nodes(
     cluster: SlurmCluster, dataset: DatasetIndex, straight: Path, tmp_path: Path
 ) -> None:
     run = SlurmRun(cluster, tmp_path / "run", dataset, *STEPS)
@@ -41,10 +41,9 @@ def test_two_nodes_give_what_torchrun_gives(
         pytest.param(("rank killed", "preempted"), marks=pytest.mark.slow),
     ],
 )
-def test_the_same_bits_after_two_faults(
-    cluster: SlurmCluster, dataset: DatasetIndex, straight: Path, tmp_path: Path,
-    faults: tuple[str, str],
-) -> None:  # fmt: skip
+def test_the_same_bits_after_two_faults(cluster: SlurmCluster, dataset: DatasetIndex,
+                                        straight: Path, tmp_path: Path,
+                                        faults: tuple[str, str]) -> None:  # fmt: skip
     run = SlurmRun(cluster, tmp_path / "run", dataset, *STEPS)
     for step, name in zip((30, 80), faults, strict=True):
         run.wait_for_step(step)

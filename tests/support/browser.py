@@ -13,10 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-_NAMES = (
-    "chromium-headless-shell", "chrome-headless-shell", "chromium", "chromium-browser",
-    "google-chrome", "google-chrome-stable",
-)  # fmt: skip
+_NAMES = ("chromium-headless-shell", "chrome-headless-shell", "chromium", "chromium-browser",
+          "google-chrome", "google-chrome-stable")  # fmt: skip
 _FROM_CHROMIUM, _TO_CHROMIUM = 4, 3
 """File descriptors in the browser, as --remote-debugging-pipe has them."""
 
@@ -61,10 +59,7 @@ def find_browser() -> str | None:
 
 
 class Browser:
-    """One page."""
-
     def __init__(self, program: str, profile: Path) -> None:
-        """Starts the browser with an empty profile."""
         to_read, self._write = os.pipe()
         self._read, to_write = os.pipe()
         # Above the numbers that they get in the browser.
@@ -88,11 +83,8 @@ class Browser:
         self._session = attached["sessionId"]
 
     def resize(self, width: int, height: int) -> None:
-        """Gives the page another size, in pixels."""
-        self._call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width, height=height, deviceScaleFactor=1, mobile=False,
-        )  # fmt: skip
+        self._call("Emulation.setDeviceMetricsOverride", width=width, height=height,
+                   deviceScaleFactor=1, mobile=False)  # fmt: skip
 
     def open(self, url: str) -> None:
         """Goes to an address; what it loads may not be there yet."""
@@ -104,10 +96,9 @@ class Browser:
 
         That is `querySelectorAll` for the document with all shadow roots and frames in it.
         """
-        found = self._call(
-            "Runtime.evaluate", expression=f"(() => {{ {_FIND_ALL}; return {script.strip()} }})()",
-            returnByValue=True, awaitPromise=True,
-        )  # fmt: skip
+        found = self._call("Runtime.evaluate",
+                           expression=f"(() => {{ {_FIND_ALL}; return {script.strip()} }})()",
+                           returnByValue=True, awaitPromise=True)  # fmt: skip
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
@@ -120,15 +111,12 @@ class Browser:
         return found
 
     def screenshot(self, path: Path) -> None:
-        """Writes what is seen as PNG."""
         path.write_bytes(base64.b64decode(self._call("Page.captureScreenshot")["data"]))
 
     def columns_with(self, element: str, is_of: str) -> float:
         """Share of an element's columns that show a pixel for which a test of r, g, b holds.
 
-        Args:
-            element: JavaScript expression of the element; what it shows may be drawn by the GPU.
-            is_of: JavaScript expression of r, g and b, from 0 to 255.
+        Both are JavaScript; what the element shows may be drawn by the GPU.
         """
         box = self.evaluate(f"{element}.getBoundingClientRect().toJSON()")
         clip = {name: box[name] for name in ("x", "y", "width", "height")}
@@ -136,7 +124,6 @@ class Browser:
         return float(self.evaluate(_COLUMNS.replace("DATA", shot).replace("IS_OF", is_of)))
 
     def close(self) -> None:
-        """Ends the browser."""
         self._process.kill()
         self._process.wait()
         os.close(self._read)

@@ -22,6 +22,4 @@ def _can_mount() -> bool:
         return False
 
 
-needs_mount = pytest.mark.skipif(
-    not _can_mount(), reason="needs unshare and the right to mount a tmpfs"
-)
+needs_mount = pytest.mark.skipif(not _can_mount(), reason="needs unshare and the right to mount")

@@ -10,7 +10,10 @@ that calls it, as SLURM does, and `sleep` does not.
 
 import json
 import os
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +68,16 @@ _SHELL = {
 }
 
 
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also where the tests themselves ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 class FakeSlurm:
     """The commands, in a folder that comes first in PATH."""
 
@@ -80,7 +93,6 @@ class FakeSlurm:
         self.environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
 
     def add(self, name: str, line: str) -> None:
-        """Add a command, a line of bash."""
         write_program(self.folder / name, f"#!/bin/bash\n{line}\n")
 
     @property
@@ -92,6 +104,5 @@ class FakeSlurm:
         return [(arguments[1:], script) for arguments, script in found]
 
     def lines(self, name: str) -> list[str]:
-        """What a command wrote down."""
         path = self.folder / name
         return path.read_text().splitlines() if path.exists() else []

@@ -25,17 +25,12 @@ RUN_VARIABLE = "POSTNORM_TEST_RUN"
 ROOT = Path(__file__).parents[2]
 _TEST_VARIABLE = "PYTEST_CURRENT_TEST"
 # Of Python and torch: they live as long as pytest does, and end by themselves.
-_HELPERS = (
-    "multiprocessing.resource_tracker",
-    "multiprocessing.forkserver",
-    "torch/_inductor/compile_worker",
-)
+_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver",
+            "torch/_inductor/compile_worker")  # fmt: skip
 _ENDING_TAKES_S = 5.0
 
 
 class Left:
-    """A process that is left over."""
-
     def __init__(self, process: psutil.Process) -> None:
         self.process = process
         self.variables = environment_of(process)
@@ -93,7 +88,6 @@ def left_in_run(*spared: int) -> list[Left]:
 
 
 def end(found: list[Left]) -> None:
-    """Kills processes and waits until they are gone."""
     for left in found:
         try:
             left.process.kill()  # psutil looks whether the number is still this process's

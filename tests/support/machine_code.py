@@ -13,18 +13,14 @@ from triton.compiler import ASTSource
 
 from pipeline.kernels.common_triton import Launch
 
-TYPES = {
-    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",
-    torch.int32: "*i32", torch.int64: "*i64",
-}  # fmt: skip
+TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",
+         torch.int32: "*i32", torch.int64: "*i64"}  # fmt: skip
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 # ptxas prints for each function; these are SASS instructions.
-COUNTED = {
-    "local stores": r"\bSTL", "local loads": r"\bLDL", "narrow stores": r"\bSTG\.E\.U?16",
-    "narrow loads": r"\bLDG\.E\.U?16", "wide stores": r"\bSTG\.E\.128",
-    "wide loads": r"\b(LDG\.E\.128|LDGSTS\.E\.(BYPASS\.)?(\w+\.)*128)",
-    "HGMMA": r"\bHGMMA", "HMMA": r"\bHMMA",
-}  # fmt: skip
+COUNTED = {"local stores": r"\bSTL", "local loads": r"\bLDL", "narrow stores": r"\bSTG\.E\.U?16",
+           "narrow loads": r"\bLDG\.E\.U?16", "wide stores": r"\bSTG\.E\.128",
+           "wide loads": r"\b(LDG\.E\.128|LDGSTS\.E\.(BYPASS\.)?(\w+\.)*128)", "HGMMA": r"\bHGMMA",
+           "HMMA": r"\bHMMA"}  # fmt: skip
 
 
 def compiled(launch: Launch, capability: int) -> Any:
@@ -54,13 +50,11 @@ def found_in(binary: Any) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
-        code = subprocess.run(
-            [TOOL, "-sass", file.name], check=True, capture_output=True, text=True
-        ).stdout
-        usage = subprocess.run(
-            [TOOL, "-res-usage", file.name], check=True, capture_output=True, text=True
+        code, usage = (
+            subprocess.run([TOOL, option, file.name], check=True, capture_output=True, text=True)
+            for option in ("-sass", "-res-usage")
         )
-    counts = {name: len(re.findall(pattern, code)) for name, pattern in COUNTED.items()}
+    counts = {name: len(re.findall(pattern, code.stdout)) for name, pattern in COUNTED.items()}
     registers = re.search(r"REG:(\d+)", usage.stdout + usage.stderr)
     assert registers, usage
     return counts | {"registers": int(registers[1]), "shared": binary.metadata.shared}

@@ -41,14 +41,11 @@ def mask_by_arrays(
     selected = (uniform(select) < config.mask_prob) & batch.maskable
     share = uniform(action)
     to_mask = selected & (share < config.replace_mask_prob)
-    to_random = (
-        selected & ~to_mask & (share < config.replace_mask_prob + config.replace_random_prob)
-    )
+    either = config.replace_mask_prob + config.replace_random_prob
+    to_random = selected & ~to_mask & (share < either)
     random_ids = vocabulary.in_text[replacement % np.uint32(len(vocabulary.in_text))]
-    return (
-        np.where(to_mask, vocabulary.mask, np.where(to_random, random_ids, batch.tokens)),
-        selected,
-    )
+    replaced = np.where(to_random, random_ids, batch.tokens)
+    return np.where(to_mask, vocabulary.mask, replaced), selected
 
 
 def span_cdf(longest: int = 10) -> list[Fraction]:
@@ -163,10 +160,8 @@ def batch_of(
         word_starts[:, 1:] |= ~maskable[:, :-1]
         tokens[~maskable] = 2
     word_starts[:, 0] = True
-    return Sequences(
-        tokens, word_starts, maskable, documents,
-        np.arange(rows), np.zeros(rows, dtype=np.int64),
-    )  # fmt: skip
+    return Sequences(tokens, word_starts, maskable, documents, np.arange(rows),
+                     np.zeros(rows, dtype=np.int64))  # fmt: skip
 
 
 def within(count: float, total: float, share: float, errors: float = 4.0) -> bool:

@@ -48,9 +48,8 @@ def mixed(rng: np.random.Generator, documents: int) -> list[str]:
         parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
         runs = np.array_split(np.arange(int(rng.integers(200, 900))), 3)
         inserted = [other[run[0] : run[-1] + 1] for run in runs]
-        texts.append(
-            "\n".join(x for pair in zip(parts, [*inserted, ""], strict=True) for x in pair)
-        )
+        pairs = zip(parts, [*inserted, ""], strict=True)
+        texts.append("\n".join(part for pair in pairs for part in pair))
     return texts
 
 
@@ -85,5 +84,4 @@ def exact_shingles(text: str, settings: SignatureSettings) -> set[str]:
 
 
 def exact_jaccard(first: set[str], other: set[str]) -> float:
-    """By the definition."""
     return len(first & other) / len(first | other)

@@ -22,8 +22,6 @@ _INLINE = re.compile(r"`((?:postnorm|make|pytest|python -m) [^`\n]+)`")
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block."""
-
     page: str
     line: int
     kind: str

@@ -23,14 +23,8 @@ import pytest
 
 from tests.support import leftovers, warm
 
-MARKERS = {
-    "processes": "process",
-    "start_ranks": "dist",
-    "start_command": "dist",
-    "cluster": "cluster",
-    "browser": "browser",
-    "interpreter": "interpreter",
-}
+MARKERS = {"processes": "process", "start_ranks": "dist", "start_command": "dist",
+           "cluster": "cluster", "browser": "browser", "interpreter": "interpreter"}  # fmt: skip
 """By fixture: what it starts."""
 
 _LIMIT_S, _SLOW_LIMIT_S = 600, 1800

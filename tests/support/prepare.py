@@ -35,7 +35,6 @@ def config_of(prep_config: Path, output: Path, source: Path | str, *overrides: s
 
 
 def write_texts(path: Path, texts: list[str], first: int = 0) -> Path:
-    """Writes JSON lines, numbered from `first` on."""
     rows = [json.dumps({"id": str(n), "text": text}) for n, text in enumerate(texts, start=first)]
     path.write_text("\n".join(rows) + "\n", encoding="utf-8")
     return path

@@ -1,8 +1,10 @@
 """Processes that a test starts and that end with it, however it ends."""
 
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +29,35 @@ def python(*words: object, code: int = 0, **options: Any) -> str:
     return output(sys.executable, *words, code=code, **options)
 
 
+def without(modules: str, *words: object) -> subprocess.CompletedProcess[str]:
+    """Run a command of `pipeline` that cannot import some modules, such as "torch numpy"."""
+    program = f"import sys; sys.modules.update(dict.fromkeys({modules.split()})); import runpy; " \
+        "runpy.run_module('pipeline', run_name='__main__')"  # fmt: skip
+    command = [sys.executable, "-c", program, *map(str, words)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def free_port() -> str:
+    """A port of this machine that nothing listens on."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return str(sock.getsockname()[1])
+
+
 def write_program(path: Path, text: str) -> Path:
     """Write a file that can be run."""
     path.write_text(text)
     path.chmod(0o755)
     return path
+
+
+def wait_until(condition: Callable[[], object], *alive: Any, timeout_s: float = 120) -> None:
+    """Wait until something is so; processes must run until then."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert all(process.poll() is None for process in alive), "a process has ended"
+        assert time.monotonic() < deadline, f"not in {timeout_s} s"
+        time.sleep(0.01)
 
 
 class Processes:
@@ -48,7 +74,6 @@ class Processes:
         return process
 
     def end(self) -> None:
-        """Kill what still runs."""
         for process in self._started:
             if process.poll() is None:
                 process.kill()

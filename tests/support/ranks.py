@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import torch
 from pipeline.checkpoints.state import KINDS, SavedState
 from pipeline.data.format import DatasetIndex
 from tests.support import warm
+from tests.support.processes import free_port
 from tests.support.warm import Process
 
 # Two ranks, two micro-batches each; dropout is on, so that its random numbers must be resumed too.
@@ -33,23 +33,15 @@ monitor: {log_every_steps: 1, eval_every_steps: 20, eval_sequences: 16}
 """
 
 
-Starter = Callable[..., list[Process]]
-"""Of the fixture `start_command`: `start`, below."""
+Starter = Callable[..., list[Process]]  # of the fixture `start_command`: `start`, below
 
 
 class Ranks:
     """The processes of one attempt."""
 
-    def __init__(
-        self,
-        run_dir: Path,
-        dataset: DatasetIndex,
-        *overrides: str,
-        world_size: int = 2,
-        module: tuple[str, ...] = ("-m", "pipeline"),
-        prefix: tuple[str, ...] = (),
-        is_cold: bool = False,
-    ) -> None:
+    def __init__(self, run_dir: Path, dataset: DatasetIndex, *overrides: str, world_size: int = 2,
+                 module: tuple[str, ...] = ("-m", "pipeline"), prefix: tuple[str, ...] = (),
+                 is_cold: bool = False) -> None:  # fmt: skip
         self.run_dir = run_dir
         config = run_dir.with_suffix(".yaml")
         config.write_text(CONFIG)
@@ -65,22 +57,25 @@ class Ranks:
         return self._output.read_text()
 
     def wait(self, timeout_s: float = 120) -> list[int]:
-        """Exit codes in rank order."""
         deadline = time.monotonic() + timeout_s
         try:
             return [p.wait(max(0.1, deadline - time.monotonic())) for p in self.processes]
         finally:
             self.kill()
 
+    def ended(self, code: int | list[int] = 0, timeout_s: float = 120) -> "Ranks":
+        """Waits for all ranks, which must end with a code, or each with its own."""
+        found = self.wait(timeout_s)
+        assert found == (code if isinstance(code, list) else [code] * len(found)), self.output
+        return self
+
     def kill(self) -> None:
-        """Ends what still runs."""
         for process in self.processes:
             if process.poll() is None:
                 process.kill()
                 process.wait()
 
     def wait_for_step(self, step: int, timeout_s: float = 120) -> None:
-        """Waits until a step is logged."""
         deadline = time.monotonic() + timeout_s
         while not any(record["step"] >= step for record in records(self.run_dir)):
             assert all(p.poll() is None for p in self.processes), self.output
@@ -97,7 +92,6 @@ class Ranks:
             time.sleep(0.01)
 
     def signal(self, number: signal.Signals, rank: int | None = None) -> None:
-        """Sends a signal to one rank or to all."""
         for process in self.processes if rank is None else [self.processes[rank]]:
             process.send_signal(number)
 
@@ -110,13 +104,12 @@ def start(
     Ranks are forked with their imports done (`tests.support.warm`) where that is the same, unless
     `is_cold`.
     """
-    port = _free_port()
+    port = free_port()
     processes: list[Process] = []
     for rank in range(world_size):
-        variables = {
-            **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1",
-            "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        }  # fmt: skip
+        variables = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank),
+                     "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(world_size),
+                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # fmt: skip
         with output.open("a") as file:
             if not is_cold and warm.can_fork(command, variables):
                 processes.append(warm.start(command, variables, file.fileno()))
@@ -125,6 +118,16 @@ def start(
                 subprocess.Popen(command, env=variables, stdout=file, stderr=subprocess.STDOUT)
             )
     return processes
+
+
+def finish(processes: list[Process], output: Path, timeout_s: float = 240) -> None:
+    """Waits for the end of a command that `start` started, with 0 on every rank."""
+    try:
+        codes = [process.wait(timeout_s) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert not any(codes), output.read_text()
 
 
 def records(run_dir: Path, kind: str = "train") -> list[dict[str, Any]]:
@@ -136,7 +139,6 @@ def records(run_dir: Path, kind: str = "train") -> list[dict[str, Any]]:
 
 
 def losses(run_dir: Path) -> dict[int, float]:
-    """Logged loss of every step; the latest attempt wins."""
     return {record["step"]: record["loss"] for record in records(run_dir)}
 
 
@@ -148,14 +150,15 @@ def newest_state(run_dir: Path) -> dict[str, torch.Tensor]:
 def state_of(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor that an engine saved below a folder, put together from its parts, by name."""
     saved = SavedState(folder)
-    return {
-        f"{kind} {name}": saved.read(kind, name).view(shape)
-        for kind in KINDS
-        for name, shape in saved.shapes.items()
-    }
+    shapes = [(kind, name, shape) for kind in KINDS for name, shape in saved.shapes.items()]
+    return {f"{kind} {name}": saved.read(kind, name).view(shape) for kind, name, shape in shapes}
 
 
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+def assert_same_bits(one: Path, other: Path) -> None:
+    """Compare two saved states; that of a run is its newest checkpoint's."""
+    first, second = (
+        newest_state(folder) if (folder / "checkpoints").exists() else state_of(folder)
+        for folder in (one, other)
+    )  # fmt: skip
+    assert first.keys() == second.keys()
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []

@@ -69,7 +69,6 @@ class RecordedSlurm:
         self._answer(command, times, text, 0)
 
     def calls(self, command: str) -> list[str]:
-        """Arguments of each call."""
         path = self.folder / f"{command}.calls"
         return path.read_text().splitlines() if path.exists() else []
 

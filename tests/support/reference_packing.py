@@ -9,12 +9,7 @@ from pipeline.data.packing import SPECIALS_PER_PIECE, Packing
 def pack(
     doc_ends: npt.NDArray[np.int64], seq_len: int, specials: int = SPECIALS_PER_PIECE
 ) -> Packing:
-    """Packs documents by best fit, longest piece first.
-
-    Args:
-        doc_ends: (d,) int64 end offset of each document.
-        seq_len: slots of a sequence, specials included.
-    """
+    """Packs documents by best fit, longest piece first; `seq_len` includes specials."""
     start, stop, doc = _split(doc_ends, seq_len - specials)
     need = stop - start + specials
     by_length = np.argsort(-need, kind="stable")

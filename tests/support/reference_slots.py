@@ -7,14 +7,8 @@ from pipeline.data.packing import PackedSequences, Packing
 from pipeline.data.reader import Block
 
 
-def reference_slots(
-    slots: PackedSequences,
-    row: int,
-    block: Block,
-    packing: Packing,
-    sequence: int,
-    vocabulary: Vocabulary,
-) -> None:
+def reference_slots(slots: PackedSequences, row: int, block: Block, packing: Packing, sequence: int,
+                    vocabulary: Vocabulary) -> None:  # fmt: skip
     """Does what `lay_out` does."""
     tokens, documents, positions, word_starts, maskable = (array[row] for array in slots[:-1])
     tokens[:], documents[:], positions[:], word_starts[:] = vocabulary.pad, 0, 0, False

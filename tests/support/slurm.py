@@ -20,12 +20,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
-from types import TracebackType
 
 import psutil
 
 from tests.support import slurm_conf, slurm_machines
 from tests.support.leftovers import environment_of
+from tests.support.processes import write_program
 from tests.support.slurm_machines import CLIENTS, Machines
 
 ENDED = frozenset(
@@ -39,9 +39,8 @@ _TAKES_JOBS = ("idle", "planned", "mixed", "allocated")
 
 def why_not() -> str:
     """What is missing for a cluster, and how to install it; empty if nothing is."""
-    missing = [
-        name for name in ("slurmctld", "slurmd", *CLIENTS) if not slurm_machines.program(name)
-    ]
+    needed = ("slurmctld", "slurmd", *CLIENTS)
+    missing = [name for name in needed if not slurm_machines.program(name)]
     if not missing:
         return ""
     return (
@@ -56,25 +55,13 @@ class SlurmCluster:
     Everything that waits is bounded, and fails with the jobs and the end of the controller's log.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        num_nodes: int = 4,
-        cpus: int = 8,
-        gpus: int = 8,
-        settings: Mapping[str, object] | None = None,
-        machines: Machines | None = None,
-    ) -> None:
-        """Prepares a cluster; nothing runs yet.
+    def __init__(self, folder: Path, *, num_nodes: int = 4, cpus: int = 8, gpus: int = 8,
+                 settings: Mapping[str, object] | None = None,
+                 machines: Machines | None = None) -> None:  # fmt: skip
+        """Prepares a cluster of at most 9 nodes, in a new folder on a short path.
 
-        Args:
-            folder: for configuration, state and logs; a new one, on a short path.
-            num_nodes: machines, at most 9.
-            cpus: that each claims to have.
-            gpus: that each claims to have.
-            settings: lines of slurm.conf, such as {"MaxArraySize": 5}.
-            machines: of what kind; default: the best that this user may have.
+        `cpus` and `gpus` are what each claims to have, `settings` lines of slurm.conf, `machines`
+        the best kind that this user may have by default.
         """
         self.folder = folder
         self._size = {"cpus": cpus, "gpus": gpus}
@@ -88,27 +75,21 @@ class SlurmCluster:
         self._of_earlier_tests: set[str] = set()
         own = {name: text for name, text in os.environ.items() if not name.startswith("SLURM_")}
         self._daemon_environment = {**own, "SLURM_CONF": str(folder / "slurm.conf")}
-        self.environment = {
-            **self._daemon_environment, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"
-        }  # fmt: skip
+        self.environment = {**self._daemon_environment,
+                            "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}  # fmt: skip
         """For programs that call SLURM's commands."""
 
     def __enter__(self) -> "SlurmCluster":
         self.start()
         return self
 
-    def __exit__(
-        self, _type: type[BaseException] | None, _error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def start(self) -> None:
         """Starts the controller and all nodes, and waits until they take jobs."""
-        slurm_conf.write(
-            self.folder, self._machines.controller, self._machines.nodes,
-            settings=self._settings, **self._size,
-        )  # fmt: skip
+        slurm_conf.write(self.folder, self._machines.controller, self._machines.nodes,
+                         settings=self._settings, **self._size)  # fmt: skip
         try:
             self._machines.start()
             self._write_clients()
@@ -128,15 +109,12 @@ class SlurmCluster:
 
     def run(self, *command: str, stdin: str = "") -> str:
         """What a program prints, such as `scontrol`, run where SLURM's commands are at hand."""
-        done = subprocess.run(
-            command, input=stdin, capture_output=True, text=True, check=False, timeout=60,
-            env=self.environment,
-        )  # fmt: skip
+        done = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False,
+                              timeout=60, env=self.environment)  # fmt: skip
         assert done.returncode == 0, f"{shlex.join(command)}: {done.stdout}{done.stderr}"
         return done.stdout
 
     def sbatch(self, script: str, *options: str) -> str:
-        """Submits a job and returns its id."""
         return self.run("sbatch", "--parsable", *options, stdin=script).strip()
 
     def job(self, job: str) -> dict[str, str]:
@@ -156,10 +134,9 @@ class SlurmCluster:
         return dict(line.split() for line in reversed(lines))  # type: ignore[misc]
 
     def wait_for(self, job: str, *states: str, timeout_s: float = 60) -> str:
-        """Waits until a job is in one of some states, by default one that it stays in.
+        """Waits for one of some states, by default one that a job stays in, and returns it.
 
-        Returns:
-            The state. Fails as soon as the job has ended in another one.
+        Fails as soon as the job has ended in another one.
         """
         wanted = states or tuple(ENDED)
 
@@ -172,7 +149,6 @@ class SlurmCluster:
         return self.state(job)
 
     def wait_until(self, condition: Callable[[], object], what: str, timeout_s: float = 60) -> None:
-        """Waits until something is so."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, f"not in {timeout_s} s: {what}\n{self.tell()}"
@@ -219,7 +195,6 @@ class SlurmCluster:
         self._declared_down.add(number)
 
     def boot(self, number: int) -> None:
-        """Starts a node that is switched off."""
         slurmd = slurm_machines.program("slurmd")
         assert slurmd
         command = [slurmd, "-D", "-N", self.nodes[number - 1]]
@@ -235,7 +210,6 @@ class SlurmCluster:
         self._cut.add(number)
 
     def netheal(self, number: int) -> None:
-        """Connects it again."""
         self._machines.cable(number, plugged=True)
         self._cut.discard(number)
 
@@ -256,7 +230,6 @@ class SlurmCluster:
         self._machines.kill_controller(number)
 
     def restart_controller(self) -> None:
-        """As an administrator does."""
         self.kill_controller(signal.SIGTERM)
         self.start_controller()
 
@@ -306,11 +279,10 @@ class SlurmCluster:
         """Waits until nodes, all by default, take jobs."""
         names = {self.nodes[number - 1] for number in numbers} or set(self.nodes)
 
-        def are_there() -> bool:
-            states = self.node_states()
-            return all(states[name] in _TAKES_JOBS for name in names)
+        def missing() -> set[str]:
+            return names - {n for n, state in self.node_states().items() if state in _TAKES_JOBS}
 
-        self.wait_until(are_there, f"{sorted(names)} take jobs", timeout_s=timeout_s)
+        self.wait_until(lambda: not missing(), f"{sorted(names)} take jobs", timeout_s=timeout_s)
 
     def mend(self) -> None:
         """Undoes all faults and cancels all jobs, for the next test."""
@@ -321,10 +293,7 @@ class SlurmCluster:
         for number in sorted(self._off):
             self.boot(number)
         self.cancel_all()
-        self.wait_until(
-            lambda: not any(state.endswith("*") for state in self.node_states().values()),
-            "all nodes answer",
-        )
+        self.wait_until(lambda: "*" not in str(self.node_states()), "all nodes answer")
         for name, state in self.node_states().items():
             if "drain" in state:
                 self._resume(name)
@@ -342,9 +311,7 @@ class SlurmCluster:
             path = slurm_machines.program(name)
             assert path
             words = shlex.join(["env", f"PATH={os.environ['PATH']}", *self._machines.wrap(path)])
-            client = self.folder / "bin" / name
-            client.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
-            client.chmod(0o755)
+            write_program(self.folder / "bin" / name, f'#!/bin/sh\nexec {words} "$@"\n')
 
     def _try_to_run(self, command: list[str]) -> str:
         try:
@@ -356,9 +323,6 @@ class SlurmCluster:
 if __name__ == "__main__":
     if why_not():
         sys.exit(why_not())
-    with (
-        tempfile.TemporaryDirectory(prefix="slurm-") as temporary,
-        SlurmCluster(Path(temporary)) as cluster,
-    ):
-        print(f"cluster in {temporary}; it ends with this shell")
+    with tempfile.TemporaryDirectory(prefix="slurm-") as home, SlurmCluster(Path(home)) as cluster:
+        print(f"cluster in {home}; it ends with this shell")
         subprocess.run([os.environ.get("SHELL", "bash")], env=cluster.environment, check=False)

@@ -13,44 +13,25 @@ PARTITIONS = {
 }
 """Jobs in `high` push jobs in the others back into the queue."""
 
-_LONGEST_SOCKET = 107
-"""Bytes of its path; slurmstepd listens on one."""
+_LONGEST_SOCKET = 107  # bytes of its path; slurmstepd listens on one
 
 
 @dataclass(frozen=True)
 class Host:
-    """Where a daemon is reached."""
-
     name: str
     address: str
     port: int
 
 
-def write(
-    folder: Path,
-    controller: Host,
-    nodes: Sequence[Host],
-    *,
-    cpus: int,
-    gpus: int,
-    settings: Mapping[str, object],
-) -> Path:
-    """Writes all files that the daemons read, and makes the folders that they want.
+def write(folder: Path, controller: Host, nodes: Sequence[Host], *, cpus: int, gpus: int,
+          settings: Mapping[str, object]) -> Path:  # fmt: skip
+    """Writes all files that the daemons read, makes their folders, and returns slurm.conf.
 
-    Args:
-        folder: of the cluster.
-        controller: its host name must be the one that the system gives there.
-        nodes: the machines.
-        cpus: that each node claims to have.
-        gpus: that each node claims to have.
-        settings: lines of slurm.conf that differ from those here.
-
-    Returns:
-        slurm.conf.
+    The controller's host name must be the one that the system gives there. Each node claims to have
+    `cpus` and `gpus`; `settings` are lines of slurm.conf that differ from those here.
     """
-    longest = max(
-        len(f"{folder}/spool/{node.name}/{node.name}_0000000.4294967291") for node in nodes
-    )
+    names = [node.name for node in nodes]
+    longest = max(len(f"{folder}/spool/{name}/{name}_0000000.4294967291") for name in names)
     assert longest <= _LONGEST_SOCKET, f"{folder}: {longest - _LONGEST_SOCKET} bytes too long"
     for name in ("state", "log", "gpus", *(f"spool/{node.name}" for node in nodes)):
         (folder / name).mkdir(parents=True, exist_ok=True)

@@ -13,20 +13,15 @@ from tests.support.slurm_runs import Place, SlurmRun, place_of
 
 NOTICED_WITHIN_S = 180
 
-_STRAY = {
-    "SBATCH_ARRAY_INX": "0-3", "SBATCH_EXPORT": "NONE", "SBATCH_NO_REQUEUE": "1",
-    "SBATCH_OPEN_MODE": "truncate", "SBATCH_PARTITION": "high", "SBATCH_TIMELIMIT": "1",
-    "SLURM_CPU_BIND": "none such", "SLURM_EXPORT_ENV": "NONE", "SLURM_JOB_ID": "1",
-    "SLURM_NNODES": "1", "SLURM_NTASKS": "1", "SLURM_RESTART_COUNT": "99",
-    "SRUN_CPUS_PER_TASK": "99", "RANK": "7", "WORLD_SIZE": "99", "MASTER_ADDR": "none.such",
-}  # fmt: skip
+_STRAY = {"SBATCH_ARRAY_INX": "0-3", "SBATCH_EXPORT": "NONE", "SBATCH_NO_REQUEUE": "1",
+          "SBATCH_OPEN_MODE": "truncate", "SBATCH_PARTITION": "high", "SBATCH_TIMELIMIT": "1",
+          "SLURM_CPU_BIND": "none such", "SLURM_EXPORT_ENV": "NONE", "SLURM_JOB_ID": "1",
+          "SLURM_NNODES": "1", "SLURM_NTASKS": "1", "SLURM_RESTART_COUNT": "99",
+          "SRUN_CPUS_PER_TASK": "99", "RANK": "7", "WORLD_SIZE": "99",
+          "MASTER_ADDR": "none.such"}  # fmt: skip
 """Of a shell that is itself in a job, and of a user who has defaults of his own for sbatch."""
 _OF_THE_PROFILE = ("TimeLimit", "Requeue", "Partition", "NumNodes", "NumTasks", "CPUs/Task")
 """What `scontrol show job` says of a job that the profile decides."""
-
-
-def _nothing() -> None:
-    pass
 
 
 @dataclass(frozen=True)
@@ -34,10 +29,8 @@ class Blow:
     """A fault with all that had to be looked up for it, so that it strikes at once."""
 
     strike: Callable[[], object]
-    relent: Callable[[], object] = _nothing
-    """Called when SLURM has noticed."""
-    heal: Callable[[], object] = _nothing
-    """Called when the run goes on."""
+    relent: Callable[[], object] = lambda: None  # when SLURM has noticed
+    heal: Callable[[], object] = lambda: None  # when the run goes on
 
 
 @dataclass(frozen=True)
@@ -45,46 +38,28 @@ class Fault:
     """Something that befalls a run."""
 
     aim: Callable[[SlurmRun, Random], Blow]
-    is_announced: bool = False
-    """Whether the ranks hear of it in time to save."""
-    ends_attempt: bool = True
-    """Whether the job starts again after it."""
-    needs_network: bool = False
-    """Whether nodes need networks of their own."""
+    is_announced: bool = False  # the ranks hear of it in time to save
+    ends_attempt: bool = True  # the job starts again after it
+    needs_network: bool = False  # nodes must have networks of their own
 
 
 @dataclass(frozen=True)
 class Toll:
     """What faults that struck at once have cost a run."""
 
-    step: int
-    """Last step before them that was logged."""
-    lost_s: float
-    """From them to the next step."""
-    waited_s: float
-    """Of it, from the end of an attempt to the start of the next one's script: SLURM's own."""
-    again: int
-    """Steps that were done twice."""
-    restarts: int
-    """Times that the job, or one that took its place, started after them."""
+    step: int  # the last one before them that was logged
+    lost_s: float  # from them to the next step
+    waited_s: float  # of it, from the end of an attempt to the start of the next one's script
+    again: int  # steps that were done twice
+    restarts: int  # of the job, or of one that took its place
 
 
-def suffer(
-    run: SlurmRun,
-    *names: str,
-    choice: Random | None = None,
-    moment: Callable[[], object] = _nothing,
-) -> Toll:
-    """Lets faults strike together, and waits until the run goes on.
+def suffer(run: SlurmRun, *names: str, choice: Random | None = None,
+           moment: Callable[[], object] = lambda: None) -> Toll:  # fmt: skip
+    """Lets FAULTS strike together, waits until the run goes on, and returns the toll.
 
-    Args:
-        run: that does steps, or is starting.
-        names: of FAULTS.
-        choice: decides which rank or node is hit; default: always the same.
-        moment: waits for it when all is prepared.
-
-    Returns:
-        The toll. Fails if the run does not go on, or from an older step than it must.
+    `choice` decides which rank or node is hit, always the same by default; `moment` is waited for
+    when all is prepared. Fails if the run does not go on, or from an older step than it must.
     """
     faults = [FAULTS[name] for name in names]
     blows = [fault.aim(run, choice or Random(0)) for fault in faults]
@@ -134,14 +109,12 @@ def _steps(run: SlurmRun, attempt: int = 1, moment: float = 0.0) -> list[dict[st
     return [each for each in every if each["attempt"] >= attempt and each["unix_s"] > moment]
 
 
-def _announce_limit(run: SlurmRun, _choice: Random) -> Blow:
-    job = run.job
-    return Blow(lambda: run.cluster.run("scancel", "--batch", "--signal=USR1", job))
+def _tell_job(*command: str) -> Callable[[SlurmRun, Random], Blow]:
+    def aim(run: SlurmRun, _choice: Random) -> Blow:
+        job = run.job
+        return Blow(lambda: run.cluster.run(*command, job))
 
-
-def _requeue(run: SlurmRun, _choice: Random) -> Blow:
-    job = run.job
-    return Blow(lambda: run.cluster.run("scontrol", "requeue", job))
+    return aim
 
 
 def _kill_rank(run: SlurmRun, choice: Random) -> Blow:
@@ -247,8 +220,10 @@ def _resume_twice(run: SlurmRun, _choice: Random) -> Blow:
 
 
 FAULTS = {
-    "time limit announced": Fault(_announce_limit, is_announced=True),
-    "requeued by an administrator": Fault(_requeue, is_announced=True),
+    "time limit announced": Fault(
+        _tell_job("scancel", "--batch", "--signal=USR1"), is_announced=True
+    ),
+    "requeued by an administrator": Fault(_tell_job("scontrol", "requeue"), is_announced=True),
     "rank killed": Fault(_kill_rank),
     "preempted": Fault(_preempt, is_announced=True),
     "power of a worker node": Fault(_power_off(-1)),

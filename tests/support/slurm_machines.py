@@ -60,13 +60,11 @@ class Machines:
     """A controller and nodes 1 to n that can be reached from it."""
 
     can_cut_network = True
-    _enter: Sequence[str] = ()
-    """Words before a daemon's command."""
+    _enter: Sequence[str] = ()  # words before a daemon's command
 
     def __init__(self, folder: Path, controller: Host, nodes: list[Host]) -> None:
         self._folder, self.controller, self.nodes = folder, controller, nodes
-        self._keeper: subprocess.Popen[bytes] | None = None
-        """All ends with its standard input."""
+        self._keeper: subprocess.Popen[bytes] | None = None  # all ends with its standard input
         self._started: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self) -> None:
@@ -94,16 +92,13 @@ class Machines:
         raise NotImplementedError
 
     def run_controller(self, command: Sequence[str], environment: dict[str, str]) -> None:
-        """Starts the controller's daemon."""
         self._started[0] = self._spawn([*self._enter, *command], environment)
 
     @property
     def has_controller(self) -> bool:
-        """Whether it still runs."""
         return 0 in self._started and self._started[0].poll() is None
 
     def kill_controller(self, number: signal.Signals) -> None:
-        """Sends it a signal and waits for its end."""
         outer = self._started.pop(0)
         daemons = psutil.Process(outer.pid).children() if self._enter else [outer]
         for process in daemons:
@@ -111,7 +106,6 @@ class Machines:
         outer.wait(60)
 
     def stop(self) -> None:
-        """Ends everything."""
         if self._keeper:
             assert self._keeper.stdin
             self._keeper.stdin.close()
@@ -122,16 +116,14 @@ class Machines:
             each.wait(60)
         self._started, self._keeper = {}, None
 
-    def _spawn(
-        self, command: Sequence[str], environment: dict[str, str], *,
-        stdin: int = subprocess.DEVNULL, stdout: int | None = None,
-    ) -> subprocess.Popen[bytes]:  # fmt: skip
+    def _spawn(self, command: Sequence[str], environment: dict[str, str], *,
+               stdin: int = subprocess.DEVNULL,
+               stdout: int | None = None) -> subprocess.Popen[bytes]:  # fmt: skip
         with (self._folder / "log/machines.log").open("a") as log:
             # Ctrl-C is for whoever started this, who then ends it in order.
-            return subprocess.Popen(
-                command, stdin=stdin, stdout=log if stdout is None else stdout, stderr=log,
-                start_new_session=True, env={**environment, "PATH": _PATH},
-            )  # fmt: skip
+            return subprocess.Popen(command, stdin=stdin, stdout=log if stdout is None else stdout,
+                                    stderr=log, start_new_session=True,
+                                    env={**environment, "PATH": _PATH})  # fmt: skip
 
 
 def make(folder: Path, num_nodes: int) -> Machines:
@@ -171,9 +163,8 @@ class Namespaces(Machines):
         lines = ["127.0.0.1 localhost", *(f"{node.address} {node.name}" for node in self.nodes)]
         (self._folder / "hosts").write_text("\n".join([*lines, "10.0.0.254 controller", ""]))
         # Refuses at once; where nobody answers, each of torch's look-ups takes 10 s.
-        (self._folder / "resolv.conf").write_text(
-            "nameserver 127.0.0.1\noptions timeout:1 attempts:1\n"
-        )
+        resolver = "nameserver 127.0.0.1\noptions timeout:1 attempts:1\n"
+        (self._folder / "resolv.conf").write_text(resolver)
         self._keeper = self._spawn(
             ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc",
              "--uts", "bash", "-c", _WORLD, "world", str(self._folder)],

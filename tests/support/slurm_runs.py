@@ -13,16 +13,16 @@ from launch.records import history
 from pipeline.checkpoints.manifest import read_manifest
 from pipeline.data.format import DatasetIndex
 from pipeline.runtime.files import read_json_lines
-from tests.support.ranks import CONFIG, records
+from tests.support.processes import python, write_program
+from tests.support.ranks import CONFIG, assert_same_bits, records
 from tests.support.slurm import ENDED, SlurmCluster
 
 ROOT = Path(__file__).parents[2]
-PROFILE: dict[str, object] = {
-    "nodes": 2, "gpus_per_node": 0, "ranks_per_node": 2, "cpus_per_rank": 1,
-    "time_limit": "30", "stop_before_end_s": 90, "python": sys.executable,
-    "max_attempts_without_progress": 3, "hardware": {"start_s": 10},
-    "preflight": {"min_free_gb": 0.5, "min_shm_gb": 0.01},
-}  # fmt: skip
+PROFILE: dict[str, object] = {"nodes": 2, "gpus_per_node": 0, "ranks_per_node": 2,
+                              "cpus_per_rank": 1, "time_limit": "30", "stop_before_end_s": 90,
+                              "python": sys.executable, "max_attempts_without_progress": 3,
+                              "hardware": {"start_s": 10},
+                              "preflight": {"min_free_gb": 0.5, "min_shm_gb": 0.01}}  # fmt: skip
 
 Place = tuple[int, int]
 """Of a start among all of a run: number of its job, and times that SLURM had put it back."""
@@ -36,38 +36,22 @@ def place_of(name: str) -> Place:
 
 def launch(cluster: SlurmCluster, *words: object, code: int = 0) -> str:
     """Return the output of `python -m launch ...`, or its errors where it must fail."""
-    done = subprocess.run(
-        [sys.executable, "-m", "launch", *map(str, words)], cwd=ROOT, env=cluster.environment,
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == code, f"{words}: {done.returncode}\n{done.stdout}{done.stderr}"
-    return done.stderr if code else done.stdout
+    return python("-m", "launch", *words, code=code, env=cluster.environment)
 
 
 class SlurmRun:
     """One run, submitted with `python -m launch submit`."""
 
-    def __init__(
-        self, cluster: SlurmCluster, run_dir: Path, dataset: DatasetIndex, *overrides: str,
-        **profile: object,
-    ) -> None:  # fmt: skip
-        """Submits it.
-
-        Args:
-            cluster: that runs it.
-            run_dir: new folder.
-            dataset: to train on.
-            overrides: of the config in `tests.support.ranks`.
-            profile: fields of the cluster profile that differ from PROFILE.
-        """
+    def __init__(self, cluster: SlurmCluster, run_dir: Path, dataset: DatasetIndex, *overrides: str,
+                 **profile: object) -> None:  # fmt: skip
+        """`profile` are fields of the cluster profile that differ from PROFILE."""
         self.cluster, self.run_dir = cluster, run_dir
         self._config = run_dir.with_suffix(".yaml")
         self._config.write_text(CONFIG)
         self.python = run_dir.with_suffix(".bin") / "python"
         """Interpreter of the run, unless `profile` names one: a script that may be lost."""
         self.python.parent.mkdir()
-        self.python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
-        self.python.chmod(0o755)
+        write_program(self.python, f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
         fields = {**PROFILE, "python": str(self.python), **profile}
         self._profile = run_dir.with_suffix(".cluster.yaml")
         self._profile.write_text(json.dumps(fields))
@@ -79,21 +63,16 @@ class SlurmRun:
         self, *words: str, variables: Mapping[str, str] | None = None
     ) -> subprocess.Popen[str]:
         """Starts `python -m launch ...`, with variables beside those of the cluster."""
-        return subprocess.Popen(
-            [sys.executable, "-m", "launch", *words], cwd=ROOT, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env={**self.cluster.environment, **(variables or {})},
-        )  # fmt: skip
+        return subprocess.Popen([sys.executable, "-m", "launch", *words], cwd=ROOT, text=True,
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                env={**self.cluster.environment, **(variables or {})})  # fmt: skip
 
     def launch(self, *words: str, code: int = 0, variables: Mapping[str, str] | None = None) -> str:
         """Output of `python -m launch ...`, which must end with an exit code."""
-        process = self.start(*words, variables=variables)
-        out, err = process.communicate()
-        assert process.returncode == code, f"{words}: {process.returncode}\n{out}{err}"
-        return err if code else out
+        environment = {**self.cluster.environment, **(variables or {})}
+        return python("-m", "launch", *words, code=code, env=environment)
 
     def resume(self, *overrides: str, variables: Mapping[str, str] | None = None) -> None:
-        """Submits the run again."""
         self.launch("resume", str(self.run_dir), *overrides, variables=variables)
 
     def cancel_with_save(self) -> None:
@@ -102,24 +81,20 @@ class SlurmRun:
 
     @property
     def job(self) -> str:
-        """Id of the newest job."""
         newest = sorted((self.run_dir / "launch").glob("[0-9]*/submission.json"))[-1]
         return str(json.loads(newest.read_text())["job"])
 
     @property
     def log(self) -> str:
-        """Of the newest job."""
         path = self.run_dir / "logs" / f"slurm-{self.job}.log"
         return path.read_text() if path.exists() else ""
 
     @property
     def step(self) -> int:
-        """The last one that was logged."""
         return max((record["step"] for record in records(self.run_dir)), default=0)
 
     @property
     def saved_step(self) -> int:
-        """Of the newest checkpoint."""
         latest = self.run_dir / "checkpoints" / "latest"
         return int(latest.read_text()[5:]) if latest.exists() else 0
 
@@ -132,7 +107,6 @@ class SlurmRun:
         return history(self.run_dir)
 
     def wait_for_step(self, step: int, timeout_s: float = 240) -> None:
-        """Waits until a step is logged."""
         self.wait_until(lambda: self.step >= step, f"step {step}", timeout_s)
 
     def wait_for_start(self, number: int, timeout_s: float = 240) -> None:
@@ -167,18 +141,14 @@ class SlurmRun:
     def begun(self) -> dict[Place, float]:
         """When scripts began, in Unix time, of the starts whose script came to preflight."""
         folder = self.run_dir / "launch" / "preflight"
-        return {
-            place_of(path.parent.name): float(path.read_text())
-            for path in sorted(folder.glob("*/started"))
-        }
+        paths = sorted(folder.glob("*/started"))
+        return {place_of(path.parent.name): float(path.read_text()) for path in paths}
 
     def waited_s(self, place: Place, struck: float) -> float:
         """Seconds for which no script of the run ran, from the end of a start on.
 
-        Args:
-            place: of that start.
-            struck: when a fault hit it, in Unix time: SLURM says when a script ended only if the
-                script did, which writes down its decision just before.
+        A fault struck that start at a Unix time: SLURM says when a script ended only if the script
+        did, which writes down its decision just before.
         """
         begun = self.begun()
         decided = {(int(line["job"]), line["restart"]): line["unix_s"] for line in self.decisions()}
@@ -206,21 +176,14 @@ def run_locally(run_dir: Path, dataset: DatasetIndex, *overrides: str) -> None:
     """The same run with torchrun, on four ranks of this machine."""
     config = run_dir.with_suffix(".yaml")
     config.write_text(CONFIG)
-    subprocess.run(
-        [sys.executable, "-m", "launch", "submit", str(config), f"run_dir={run_dir}",
-         f"data.dir={dataset.folder}", *overrides, "--local", "--ranks", "4"],
-        cwd=ROOT, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
-    )  # fmt: skip
+    python("-m", "launch", "submit", config, f"run_dir={run_dir}", f"data.dir={dataset.folder}",
+           *overrides, "--local", "--ranks", 4,
+           env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
 
 
 def assert_same(first: Path, second: Path) -> None:
     """Batches and the newest checkpoint's contents of two runs."""
-    from tests.support.ranks import newest_state
-
     assert (first / "batches.tsv").read_text() == (second / "batches.tsv").read_text()
-    ours, theirs = newest_state(first), newest_state(second)
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        assert value.equal(theirs[name]), name
+    assert_same_bits(first, second)
     folders = [sorted((run / "checkpoints").glob("step-*"))[-1] for run in (first, second)]
     assert len({read_manifest(folder).cursor for folder in folders}) == 1

@@ -27,7 +27,6 @@ class Row(NamedTuple):
 
 
 def open_steps(dataset: DatasetIndex, config: PretrainConfig) -> TrainSteps:
-    """What every rank opens."""
     return train_steps(dataset, config.train_data)
 
 
@@ -74,20 +73,17 @@ def rows_of_step(
             number = places[len(rows)]
             rows.append(
                 Row(
-                    int(ids.epochs[number]),
-                    int(ids.sample_ids[number]),
-                    batch.input_ids[row].tobytes(),
-                    batch.documents[row].tobytes(),
+                    int(ids.epochs[number]), int(ids.sample_ids[number]),
+                    batch.input_ids[row].tobytes(), batch.documents[row].tobytes(),
                     batch.positions[row].tobytes(),
                     tuple((batch.inputs["masked_index"][mine] - first).tolist()),
                     tuple(batch.inputs["targets"][mine].tolist()),
                 )
-            )
+            )  # fmt: skip
     assert sorted(places) == list(range(place.size))
     return [row for _, row in sorted(zip(places, rows, strict=True))], total % 2**64
 
 
 def step_on(steps: TrainSteps, cursor: int, world_size: int) -> tuple[list[Row], int]:
-    """A step computed by so many ranks."""
     parts = [steps.micro_batches(cursor, DataRank(rank, world_size)) for rank in range(world_size)]
     return rows_of_step(steps, cursor, parts)

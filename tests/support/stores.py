@@ -26,16 +26,12 @@ class Store(ThreadingHTTPServer):
     def __init__(self, port: int, client: Any) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.port_behind = port
-        self.client = client
-        """Asks the server itself, without faults."""
+        self.client = client  # asks the server itself, without faults
         self.faults: list[str] = []
         self.send_faults: list[str] = []
-        self.seen = Counter[str]()
-        """Faults of requests for a part."""
-        self.sent: list[str] = []
-        """Paths of requests that sent something."""
-        self.part_bytes = 0
-        """Bytes of answers to requests for a part."""
+        self.seen = Counter[str]()  # faults of requests for a part
+        self.sent: list[str] = []  # paths of requests that sent something
+        self.part_bytes = 0  # of answers to requests for a part
         self.lock = threading.Lock()
 
     def upload(self, folder: Path) -> None:

@@ -29,17 +29,15 @@ def write_tiny_model(folder: Path) -> Path:
         [f"{''.join(PLACES + NAMES + VERBS)}，。？的谁在哪里 {words} " * 3]
     )
     (folder / "tokenizer.json").write_text(build(pieces, BertOptions(), folder))
-    config = ModelConfig(
-        vocab_size=len(pieces), num_layers=2, hidden_size=32, num_heads=2, ffn_size=64,
-        max_positions=64, dropout=0.0, attention_dropout=0.0, init="unit",
-    )  # fmt: skip
+    config = ModelConfig(vocab_size=len(pieces), num_layers=2, hidden_size=32, num_heads=2,
+                         ffn_size=64, max_positions=64, dropout=0.0, attention_dropout=0.0,
+                         init="unit")  # fmt: skip
     torch.manual_seed(3)
     write_model(folder, config, dict(MaskedLanguageModel(config).state_dict()), {})
     return folder
 
 
 def _sentences(random: np.random.Generator) -> list[tuple[str, str, str]]:
-    """Name, verb and place of each row."""
     picks = random.integers(4, size=(NUM_ROWS, 3)).tolist()
     return [(NAMES[a], VERBS[b], PLACES[c]) for a, b, c in picks]
 
@@ -82,18 +80,16 @@ def write_task(folder: Path, kind: str, **sections: dict[str, Any]) -> Path:
     write_rows(folder / f"{kind}.jsonl", rows_of(kind))
     files = [f"{kind}.jsonl"]
     fields = {"text": "text", "text_b": "text_b", "choices": "choices", "target": "target"}
-    kinds = {
-        "classify": ("text",), "pair": ("text", "text_b"), "choice": tuple(fields)[:3],
-        "qa": ("text", "text_b"), "cloze": ("text", "choices"), "coref": ("text", "target"),
-    }  # fmt: skip
+    kinds = {"classify": ("text",), "pair": ("text", "text_b"), "choice": tuple(fields)[:3],
+             "qa": ("text", "text_b"), "cloze": ("text", "choices"),
+             "coref": ("text", "target")}  # fmt: skip
     used = {name: fields[name] for name in kinds.get(kind, ("text",))}
     body: dict[str, dict[str, Any]] = {
         "task": {"kind": kind},
         "data": {"train": files, "dev": files, "test": files, "fields": used},
-        "input": {"max_length": 32, "stride": 16, "max_question": 8},
-        "head": {"dropout": 0.0},
+        "input": {"max_length": 32, "stride": 16, "max_question": 8}, "head": {"dropout": 0.0},
         "train": {"epochs": 12, "batch": 8, "lr": 3e-3, "warmup": 0.1},
-    }
+    }  # fmt: skip
     for name, values in sections.items():
         body[name] = body.get(name, {}) | values
     path = folder / f"my-{kind}.yaml"

@@ -61,10 +61,8 @@ class Variants:
                 # With its work/: what is the same is not done again.
                 of_training = shutil.ignore_patterns("packing-*.npz")
                 shutil.copytree(self["base"].folder, folder, ignore=of_training)
-            overrides = [
-                text.replace("TEXTS", str(self._folder))
-                for text in (_OVERRIDES["base"], _OVERRIDES[name])
-            ]
+            both = (_OVERRIDES["base"], _OVERRIDES[name])
+            overrides = [text.replace("TEXTS", str(self._folder)) for text in both]
             config = load(PrepConfig, self._config, [*overrides, f"output_dir={folder}"]).config
             run(config, replace=True)
         return read_index(folder)
