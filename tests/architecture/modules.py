@@ -21,7 +21,6 @@ class Module:
 
     @property
     def num_lines(self) -> int:
-        """Lines of the file."""
         return len(self.text.splitlines())
 
 
@@ -46,7 +45,6 @@ def imports(name: str) -> frozenset[str]:
 
 
 def imports_of(tree: ast.Module) -> frozenset[str]:
-    """Modules that a parsed file imports."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

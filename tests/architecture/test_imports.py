@@ -6,111 +6,55 @@ test, which prints every line that breaks it.
 
 import ast
 import re
-import subprocess
-import sys
 
 import pytest
 
 import postnorm
 from tests.architecture.modules import MODULES, PACKAGES, ROOT, below, imports, imports_of
+from tests.support.processes import python
 
 # A layer may import itself and what stands before it.
-LAYERS = [
-    {"pipeline.errors"},
-    {"pipeline.config", "pipeline.runtime"},
-    {"pipeline.kernels"},
-    {"pipeline.model", "pipeline.data", "pipeline.tokenizer"},
-    {"pipeline.tasks"},
-    {"pipeline.objectives"},
-    {"pipeline.checkpoints"},
-    {"pipeline.sinks"},
-    {"pipeline.train"},
-    {"pipeline.profile"},
-    {"pipeline.use"},
-    {"pipeline.finetune"},
-    {"pipeline.multitask"},
-    {"pipeline.inspect"},
-    {"pipeline.commands"},
-    {"pipeline.__main__"},
-]
+LAYERS = [{"pipeline.errors"}, {"pipeline.config", "pipeline.runtime"}, {"pipeline.kernels"},
+          {"pipeline.model", "pipeline.data", "pipeline.tokenizer"}, {"pipeline.tasks"},
+          {"pipeline.objectives"}, {"pipeline.checkpoints"}, {"pipeline.sinks"}, {"pipeline.train"},
+          {"pipeline.profile"}, {"pipeline.use"}, {"pipeline.finetune"}, {"pipeline.multitask"},
+          {"pipeline.inspect"}, {"pipeline.commands"}, {"pipeline.__main__"}]  # fmt: skip
 TORCH_FREE = {
-    "pipeline.errors",
-    "pipeline.config",
-    "pipeline.checkpoints.commands",
-    "pipeline.checkpoints.manifest",
-    "pipeline.runtime.files",
-    "pipeline.runtime.remote",
-    "pipeline.runtime.run_folder",
-    "pipeline.runtime.log",
-    "pipeline.runtime.summary",
-    "pipeline.runtime.env",
-    "pipeline.runtime.cli",
-    "pipeline.runtime.notify",
-    "pipeline.runtime.rank",
-    "pipeline.runtime.stop",
-    "pipeline.kernels.choose",
-    "pipeline.model.architecture",
-    "pipeline.model.cost",
-    "pipeline.model.describe",
-    "pipeline.data.format",
-    "pipeline.data.objects",
-    "pipeline.data.workers",
-    "pipeline.data.ledger",
-    "pipeline.data.record",
-    "pipeline.inspect",
-    "pipeline.use.evaluate_command",
-    "pipeline.use.pretrain",
-    "pipeline.data.reader",
-    "pipeline.tokenizer.sentencepiece",
-    "pipeline.tokenizer.fast",
-    "pipeline.tokenizer.wordpiece",
-    "pipeline.tasks",
-    "pipeline.finetune.commands",
-    "pipeline.finetune.baselines",
-    "pipeline.finetune.benchmark",
-    "pipeline.finetune.benchmark_text",
-    "pipeline.finetune.result",
-    "pipeline.finetune.can",
-    "pipeline.finetune.rescore_command",
-    "pipeline.finetune.submission",
-    "pipeline.multitask.balance",
-    "pipeline.multitask.commands",
-    "pipeline.multitask.config",
-    "pipeline.multitask.draws",
-    "pipeline.train.deepspeed",
-}
-DOORS = {
-    "deepspeed": {"pipeline.train.engine"},
-    "triton": {"pipeline.kernels"},
-    "tensorboard": {"pipeline.sinks.tensorboard"},
-    "torch.utils.tensorboard": {"pipeline.sinks.tensorboard"},
-    "wandb": {"pipeline.sinks.wandb"},
-    "mlflow": {"pipeline.sinks.mlflow"},
-    "PIL": {"pipeline.train.figures"},
-    "sentencepiece": {"pipeline.tokenizer.sentencepiece"},
-    "webdataset": {"data_prep.verify"},
-    "yaml": {"pipeline.config.strict_yaml"},
-    "safetensors": {"pipeline.runtime.tensors"},
-    "tokenizers": {"pipeline.tokenizer.fast"},
-    "transformers": {"pipeline.use.hf_wrapper"},
-    "google_crc32c": {"pipeline.use.tf_checkpoint"},
-    "sklearn": {"pipeline.finetune.baselines"},
-    "scipy": {"pipeline.finetune.baselines"},
-    "backports.zstd": {"data_prep.readers.text", "data_prep.pieces"},
-    "pyarrow": {"data_prep.readers.parquet"},
-    "warcio": {"data_prep.readers.wet"},
-    "rjieba": {"data_prep.word_boundaries"},
-    "jinja2": {"data_prep.datasheet.page"},
-    "opencc": {"data_prep.clean.normalise"},
-    "psutil": {"launch.demo"},
-    "numba": {"pipeline.data.jit"},
-    "fsspec": {"pipeline.runtime.remote"},
-    "rich": {"pipeline.runtime.summary"},
-}
+    "pipeline.errors", "pipeline.config", "pipeline.checkpoints.commands",
+    "pipeline.checkpoints.manifest", "pipeline.runtime.files", "pipeline.runtime.remote",
+    "pipeline.runtime.run_folder", "pipeline.runtime.log", "pipeline.runtime.summary",
+    "pipeline.runtime.env", "pipeline.runtime.cli", "pipeline.runtime.notify",
+    "pipeline.runtime.rank", "pipeline.runtime.stop", "pipeline.kernels.choose",
+    "pipeline.model.architecture", "pipeline.model.cost", "pipeline.model.describe",
+    "pipeline.data.format", "pipeline.data.objects", "pipeline.data.workers",
+    "pipeline.data.ledger", "pipeline.data.record", "pipeline.inspect",
+    "pipeline.use.evaluate_command", "pipeline.use.pretrain", "pipeline.data.reader",
+    "pipeline.tokenizer.sentencepiece", "pipeline.tokenizer.fast", "pipeline.tokenizer.wordpiece",
+    "pipeline.tasks", "pipeline.finetune.commands", "pipeline.finetune.baselines",
+    "pipeline.finetune.benchmark", "pipeline.finetune.benchmark_text", "pipeline.finetune.result",
+    "pipeline.finetune.can", "pipeline.finetune.rescore_command", "pipeline.finetune.submission",
+    "pipeline.multitask.balance", "pipeline.multitask.commands", "pipeline.multitask.config",
+    "pipeline.multitask.draws", "pipeline.train.deepspeed",
+}  # fmt: skip
+DOORS = {"deepspeed": {"pipeline.train.engine"}, "triton": {"pipeline.kernels"},
+         "tensorboard": {"pipeline.sinks.tensorboard"},
+         "torch.utils.tensorboard": {"pipeline.sinks.tensorboard"},
+         "wandb": {"pipeline.sinks.wandb"}, "mlflow": {"pipeline.sinks.mlflow"},
+         "PIL": {"pipeline.train.figures"}, "sentencepiece": {"pipeline.tokenizer.sentencepiece"},
+         "webdataset": {"data_prep.verify"}, "yaml": {"pipeline.config.strict_yaml"},
+         "safetensors": {"pipeline.runtime.tensors"}, "tokenizers": {"pipeline.tokenizer.fast"},
+         "transformers": {"pipeline.use.hf_wrapper"},
+         "google_crc32c": {"pipeline.use.tf_checkpoint"},
+         "sklearn": {"pipeline.finetune.baselines"}, "scipy": {"pipeline.finetune.baselines"},
+         "backports.zstd": {"data_prep.readers.text", "data_prep.pieces"},
+         "pyarrow": {"data_prep.readers.parquet"}, "warcio": {"data_prep.readers.wet"},
+         "rjieba": {"data_prep.word_boundaries"}, "jinja2": {"data_prep.datasheet.page"},
+         "opencc": {"data_prep.clean.normalise"}, "psutil": {"launch.demo"},
+         "numba": {"pipeline.data.jit"}, "fsspec": {"pipeline.runtime.remote"},
+         "rich": {"pipeline.runtime.summary"}}  # fmt: skip
+# They may import everything, and no package imports them.
 ABOVE = {"benchmarks", "postnorm", "studies", "tests"}
-"""They may import everything, and no package imports them."""
-ENVIRONMENT = "pipeline.runtime.env"
-"""The module of `pipeline` that reads the environment."""
+ENVIRONMENT = "pipeline.runtime.env"  # the module of `pipeline` that reads the environment
 
 
 def _ours(name: str) -> set[str]:
@@ -132,18 +76,10 @@ def _none(broken: list[str]) -> None:
 
 def test_what_the_tables_name_exists() -> None:
     named = set().union(*LAYERS, *DOORS.values(), TORCH_FREE, {ENVIRONMENT})
-    _none([f"{name} is named here but is not there" for name in named if not _exists(name)])
-    _none(
-        [
-            f"{name} is in no layer"
-            for name in _of("pipeline")
-            if not below(name, set().union(*LAYERS))
-        ]
-    )
-
-
-def _exists(name: str) -> bool:
-    return any(below(module, {name}) for module in MODULES)
+    gone = [name for name in named if not any(below(module, {name}) for module in MODULES)]
+    _none([f"{name} is named here but is not there" for name in gone])
+    layered = set().union(*LAYERS)
+    _none([f"{name} is in no layer" for name in _of("pipeline") if not below(name, layered)])
 
 
 def test_contributing_prints_the_layers() -> None:
@@ -231,11 +167,9 @@ def test_data_prep_and_launch_never_load_torch() -> None:
         {name for name in _of("launch", "data_prep") if name != "data_prep.verify"}
         | {name for name in MODULES if below(name, TORCH_FREE)}
     )
-    code = "import sys\n" + "".join(
-        f"import {module}\n" for module in modules if not module.endswith("__main__")
-    )
-    code += "assert 'torch' not in sys.modules, 'torch was imported'\n"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    lines = [f"import {module}" for module in modules if not module.endswith("__main__")]
+    code = "\n".join(["import sys", *lines, "print('torch' in sys.modules)"])
+    assert python("-c", code) == "False\n"
 
 
 def test_init_files_hold_no_code() -> None:

@@ -4,13 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.support import leftovers
+from tests.support.processes import wait_until
 
 pytestmark = pytest.mark.usefixtures("processes")
 
@@ -68,16 +68,13 @@ def left(tmp_path: Path) -> Path:
 
 
 def _start(left: Path, test: str) -> "subprocess.Popen[str]":
-    command = [
-        sys.executable, "-m", "pytest", "-p", "tests.support.plugin", "-p", "no:cacheprovider",
-        f"--rootdir={left.parent}", f"{left.parent}/test_it.py::{test}",
-    ]  # fmt: skip
+    command = [sys.executable, "-m", "pytest", "-p", "tests.support.plugin", "-p",
+               "no:cacheprovider", f"--rootdir={left.parent}",
+               f"{left.parent}/test_it.py::{test}"]  # fmt: skip
     # A run of its own, not a part of this one.
     variables = {k: v for k, v in os.environ.items() if k != leftovers.RUN_VARIABLE}
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=leftovers.ROOT,
-        env={**variables, "LEFT": str(left)},
-    )  # fmt: skip
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                            cwd=leftovers.ROOT, env={**variables, "LEFT": str(left)})  # fmt: skip
 
 
 def _is_gone(left: Path) -> bool:
@@ -109,18 +106,13 @@ def test_what_is_left_is_killed_and_named(left: Path, test: str, said: str) -> N
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_run_leaves_nothing(left: Path, number: signal.Signals) -> None:
     process = _start(left, "test_waits")
-    while not left.with_suffix(".there").exists():
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.05)
+    wait_until(left.with_suffix(".there").exists, process)
     process.send_signal(number)
     output = process.communicate()[0]  # ends once the last process that writes to it does
     assert process.returncode == (2 if number == signal.SIGINT else -number), output
     if number == signal.SIGINT:
         assert "tests that did not run to their end" in output
-    deadline = time.monotonic() + 60
-    while not _is_gone(left):
-        assert time.monotonic() < deadline, output
-        time.sleep(0.05)
+    wait_until(lambda: _is_gone(left))
 
 
 def test_a_test_that_starts_python_must_say_so(left: Path) -> None:

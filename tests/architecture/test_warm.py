@@ -4,12 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.support import leftovers, warm
+from tests.support.processes import wait_until
 from tests.support.ranks import start
 
 _MODULE = """
@@ -78,7 +78,7 @@ def test_a_fork_that_is_left_over_is_found(folder: Path) -> None:
     assert fork.wait(60) == -signal.SIGKILL
 
 
-def test_another_environment_of_imports_gets_a_new_program(
+def test_another_environment_is_a_new_program(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_LOGS", "dynamo")
@@ -95,14 +95,9 @@ def test_forks_of_a_pytest_that_is_killed_end(folder: Path) -> None:
         "print(forks[0].pid, flush=True); sys.stdin.read()"
     )
     variables = {**os.environ, "PYTHONPATH": str(warm.ROOT)}
-    with subprocess.Popen(
-        [sys.executable, "-c", program], env=variables, stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE, text=True,
-    ) as pytest_process:  # fmt: skip
+    with subprocess.Popen([sys.executable, "-c", program], env=variables, stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE, text=True) as pytest_process:  # fmt: skip
         assert pytest_process.stdout
         pid = next(int(line) for line in pytest_process.stdout if line.strip().isdecimal())
         pytest_process.kill()
-    deadline = time.monotonic() + 60
-    while Path(f"/proc/{pid}").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not Path(f"/proc/{pid}").exists())

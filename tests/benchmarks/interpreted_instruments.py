@@ -17,11 +17,10 @@ from pipeline.train.build import make_model
 
 def test_attention_is_checked_and_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     out = tmp_path / "attention.json"
-    monkeypatch.setattr(sys, "argv", [
-        "attention", "--tiny", "--models", "base", "--seq-len", "16", "--tokens", "32", "--rounds",
-        "2", "--out", str(out), "--subjects", "carried mean", "eager mean", "plain, math",
-        "plain, cuDNN",
-    ])  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["attention", "--tiny", "--models", "base", "--seq-len", "16",
+                                      "--tokens", "32", "--rounds", "2", "--out", str(out),
+                                      "--subjects", "carried mean", "eager mean", "plain, math",
+                                      "plain, cuDNN"])  # fmt: skip
     attention.main()
     found = json.loads(out.read_text())
     assert set(found["cases"]) == {"base s16 32 packed", "base s16 32 full"}

@@ -12,10 +12,7 @@ def test_findings_are_reproduced_and_a_failure_is_told(
 ) -> None:
     scene = reproductions.Scene(tmp_path)
     results = reproductions.reproduce(scene, ["data 4", "loader 4"])
-    assert [(row["finding"], row["ok"]) for row in results] == [
-        ("data 4", True),
-        ("loader 4", True),
-    ]
+    assert {row["finding"]: row["ok"] for row in results} == {"data 4": True, "loader 4": True}
     assert len({name for name, _, _ in reproductions.FINDINGS}) == 14
     # As if damage went unseen.
     monkeypatch.setattr(reproductions, "_flip", lambda path, place=None: None)

@@ -17,10 +17,8 @@ EAGER = "ours/realformer_v2-base/reference/plain/zero1"
 def steps(**subjects: list[float]) -> dict[str, Any]:
     """Results of `benchmarks.step`, tokens/s of the rounds at length 512."""
     names = {"v2": V2, "real": REAL, "eager": EAGER, "peer": "hf/roberta-base/bf16/compile"}
-    at = {
-        "tokens": 65536, "first_step_s": 9.0, "of_peak": 0.51, "spread": 0.01, "peak_gib": 33.0,
-        "plan_gib": 30.0, "mflop_per_token": 600.0,
-    }  # fmt: skip
+    at = {"tokens": 65536, "first_step_s": 9.0, "of_peak": 0.51, "spread": 0.01, "peak_gib": 33.0,
+          "plan_gib": 30.0, "mflop_per_token": 600.0}  # fmt: skip
     return {
         "machine": MACHINE, "setting": {"vocab_size": 50_000},
         "subjects": {
@@ -37,27 +35,21 @@ def steps(**subjects: list[float]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-MACHINE = {
-    "device": "NVIDIA H200", "memory_gib": 139.7, "versions": {"torch": "2.11.0"},
-    "peaks": {"bf16_flop_per_s": 790e12, "copied_bytes_per_s": 4.3e12},
-}  # fmt: skip
+MACHINE = {"device": "NVIDIA H200", "memory_gib": 139.7, "versions": {"torch": "2.11.0"},
+           "peaks": {"bf16_flop_per_s": 790e12, "copied_bytes_per_s": 4.3e12}}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("target", "at_most", "measured", "ratio", "text"),
     [
-        (100.0, False, 120.0, 1.2, "reached"),
-        (100.0, False, 95.0, 0.95, "missed by 5.0%"),
-        (0.01, True, 0.005, 2.0, "reached"),
-        (0.01, True, 0.02, 0.5, "missed by 50.0%"),
-        (0.01, True, 0.0, 1e10, "reached"),
-        (100.0, False, 0.0, 0.0, "missed by 100.0%"),
+        (100.0, False, 120.0, 1.2, "reached"), (100.0, False, 95.0, 0.95, "missed by 5.0%"),
+        (0.01, True, 0.005, 2.0, "reached"), (0.01, True, 0.02, 0.5, "missed by 50.0%"),
+        (0.01, True, 0.0, 1e10, "reached"), (100.0, False, 0.0, 0.0, "missed by 100.0%"),
         (100.0, False, None, None, "not measured"),
     ],
-)
-def test_verdicts(
-    target: float, at_most: bool, measured: float | None, ratio: float | None, text: str
-) -> None:  # fmt: skip
+)  # fmt: skip
+def test_verdicts(target: float, at_most: bool, measured: float | None, ratio: float | None,
+                  text: str) -> None:  # fmt: skip
     verdict = Verdict(Goal("", target, lambda _: None, "", at_most), measured)
     assert verdict.text == text
     assert verdict.ratio == (None if ratio is None else pytest.approx(ratio, rel=1e-3))

@@ -16,6 +16,7 @@ from benchmarks.training_report import planned_gb, report
 from pipeline.data.format import DatasetIndex
 from pipeline.model.cost import activation_bytes, state_bytes
 from pipeline.model.describe import read_plan
+from tests.support.processes import write_program
 from tests.support.triton import NEEDS_TRITON
 
 ROOT = Path(__file__).parents[2]
@@ -37,13 +38,10 @@ def kit(tmp_path: Path) -> Path:
 @pytest.fixture
 def stub(tmp_path: Path) -> Path:
     """In place of Python: writes its arguments down, and fails where they hold BREAK's words."""
-    path = tmp_path / "python"
-    path.write_text(
-        '#!/bin/bash\necho "$*" >>"$CALLS"\necho said\n'
-        'for word in $BREAK; do [[ "$*" != *"$word"* ]] || { echo "it broke"; exit 3; }; done\n'
-    )
-    path.chmod(0o755)
-    return path
+    return write_program(
+        tmp_path / "python", '#!/bin/bash\necho "$*" >>"$CALLS"\necho said\n'
+        'for word in $BREAK; do [[ "$*" != *"$word"* ]] || { echo "it broke"; exit 3; }; done\n',
+    )  # fmt: skip
 
 
 def start(script: str, *arguments: Any, **variables: Any) -> subprocess.CompletedProcess[str]:
@@ -88,16 +86,13 @@ def test_the_parts_run_in_order_and_share_the_time(kit: Path, tmp_path: Path) ->
     assert f"--trace {out}/trace.json.gz" in profile
 
 
-def test_a_part_that_fails_says_so_and_the_others_go_on(
-    kit: Path, tmp_path: Path, stub: Path
-) -> None:
+def test_a_part_that_fails_says_so_and_others_go_on(kit: Path, tmp_path: Path, stub: Path) -> None:
     done = start("run_gpu.sh", kit, tmp_path / "out", PYTHON=stub, CALLS=tmp_path / "calls",
                  BREAK="gpu_checks few.json")  # fmt: skip
     assert done.returncode == 1
-    assert calls(tmp_path) == [
-        "benchmarks.kit", "benchmarks.gpu_checks", "benchmarks.attention", "benchmarks.step",
-        "benchmarks.step", "pipeline", "benchmarks.gpu_report",
-    ]  # fmt: skip
+    assert calls(tmp_path) == ["benchmarks.kit", "benchmarks.gpu_checks", "benchmarks.attention",
+                               "benchmarks.step", "benchmarks.step", "pipeline",
+                               "benchmarks.gpu_report"]  # fmt: skip
     failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
     assert failed[0].startswith("FAILED: checks, exit code 3")
     assert failed[-2:] == [f"FAILED: {part}: see {tmp_path}/out/run.log"

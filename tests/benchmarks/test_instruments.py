@@ -24,12 +24,10 @@ def measured(
 ) -> dict[str, Any]:
     pytest.importorskip("transformers")
     out = tmp_path_factory.mktemp("step") / "step.json"
-    said = python(
-        "-m", "benchmarks.step", "--data", dataset.folder, "--out", out, "--subjects", OURS, PEER,
-        FAILING, "--tiny", "--seq-len", "32", "--tokens", "128", "--vocab-size", "1000",
-        "--batches", "2", "--rounds", "2", "--seconds", "0.01", "--at-once", "2",
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    said = python("-m", "benchmarks.step", "--data", dataset.folder, "--out", out, "--subjects",
+                  OURS, PEER, FAILING, "--tiny", "--seq-len", "32", "--tokens", "128",
+                  "--vocab-size", "1000", "--batches", "2", "--rounds", "2", "--seconds", "0.01",
+                  "--at-once", "2", env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
     found: dict[str, Any] = json.loads(out.read_text())
     assert found == json.loads(said.splitlines()[-1])
     return found

@@ -18,21 +18,18 @@ from pip._vendor.packaging.utils import canonicalize_name
 
 from benchmarks import kit
 from benchmarks.kit import MACHINE, Machine
+from tests.support.processes import python
 
 pytestmark = pytest.mark.usefixtures("processes")
 
 ROOT = Path(__file__).parents[2]
-INSTRUMENTS = (
-    "kit", "machine", "gpu_checks", "attention", "step", "step_worker", "gpu_report",
-    "training_report",
-)  # fmt: skip
+INSTRUMENTS = ("kit", "machine", "gpu_checks", "attention", "step", "step_worker", "gpu_report",
+               "training_report")  # fmt: skip
 NO_INDEX = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}
 # Nothing listens there: whoever asks a network fails.
-NO_NETWORK = {
-    "PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "0", "PIP_FIND_LINKS": "",
-    "PIP_EXTRA_INDEX_URL": "", "http_proxy": "http://127.0.0.1:9",
-    "https_proxy": "http://127.0.0.1:9", "PIP_CONFIG_FILE": os.devnull,
-}  # fmt: skip
+NO_NETWORK = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "0",
+              "PIP_FIND_LINKS": "", "PIP_EXTRA_INDEX_URL": "", "http_proxy": "http://127.0.0.1:9",
+              "https_proxy": "http://127.0.0.1:9", "PIP_CONFIG_FILE": os.devnull}  # fmt: skip
 
 
 def wheel(folder: Path, name: str, version: str, *needs: str, tag: str = "py3-none-any") -> Path:
@@ -51,7 +48,6 @@ def wheel(folder: Path, name: str, version: str, *needs: str, tag: str = "py3-no
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that pip takes for all there is."""
     folder = tmp_path / "index"
     folder.mkdir()
     for name, value in (NO_INDEX | {"PIP_FIND_LINKS": str(folder)}).items():
@@ -112,8 +108,8 @@ def python_3_12(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = [*Path.home().glob(".pyenv/versions/3.12*/bin/python"),
              *filter(None, [shutil.which("python3.12")])]  # fmt: skip
     venv = tmp_path_factory.mktemp("python3.12")
-    for python in map(str, found):
-        made = subprocess.run([python, "-m", "venv", venv], capture_output=True, check=False)
+    for program in map(str, found):
+        made = subprocess.run([program, "-m", "venv", venv], capture_output=True, check=False)
         if made.returncode == 0:
             return venv
     pytest.skip("needs a Python 3.12 that makes environments: python3.12, or pyenv install 3.12")
@@ -123,9 +119,9 @@ def pretend(site: Path, has: Machine) -> None:
     """Metadata of what a machine has, and nothing more."""
     pins = {canonicalize_name(name): version for name, version in _pins()}
     for name, version in has.packages.items():
-        folder = site / f"{name.replace('-', '_')}-{version or pins.get(name, '999')}.dist-info"
-        folder.mkdir()
         shown = version or pins.get(name, "999")
+        folder = site / f"{name.replace('-', '_')}-{shown}.dist-info"
+        folder.mkdir()
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {shown}\n")
 
 
@@ -153,20 +149,16 @@ def small_kit(folder: Path, needs: dict[str, str], *wheels: Path) -> Path:
     (folder / "wheels").mkdir(parents=True)
     for path in wheels:
         shutil.copy(path, folder / "wheels")
-    about = {
-        "python": "3.12", "machine": os.uname().machine, "needs": needs,
-        "wheels": {path.name: kit._sha256(path) for path in wheels},
-    }  # fmt: skip
+    about = {"python": "3.12", "machine": os.uname().machine, "needs": needs,
+             "wheels": {path.name: kit._sha256(path) for path in wheels}}  # fmt: skip
     (folder / "kit.json").write_text(json.dumps(about))
     return folder
 
 
 def test_a_kit_installs_into_a_clean_python(python_3_12: Path, tmp_path: Path, index: Path) -> None:
     python, target = python_3_12 / "bin/python", tmp_path / "target"
-    folder = small_kit(
-        tmp_path / "kit", {"carried>=1": "postnorm", "had>=2": "carried"},
-        wheel(index, "carried", "1", "had>=2"),
-    )  # fmt: skip
+    folder = small_kit(tmp_path / "kit", {"carried>=1": "postnorm", "had>=2": "carried"},
+                       wheel(index, "carried", "1", "had>=2"))  # fmt: skip
     done = install(python, folder, target)
     assert done.returncode == 1
     assert done.stdout == "missing: had>=2, which carried needs\n"
@@ -185,7 +177,7 @@ def test_a_kit_installs_into_a_clean_python(python_3_12: Path, tmp_path: Path, i
     shutil.rmtree(stub)
 
 
-def test_a_kit_that_is_damaged_or_for_another_python_is_refused(
+def test_damaged_kit_or_other_python_is_refused(
     python_3_12: Path, tmp_path: Path, index: Path
 ) -> None:
     folder = small_kit(tmp_path / "kit", {"carried": "postnorm"}, wheel(index, "carried", "1"))
@@ -209,11 +201,7 @@ def test_the_real_kit(python_3_12: Path, tmp_path: Path) -> None:
     if asked.returncode:
         pytest.skip(f"needs a package index, which pip does not reach: {asked.stderr[-300:]}")
     folder, target = tmp_path / "kit", tmp_path / "target"
-    made = subprocess.run(
-        [sys.executable, "-m", "benchmarks.kit", "make", str(folder), "--no-data"], cwd=ROOT,
-        text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
-    )  # fmt: skip
-    assert made.returncode == 0, made.stdout
+    python("-m", "benchmarks.kit", "make", folder, "--no-data")
     names = [path.name for path in (folder / "wheels").iterdir()]
     assert any(name.startswith("deepspeed-") and name.endswith("-py3-none-any.whl")
                for name in names)  # fmt: skip

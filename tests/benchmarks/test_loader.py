@@ -39,7 +39,7 @@ def _expected_rows(dataset: DatasetIndex) -> tuple[list[int], list[bool]]:
     return ids, starts
 
 
-def test_rows_of_peers_are_the_documents(
+def test_peers_get_the_documents(
     dataset: DatasetIndex, spec: loader.Spec, text_a_row: float
 ) -> None:
     ids, starts = _expected_rows(dataset)
@@ -53,9 +53,7 @@ def test_rows_of_peers_are_the_documents(
     assert text_a_row == pytest.approx(text / len(rows))
 
 
-def test_ours_yields_all_text_but_of_the_last_step(
-    dataset: DatasetIndex, spec: loader.Spec
-) -> None:
+def test_ours_yields_all_text_but_of_a_last_step(dataset: DatasetIndex, spec: loader.Spec) -> None:
     one_by_one = loader.Spec(**{**asdict(spec), "batch": 1})
     batches = list(loader_subjects.ours(one_by_one, "whole_word")())
     text = sum(batch.num_tokens - 2 * int(batch.documents.max()) for batch in batches)
@@ -68,11 +66,8 @@ def test_ours_yields_all_text_but_of_the_last_step(
 def test_readers_yield_each_row_at_most_once(spec: loader.Spec, reader: str) -> None:
     if reader in loader_subjects._WRITERS:
         loader_subjects._WRITERS[reader](spec)
-    found = [
-        tuple(row)
-        for batch in loader_subjects.READERS[reader](spec, "none")()
-        for row in batch.tolist()
-    ]
+    batches = loader_subjects.READERS[reader](spec, "none")()
+    found = [tuple(row) for batch in batches for row in batch.tolist()]
     rows = [tuple(row) for row in spec.rows().tolist()]
     assert len(found) == len(rows) // _BATCH * _BATCH
     assert found != rows[: len(found)]
@@ -90,10 +85,8 @@ def test_table_has_figures_and_reasons(dataset: DatasetIndex, spec: loader.Spec)
     assert "no-such-python" in found["litdata, none"]["not measured"]
     assert "fastest_masked" not in measured
     assert measured["goals"]["times_fastest_masked >= 3"] == "not measured"
-    result = {
-        "batch": _BATCH, "rounds": 1, "tokens": 1, "documents": 1, "versions": {},
-        "seq_len": {_SLOTS: measured},
-    }  # fmt: skip
+    result = {"batch": _BATCH, "rounds": 1, "tokens": 1, "documents": 1, "versions": {},
+              "seq_len": {_SLOTS: measured}}  # fmt: skip
     table = loader._table(json.loads(json.dumps(result)))
     assert "| litdata | none | not measured: " in table
     assert f"| ours | whole_word | {found['ours, whole_word']['cpu'][0]} |" in table

@@ -3,26 +3,19 @@
 import math
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from pipeline.checkpoints import manifest
 from pipeline.checkpoints.commands import carry_out, plan
-from pipeline.checkpoints.manifest import (
-    FOLDER,
-    Retention,
-    published,
-    state_file,
-    superseded,
-    verify,
-)
+from pipeline.checkpoints.manifest import FOLDER, Retention, published, state_file
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.schema import build
 from pipeline.config.strict_yaml import parse
 from pipeline.errors import CheckpointError, ConfigError
 from tests.support.checkpoints import make_checkpoint
+from tests.support.processes import python
 
 LOSSES = {10: 3.0, 20: math.nan, 30: None, 40: 2.0, 50: 2.0, 60: 2.5, 70: None}
 
@@ -57,9 +50,9 @@ def _steps(paths: list[Path]) -> list[int]:
 
 def test_what_is_not_verified_makes_nothing_superseded(tmp_path: Path) -> None:
     made = {step: make_checkpoint(tmp_path, step) for step in (10, 20, 30, 40, 50)}
-    assert _steps(superseded(tmp_path / FOLDER, Retention(2), made[50])) == [10, 20, 30]
+    assert _steps(manifest.superseded(tmp_path / FOLDER, Retention(2), made[50])) == [10, 20, 30]
     # 40 and 50 are damaged: 30 is what a resume takes, and 20 is the second newest.
-    assert _steps(superseded(tmp_path / FOLDER, Retention(2), made[30])) == [10]
+    assert _steps(manifest.superseded(tmp_path / FOLDER, Retention(2), made[30])) == [10]
     for step in (40, 50):
         (made[step] / state_file(0, 1)).write_bytes(b"")
     found = plan(tmp_path, 1, None, None)
@@ -88,15 +81,12 @@ def test_killed_removal_leaves_no_checkpoint_that_looks_whole(tmp_path: Path) ->
         "remove([Path(sys.argv[1])])\n"
     )
     folder = tmp_path / FOLDER
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(folder / "step-00000010")], check=False
-    )
-    assert done.returncode == -signal.SIGKILL
+    python("-c", program, folder / "step-00000010", code=-signal.SIGKILL)
     assert sorted(path.name for path in folder.iterdir()) == [
         ".removing-step-00000010", "step-00000020"
     ]  # fmt: skip
     assert len(list(folder.glob(".removing-*/**/*.*"))) == 2, "one of three files is gone"
-    verify(folder / "step-00000020")
+    manifest.verify(folder / "step-00000020")
     carry_out(tmp_path, [])
     assert [path.name for path in folder.iterdir()] == ["step-00000020"]
     shutil.rmtree(folder)

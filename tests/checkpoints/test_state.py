@@ -7,21 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.checkpoints.state import (
-    KINDS,
-    SavedState,
-    TensorShard,
-    read_weights,
-    unsound_value,
-    write_part,
-)
+from pipeline.checkpoints import state as saved_state
+from pipeline.checkpoints.state import KINDS, SavedState, TensorShard, unsound_value
 from pipeline.errors import CheckpointError
 
 SHAPES = {"matrix": (3, 7), "gain": (5,), "scalar": (1,)}
 COUNTERS = {"updates": 3, "global_steps": 4, "skipped_steps": 1}
-WHOLE = {
-    kind: {name: torch.randn(math.prod(shape)) for name, shape in SHAPES.items()} for kind in KINDS
-}
+SIZES = {name: math.prod(shape) for name, shape in SHAPES.items()}
+WHOLE = {kind: {name: torch.randn(size) for name, size in SIZES.items()} for kind in KINDS}
 
 
 def _part(name: str, start: int, stop: int) -> TensorShard:
@@ -31,7 +24,7 @@ def _part(name: str, start: int, stop: int) -> TensorShard:
 
 def _save(folder: Path, *of_ranks: list[TensorShard]) -> None:
     for rank, parts in enumerate(of_ranks):
-        write_part(folder, rank, len(of_ranks), parts, COUNTERS)
+        saved_state.write_part(folder, rank, len(of_ranks), parts, COUNTERS)
 
 
 def _file(folder: Path, rank: int, world_size: int) -> Path:
@@ -52,7 +45,7 @@ def test_any_stretch_can_be_read(tmp_path: Path) -> None:
             for start in range(len(whole)):
                 for stop in range(start, len(whole) + 1):
                     assert torch.equal(saved.read(kind, name, start, stop), whole[start:stop])
-    weights: dict[str, Tensor] = read_weights(tmp_path)
+    weights: dict[str, Tensor] = saved_state.read_weights(tmp_path)
     assert {name: tuple(weight.shape) for name, weight in weights.items()} == SHAPES
 
 
@@ -67,7 +60,7 @@ def test_any_stretch_can_be_read(tmp_path: Path) -> None:
         ([*MATRIX, MATRIX[2]], "has twice elements 5 to 20 of matrix"),
     ],
 )
-def test_parts_that_leave_out_or_repeat_elements_are_refused(
+def test_gaps_and_overlaps_are_refused(
     tmp_path: Path, parts: list[TensorShard], message: str
 ) -> None:
     _save(tmp_path, REST, *[[part] for part in parts])
@@ -108,7 +101,7 @@ def test_missing_foreign_damaged_and_older_files_are_named(tmp_path: Path) -> No
     _file(tmp_path, 1, 2).unlink()
     with pytest.raises(CheckpointError, match=r"missing.*: rank-00001-of-00002"):
         SavedState(tmp_path)
-    write_part(tmp_path, 1, 2, [], {**COUNTERS, "updates": 2})
+    saved_state.write_part(tmp_path, 1, 2, [], {**COUNTERS, "updates": 2})
     with pytest.raises(CheckpointError, match="different steps"):
         SavedState(tmp_path)
     (tmp_path / "old/state").mkdir(parents=True)

@@ -46,10 +46,8 @@ def test_a_ramp_grows_in_steps_with_equally_many_tokens() -> None:
 
 
 def test_batches_are_found_by_cursor_number_and_sequence() -> None:
-    plan = _plan(
-        PhaseConfig(tokens=70_000, seq_len=128, global_batch=256),
-        PhaseConfig(tokens=4 * 64 * 512, ramp_from=16),
-    )
+    first = PhaseConfig(tokens=70_000, seq_len=128, global_batch=256)
+    plan = _plan(first, PhaseConfig(tokens=4 * 64 * 512, ramp_from=16))
     places = list(islice(plan.batches_from(0), 30))
     cursor = 0
     for number, place in enumerate(places):

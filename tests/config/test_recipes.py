@@ -44,11 +44,7 @@ def test_flops_and_days_are_those_of_the_plan(path: Path) -> None:
         for gpus, number in zip((1, 8, 64), days, strict=True):
             seconds = flops / (float(peak) * 1e12 * float(percent) / 100 * gpus)
             # To the digits that are given.
-            assert float(number) == pytest.approx(seconds / 86400, rel=0.04), (
-                peak,
-                gpus,
-                seconds / 86400,
-            )
+            assert float(number) == pytest.approx(seconds / 86400, rel=0.04), (peak, gpus)
 
 
 def test_published_corners_are_micro_steps_of_an_eighth_of_an_update() -> None:

@@ -71,9 +71,8 @@ def stretched(made: TrainConfig, by: int) -> TrainConfig:
 def test_no_schedule_jumps(name: str) -> None:
     made = stretched(config(ALL[name]), 300)
     step_s = 3600 / (0.8 * made.num_steps)  # a time budget ends the run after 80% of its steps
-    rates = [
-        schedule.learning_rate(step, made, step_s * step) for step in range(made.num_steps + 2)
-    ]
+    steps = range(made.num_steps + 2)
+    rates = [schedule.learning_rate(step, made, step_s * step) for step in steps]
     steepest = max(abs(second - first) for first, second in pairwise(rates))
     # The warm-up is the steepest part, but for the beginning of 1 - sqrt.
     slope = 1.8 / math.sqrt(20 * 300) if name == "1-sqrt" else 2.0 / made.warmup_steps

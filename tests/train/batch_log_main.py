@@ -23,9 +23,8 @@ def main() -> int:
     rank, world_size = int(sys.argv[1]), int(sys.argv[2])
     run_dir, cursor, stop = Path(sys.argv[4]), int(sys.argv[5]), int(sys.argv[6])
     changed = int(sys.argv[7]) if len(sys.argv) > 7 else -1
-    dist.init_process_group(
-        "gloo", init_method=f"file://{sys.argv[3]}", rank=rank, world_size=world_size
-    )
+    meeting = f"file://{sys.argv[3]}"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size)
     try:
         log = BatchLog(run_dir, cursor, rank == 0)
         for batch in range(cursor // 8, stop // 8):

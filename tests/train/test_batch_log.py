@@ -1,5 +1,6 @@
 """The log of batches: real ranks, killed writers, lines cut anywhere, damage in the middle."""
 
+import signal
 import subprocess
 import sys
 import time
@@ -30,17 +31,17 @@ class Group:
             for rank in range(world_size)
         ]  # fmt: skip
 
-    def wait(self) -> tuple[list[int], list[str]]:
+    def ended(self, code: int = 0) -> list[str]:
         outputs = [process.communicate(timeout=100)[0] for process in self.processes]
-        return [process.returncode for process in self.processes], outputs
+        assert {process.returncode for process in self.processes} == {code}, outputs
+        return outputs
 
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[Path]:
     """A group of this process only."""
-    dist.init_process_group(
-        "gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1
-    )
+    meeting = f"file://{tmp_path / 'meeting'}"
+    dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
     yield tmp_path
     dist.destroy_process_group()
 
@@ -62,8 +63,7 @@ def _log(run_dir: Path, cursor: int, records: list[BatchRecord]) -> None:
 @pytest.mark.usefixtures("processes")
 def test_hashes_are_added_over_ranks_and_a_change_on_one_stops_all(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    codes, outputs = Group(run_dir, 0, 88).wait()
-    assert codes == [0, 0], outputs
+    Group(run_dir, 0, 88).ended()
     records = read_batches(run_dir)
     for batch, record in enumerate(records):
         total = (part_of_hash(batch, 0) + part_of_hash(batch, 1)) % 2**64
@@ -71,23 +71,19 @@ def test_hashes_are_added_over_ranks_and_a_change_on_one_stops_all(tmp_path: Pat
         assert record == BatchRecord(batch, batch * 8, 8, 64, step, total)
     assert len(records) == 11
     content = (run_dir / "batches.tsv").read_bytes()
-    codes, outputs = Group(run_dir, 40, 120, 9).wait()
-    assert codes == [2, 2], outputs
-    for rank, output in enumerate(outputs):
+    for rank, output in enumerate(Group(run_dir, 40, 120, 9).ended(2)):
         assert f"rank {rank}: batch 9 at sequence 72 has hash" in output
         assert f"{records[9].hash:016x}" in output
         assert f"{(records[9].hash + 1) % 2**64:016x}" in output
         assert "this attempt sees other data than an earlier one" in output
     # Trying again must not make the proof disappear.
     assert (run_dir / "batches.tsv").read_bytes() == content
-    codes, outputs = Group(run_dir, 40, 120).wait()
-    assert codes == [0, 0], outputs
+    Group(run_dir, 40, 120).ended()
     assert [record.batch for record in read_batches(run_dir)] == list(range(15))
     assert (run_dir / "batches.tsv").read_bytes().startswith(content)
     # Damage that rank 0 finds when it opens the file stops all ranks, too.
     (run_dir / "batches.tsv").write_bytes(content.replace(b"\t64\t", b"\tx\t", 1))
-    codes, outputs = Group(run_dir, 40, 120).wait()
-    assert codes == [2, 2], outputs
+    outputs = Group(run_dir, 40, 120).ended(2)
     assert all("batches.tsv, line 2:" in output for output in outputs)
 
 
@@ -100,11 +96,10 @@ def test_a_killed_run_leaves_lines_that_the_next_one_goes_on_from(tmp_path: Path
         assert group.processes[0].poll() is None
         time.sleep(0.01)
     group.processes[0].kill()
-    group.wait()
+    group.ended(-signal.SIGKILL)
     done = len(read_batches(run_dir))
     assert done > 100
-    codes, outputs = Group(run_dir, 800, 8 * (done + 50), world_size=1).wait()
-    assert codes == [0], outputs
+    Group(run_dir, 800, 8 * (done + 50), world_size=1).ended()
     assert [record.batch for record in read_batches(run_dir)] == list(range(done + 50))
 
 
@@ -181,9 +176,7 @@ def test_a_file_that_does_not_reach_to_the_cursor_is_refused(alone: Path) -> Non
         BatchLog(alone, 12, True)
 
 
-def test_a_run_of_before_there_was_a_log_starts_one(
-    alone: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_from_before_the_log_starts_it(alone: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(DataError, match="is missing"):
         read_batches(alone)
     _log(alone, 80, _records(10, 14))

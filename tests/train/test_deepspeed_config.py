@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +12,10 @@ import pytest
 from pipeline.config.train import TrainConfig
 from pipeline.errors import ConfigError
 from pipeline.train.deepspeed import TUNING, deepspeed_config
+from tests.support.processes import python
 
-CONFIG = TrainConfig(
-    global_batch=64, micro_batch=4, lr=3e-4, warmup_steps=20, num_steps=500, zero_stage=2,
-    grad_clip=0.5,
-)  # fmt: skip
+CONFIG = TrainConfig(global_batch=64, micro_batch=4, lr=3e-4, warmup_steps=20, num_steps=500,
+                     zero_stage=2, grad_clip=0.5)  # fmt: skip
 
 
 def _merged(folder: Path, text: str | dict[str, Any], config: TrainConfig = CONFIG) -> Any:
@@ -28,11 +25,10 @@ def _merged(folder: Path, text: str | dict[str, Any], config: TrainConfig = CONF
 
 
 def test_what_tunes_is_handed_on_and_auto_changes_nothing(tmp_path: Path) -> None:
-    left_to_the_run = {
-        "train_batch_size": "auto", "gradient_clipping": "auto", "bf16": {"enabled": "auto"},
-        "optimizer": {"type": "auto", "params": {"lr": "auto"}},
-        "zero_optimization": {"stage": "auto"},
-    }  # fmt: skip
+    left_to_the_run = {"train_batch_size": "auto", "gradient_clipping": "auto",
+                       "bf16": {"enabled": "auto"},
+                       "optimizer": {"type": "auto", "params": {"lr": "auto"}},
+                       "zero_optimization": {"stage": "auto"}}  # fmt: skip
     assert _merged(tmp_path, left_to_the_run) == deepspeed_config(CONFIG)
     zero = {"reduce_bucket_size": 5e7, "overlap_comm": True, "allgather_bucket_size": "auto"}
     tuned = {"zero_optimization": zero, "wall_clock_breakdown": False}
@@ -79,9 +75,7 @@ def test_what_deepspeed_reports_is_heard(tmp_path: Path) -> None:
     ],
     ids=range(23),
 )
-def test_what_cannot_stand_is_named(
-    tmp_path: Path, text: str | dict[str, Any], message: str
-) -> None:
+def test_what_is_wrong_is_named(tmp_path: Path, text: str | dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(str(tmp_path / "ds.json"))) as caught:
         _merged(tmp_path, text)
     assert re.search(message, str(caught.value)), caught.value
@@ -134,10 +128,7 @@ print(json.dumps([sorted(asked), names(DeepSpeedZeroConfig), names(CommsLoggerCo
 
 @pytest.mark.usefixtures("processes")
 def test_keys_are_those_of_deepspeed_and_all_others_are_refused(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _ASKED], capture_output=True, text=True, check=True
-    )
-    top, zero, comms = json.loads(done.stdout.splitlines()[-1])
+    top, zero, comms = json.loads(python("-c", _ASKED).splitlines()[-1])
     assert {"optimizer", "scheduler", "zero_optimization", "fp16", "aio"} <= set(top)
     inside = {f"zero_optimization.{name}" for name in zero}
     inside |= {f"comms_logger.{name}" for name in comms}
@@ -178,9 +169,6 @@ def test_compiling_without_a_compiler_is_refused() -> None:
         "except ConfigError as error: print(error)"
     )
     for compiler, said in (("g++", ""), ("no-such-compiler", "needs a C++ compiler, and none")):
-        done = subprocess.run(
-            [sys.executable, "-c", code], env={**os.environ, "CXX": compiler},
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        assert said in done.stdout
-        assert bool(done.stdout) == bool(said)
+        found = python("-c", code, env={**os.environ, "CXX": compiler})
+        assert said in found
+        assert bool(found) == bool(said)

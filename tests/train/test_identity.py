@@ -18,13 +18,9 @@ def test_what_decides_the_data_is_kept_and_how_it_is_read_is_not() -> None:
     assert kept["phases"] == [
         {"tokens": 1e9, "seq_len": 128, "global_batch": None, "ramp_from": None, "ramp_step": None}
     ]
-    read = replace(
-        config,
-        data=replace(
-            data, dir="elsewhere", workers=3, prefetch_steps=9, stage_dir="/scratch", stage_gb=1.0
-        ),
-        phases=(replace(phase, micro_batch=4),),
-    )
+    how = {"workers": 3, "prefetch_steps": 9, "stage_dir": "/scratch", "stage_gb": 1.0}
+    elsewhere = replace(data, dir="elsewhere", **how)
+    read = replace(config, data=elsewhere, phases=(replace(phase, micro_batch=4),))
     assert identity(read) == kept
 
 

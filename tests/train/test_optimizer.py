@@ -11,16 +11,12 @@ from pipeline.config.train import TrainConfig
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.train.optimizer import TensorSlice, make_optimizer, matrix_slices, squared_norm
 
-MODEL = ModelConfig(
-    vocab_size=50, num_layers=2, hidden_size=8, num_heads=2, ffn_size=12, activation="swiglu",
-    bias=True, norm_affine=True, mlm_head="bert",
-)  # fmt: skip
+MODEL = ModelConfig(vocab_size=50, num_layers=2, hidden_size=8, num_heads=2, ffn_size=12,
+                    activation="swiglu", bias=True, norm_affine=True, mlm_head="bert")  # fmt: skip
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
-def test_matrices_decay_and_the_log_says_so(
-    optimizer: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_matrices_decay_and_the_log_says(optimizer: str, caplog: pytest.LogCaptureFixture) -> None:
     model = MaskedLanguageModel(MODEL)
     config = TrainConfig(
         optimizer=optimizer,  # type: ignore[arg-type]
@@ -58,12 +54,11 @@ def test_matrices_stored_as_one_are_told_apart() -> None:
     assert [piece.name for piece in pieces] == names
     found = {piece.name: piece.of(piece.partition) for piece in pieces}
     for index, layer in enumerate(model.encoder.layers):
-        for part, matrix in enumerate(layer.attention.qkv.weight.chunk(3)):
-            name = f"encoder.layers.{index}.attention.qkv.weight/{part}"
-            assert torch.equal(found[name], matrix.flatten())
-        for part, matrix in enumerate(layer.feed_forward.inner.weight.chunk(2)):
-            name = f"encoder.layers.{index}.feed_forward.inner.weight/{part}"
-            assert torch.equal(found[name], matrix.flatten())
+        for stored, parts in (("attention.qkv", 3), ("feed_forward.inner", 2)):
+            weight = layer.get_submodule(stored).weight
+            for part, matrix in enumerate(weight.chunk(parts)):
+                name = f"encoder.layers.{index}.{stored}.weight/{part}"
+                assert torch.equal(found[name], matrix.flatten())
     assert len(names) == len(whole) + 2 * (2 + 1)
 
 

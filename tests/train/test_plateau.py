@@ -27,10 +27,9 @@ def _doctor(data: str = "nowhere", **changes: Any) -> PlateauDoctor:
     train = {"num_steps": 2000, "lr": 2e-4, "alpha_warmup_steps": 200, "warmup_steps": 50}
     train |= {name: value for name, value in changes.items() if name in names}
     model = {name: value for name, value in changes.items() if name not in names}
-    config = PretrainConfig(
-        run_dir="unused", model=ModelConfig(**model), data=DataConfig(dir=data),
-        train=TrainConfig(**train), monitor=MonitorConfig(log_every_steps=5),
-    )  # fmt: skip
+    config = PretrainConfig(run_dir="unused", model=ModelConfig(**model), data=DataConfig(dir=data),
+                            train=TrainConfig(**train),
+                            monitor=MonitorConfig(log_every_steps=5))  # fmt: skip
     return PlateauDoctor(config, ENTROPY)
 
 
@@ -40,20 +39,17 @@ def _step(step: int, tokens: float = 4096.0, reach: float = 1.0) -> LastStep:
     return LastStep(step, 1.0, 6.5e-4, 0.51, norms, tokens)
 
 
-def _told(
-    doctor: PlateauDoctor, losses: Floats, accuracies: Floats | None = None,
-    held_out: dict[int, float] | None = None, tokens: float = 4096.0, reach: float | Floats = 1.0,
-) -> dict[int, str]:  # fmt: skip
+def _told(doctor: PlateauDoctor, losses: Floats, accuracies: Floats | None = None,
+          held_out: dict[int, float] | None = None, tokens: float = 4096.0,
+          reach: float | Floats = 1.0) -> dict[int, str]:  # fmt: skip
     """Give the doctor a log line every five steps, and return what it says by step."""
     told = {}
     reaches = np.broadcast_to(reach, losses.shape).tolist()
     for place, loss in enumerate(losses.tolist()):
         step = 5 * (place + 1)
         accuracy = 0.05 if accuracies is None else float(accuracies[place])
-        plateau = doctor.look(
-            {"loss": loss, "accuracy": accuracy}, _step(step, tokens, reaches[place])
-        )
-        if plateau:
+        values = {"loss": loss, "accuracy": accuracy}
+        if plateau := doctor.look(values, _step(step, tokens, reaches[place])):
             told[step] = plateau.advice
         if held_out and step in held_out:
             doctor.evaluated(step, held_out[step])
@@ -72,11 +68,8 @@ def test_it_is_told_once_after_the_warm_ups_and_the_patience() -> None:
 
 def test_an_attempt_that_resumes_waits_for_lines_of_its_own() -> None:
     doctor = _doctor()
-    told = [
-        step
-        for step in range(1005, 2000, 5)
-        if doctor.look({"loss": ENTROPY, "accuracy": 0.05}, _step(step))
-    ]
+    loss = {"loss": ENTROPY, "accuracy": 0.05}
+    told = [step for step in range(1005, 2000, 5) if doctor.look(loss, _step(step))]
     assert told == [1100]
 
 

@@ -52,9 +52,7 @@ def _reference(features: np.ndarray, classes: np.ndarray) -> tuple[float, np.nda
 @pytest.mark.parametrize(
     ("num_rows", "num_features", "noise"), [(400, 20, 0.1), (60, 40, 3.0), (30, 80, 1.0)]
 )
-def test_fit_is_the_ridge_regression_that_cross_validation_chooses(
-    num_rows: int, num_features: int, noise: float
-) -> None:
+def test_fit_is_the_ridge_regression_chosen(num_rows: int, num_features: int, noise: float) -> None:
     features, classes = _table(num_rows, num_features, noise)
     weights = fit_ridge(_products(features, classes), NUM_CLASSES).numpy()
     assert weights.shape == (1 + num_features, NUM_CLASSES)
@@ -71,9 +69,7 @@ def test_fit_of_a_model_that_broke_is_nan_and_not_an_error(value: float) -> None
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 7])
-def test_passes_hold_every_row_once_and_no_more_tokens_than_a_rank_has_room_for(
-    world_size: int,
-) -> None:
+def test_passes_hold_every_row_once_and_fit_into_each_rank(world_size: int) -> None:
     lengths = [3 + number * 37 % 61 for number in range(101)]
     passes = passes_of(lengths, 128, world_size)
     assert sorted(number for each in passes for number in each) == list(range(101))

@@ -101,13 +101,8 @@ def test_batches_that_were_trained_on_cannot_be_left_out_any_more(tmp_path: Path
     ranges = "train.skip_batches=[{first: 2, last: 3}, {first: 6, last: 9}]"
     config = load(PretrainConfig, path, [ranges]).config
     assert [batch for batch in range(12) if batch in SkippedBatches(config, [])] == [
-        2,
-        3,
-        6,
-        7,
-        8,
-        9,
-    ]
+        2, 3, 6, 7, 8, 9,
+    ]  # fmt: skip
     # Batch 3 was left out; the lines of 7 and later are of an attempt that is repeated.
     records = [BatchRecord(n, 8 * n, 8, 64, None if n == 3 else n + 1, 0) for n in range(10)]
     assert trained_in_spite(config, records, before=7) == [2, 6]
