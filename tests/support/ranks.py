@@ -19,6 +19,7 @@ from tests.support.processes import free_port
 from tests.support.warm import Process
 
 # Two ranks, two micro-batches each; dropout is on, so that its random numbers must be resumed too.
+# A CPU that does not multiply bf16 takes twice as long for it; cases of its own are in bf16.
 CONFIG = """
 run_dir: unset
 seed: 3
@@ -27,7 +28,7 @@ model:
 data: {dir: unset, seq_len: 64, window_blocks: 2}
 train:
   {num_steps: 40, global_batch: 8, micro_batch: 2, lr: 3e-3, warmup_steps: 5,
-   alpha_warmup_steps: 10}
+   alpha_warmup_steps: 10, precision: fp32}
 checkpoint: {every_steps: 15, keep: 2}
 monitor: {log_every_steps: 1, eval_every_steps: 20, eval_sequences: 16}
 """
