@@ -30,14 +30,11 @@ _OPTION = re.compile(r"(?:--)?([a-z][a-z0-9-]*)(?:=(.+))?")
 _EXAMPLES = {
     "apptainer": "/shared/images/train.sif",
     "singularity": "/shared/images/train.sif",
-    "podman": "registry.example.org/me/train:1",
-    "enroot": "/shared/images/train.sqsh",
     "pyxis": "/shared/images/train.sqsh",
 }
 """Images by engine."""
 _LONGEST_CHAIN = 30
 """Restarts of a run whose jobs are all queued at once."""
-_NOT_FOR_PODMAN = {"-d", "--detach", "-t", "--tty", "--name", "--pod", "--rm", "--entrypoint"}
 
 # Variables that the launcher sets itself, or that would mislead it.
 _OWN_VARIABLES = re.compile(
@@ -65,15 +62,14 @@ SET_SRUN_OPTIONS = frozenset(_SET_BY_STEPS.split())
 class ContainerConfig:
     """The container that ranks run in; the job script itself runs outside of it."""
 
-    kind: Literal["none", "apptainer", "singularity", "podman", "enroot", "pyxis"] = param(
+    kind: Literal["none", "apptainer", "singularity", "pyxis"] = param(
         "none",
-        "the engine, which starts one container a rank: `apptainer exec`, `singularity exec`, "
-        "`podman run`, `enroot start`; pyxis: `srun --container-image`, with NVIDIA's plugin",
+        "the engine, which starts one container a rank: `apptainer exec`, `singularity exec`; "
+        "pyxis: `srun --container-image`, with NVIDIA's plugin",
     )
     image: str = param(
         "",
-        "file that all nodes see; or docker://NAME (apptainer, singularity), REGISTRY/NAME:TAG or "
-        "oci-archive:FILE (podman), the name of a created container (enroot), REGISTRY#NAME:TAG "
+        "file that all nodes see; or docker://NAME (apptainer, singularity), REGISTRY#NAME:TAG "
         "(pyxis)",
     )
     mounts: tuple[str, ...] = param(
@@ -105,11 +101,6 @@ class ContainerConfig:
             _require(_MOUNT, mount or " ", "container.mounts", expected)
         for word in self.arguments:
             _require(r"-[^\n]*", word or " ", "container.arguments", "options such as --no-home")
-            if self.kind == "podman" and word.partition("=")[0] in _NOT_FOR_PODMAN:
-                raise ConfigError(
-                    f"container.arguments={word!r}: each rank is a container of its own, in the "
-                    "foreground, which the launcher names and removes; leave it out"
-                )
 
     def _require_image_of_kind(self) -> None:
         """Refuse what another engine would take as an image."""
@@ -119,16 +110,6 @@ class ContainerConfig:
             wrong = (
                 "pyxis takes a value that does not start with / or . as the name of an image in a "
                 f"registry; write ./{text} or the whole path"
-            )
-        elif self.kind == "podman" and (is_path or text.endswith((".sif", ".sqsh"))):
-            wrong = (
-                "podman takes the name of an image or an archive, not a file of another engine; "
-                "write such as registry.example.org/me/train:1, or oci-archive:/shared/train.tar"
-            )
-        elif self.kind == "enroot" and ("://" in text or "#" in text):
-            wrong = (
-                "enroot start takes a file or a created container; make a file of an image in a "
-                "registry with `enroot import`, once, where all nodes see it"
             )
         elif self.kind in ("apptainer", "singularity") and "#" in text:
             wrong = f"{self.kind} writes an image of a registry as docker://REGISTRY/NAME:TAG"
@@ -140,10 +121,6 @@ class ContainerConfig:
         """The path of the image if it is a file; empty if a registry or the engine has it."""
         if self.kind == "pyxis":
             return self.image if self.image.startswith(("/", ".")) else ""
-        if self.kind == "podman":  # such as oci-archive:FILE:TAG
-            return next((part for part in self.image.split(":") if part.startswith("/")), "")
-        if self.kind == "enroot":
-            return self.image if "/" in self.image or self.image.endswith(".sqsh") else ""
         return "" if "://" in self.image else self.image
 
 

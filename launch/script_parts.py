@@ -5,8 +5,7 @@ folder that only the job knows, such as `$TMPDIR`, can be one of them.
 
 Sources: sbatch(1) of SLURM 22.05; `apptainer exec --help`
 (https://apptainer.org/docs/user/main/cli/apptainer_exec.html), whose options `singularity exec`
-has, too; podman-run(1); doc/cmd/start.md, doc/image-format.md and src/runtime.sh of
-https://github.com/NVIDIA/enroot; README.md and args.c of https://github.com/NVIDIA/pyxis.
+has, too; README.md and args.c of https://github.com/NVIDIA/pyxis.
 """
 
 import re
@@ -18,24 +17,6 @@ from launch.cluster import ClusterConfig, option
 from launch.decide import EXIT_FULL, TO_REQUEUE_S
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_PREEMPTED, ConfigError
 from pipeline.runtime.env import SCRATCH_VARIABLE
-
-_PODMAN = (
-    "--rm",
-    "--network=host",
-    # NCCL on one node: ranks reach each other's memory, by the numbers of their processes.
-    "--ipc=host",
-    "--pid=host",
-    # Files belong to the user; SLURM's cgroup holds GPUs, cores and memory, and kills what is left.
-    "--userns=keep-id",
-    "--cgroups=disabled",
-    "--security-opt=label=disable",
-    "--env-host",
-)
-# Variables that the image or the engine sets; a value of several lines would be several.
-_FOR_ENROOT = """\
-$(for name in $(compgen -e); do case $name in \
-PATH|LD_LIBRARY_PATH|HOME|PWD|OLDPWD|SHLVL|BASH_ENV|ENROOT_*|_) continue ;; esac; \
-[[ ${!name} == *$'\\n'* ]] || printf ' --env=%s' "$name"; done)"""
 
 CLOCK = """\
 # SLURM says when the job ends from version 23.02 on; before, this is late by what its start took.
@@ -314,35 +295,12 @@ def wrapped(
     with_gpus = gpus and cluster.gpus_per_node > 0
     own = [*map(shlex.quote, container.arguments)]
     image = shlex.quote(container.image)
-    if container.kind == "podman":
-        return [
-            *("podman", "run", *_PODMAN),
-            *(["--device=nvidia.com/gpu=all"] if with_gpus else []),
-            *(f"--volume={target}" for target in _targets(cluster, mounts)),
-            *(f"--workdir={here}", *own, "--entrypoint=bash", image, "-c"),
-            # podman starts programs with signals as they are by default.
-            *(shlex.quote("trap '' USR1 USR2; exec \"$@\""), "bash", *inside),
-        ]
-    if container.kind == "enroot":
-        devices = "all" if with_gpus else "void"
-        return [
-            *("enroot", "start", _FOR_ENROOT, f"--env=NVIDIA_VISIBLE_DEVICES={devices}"),
-            "--env=NVIDIA_DRIVER_CAPABILITIES=compute,utility",
-            *(f"--mount={line}" for line in map(_fstab, _targets(cluster, mounts))),
-            *(*own, image, "bash", "-c", shlex.quote('cd "$0" && exec "$@"'), here, *inside),
-        ]
     return [
         *(container.kind, "exec"),
         *(["--nv"] if with_gpus else []),
         *(f"--bind={mount}" for mount in _mounts(cluster, mounts)),
         *(f"--pwd={here}", *own, image, *inside),
     ]
-
-
-def _fstab(target: str) -> str:
-    """Write SOURCE:TARGET[:ro] as enroot reads it: a line of fstab with `:` between its fields."""
-    source, place, *how = target.split(":")
-    return f"{source}:{place}:none:x-create=auto,rbind,{how[0] if how else 'rw'}"
 
 
 def _targets(cluster: ClusterConfig, folders: Sequence[str]) -> list[str]:

@@ -67,9 +67,6 @@ def test_what_slurm_or_the_shell_misreads_is_refused(
     [
         ({"image": "a.sif"}, "container.image='a.sif'.*container.kind=none"),
         ({"kind": "apptainer"}, "container.kind=apptainer.*container.image"),
-        ({"kind": "podman", "image": "/x.sif"}, "podman.*image or an archive"),
-        ({"kind": "podman", "image": "a/b:1", "arguments": ("--detach",)}, "foreground"),
-        ({"kind": "enroot", "image": "docker://a/b"}, "`enroot import`"),
         ({"kind": "singularity", "image": "nvcr.io#a/b"}, "docker://REGISTRY/NAME:TAG"),
         ({"kind": "pyxis", "image": "x.sqsh"}, "./x.sqsh"),
         ({"kind": "pyxis", "image": "/a b.sqsh"}, "/a b.sqsh.*white space"),

@@ -24,8 +24,6 @@ WHOLE = "h200-pyxis"
 CONTAINED = "a100-apptainer"
 OTHER = {
     "singularity": "/shared/my_project/images/postnorm.sif",
-    "podman": "registry.example.org/my_project/postnorm:1",
-    "enroot": "/shared/my_project/images/postnorm.sqsh",
 }
 """Engines of no profile, in place of the one of `CONTAINED`."""
 VARIANTS = dict.fromkeys(OTHER, CONTAINED) | {"cpu-chain": "cpu"}

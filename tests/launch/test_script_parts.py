@@ -9,7 +9,7 @@ import pytest
 from launch import script_parts as parts
 from launch.cluster import ClusterConfig, ContainerConfig
 from pipeline.errors import ConfigError
-from tests.support.processes import output, write_program
+from tests.support.processes import write_program
 
 WORK = "/shared/me/work"
 APPTAINER = ContainerConfig(
@@ -111,59 +111,11 @@ def test_pyxis() -> None:
     assert [word for word in words if word.endswith("home")] == ["--container-mount-home"]
 
 
-def _shown(kind: str, image: str, **fields: object) -> list[str]:
-    """The words that the engine gets for a rank's command."""
-    own = ContainerConfig(kind=kind, image=image, mounts=("/data:/d:ro",), arguments=("--x=y z",))  # type: ignore[arg-type]
-    cluster = ClusterConfig(container=own, scratch="$D", network=("A=x,y z",), **fields)  # type: ignore[arg-type]
-    words = parts.wrapped(cluster, [WORK], ["python3", '"$rank"'], work_dir=WORK, gpus=True)
-    show = f'{kind}() {{ printf "%s\\n" "$@"; }}'
-    done = _bash([f"export -n LINES; {show}", " ".join(words)], POSTNORM_SCRATCH="/s", rank="r 3",
-                 SLURM_PROCID="3", TWO="a\nb", HOME="/home/me")  # fmt: skip
-    assert not done.stderr
-    return done.stdout.splitlines()
-
-
-def test_podman() -> None:
-    shown = _shown("podman", "registry.example.org/a:1")
-    assert shown[:2] == ["run", "--rm"]
-    assert {"--env-host", "--pid=host", "--ipc=host", "--network=host"} < set(shown)
-    at = shown.index("--device=nvidia.com/gpu=all")
-    assert shown[at + 1 :] == [f"--volume={WORK}:{WORK}", "--volume=/data:/d:ro", "--volume=/s:/s",
-                               f"--workdir={WORK}", "--x=y z", "--entrypoint=bash",
-                               "registry.example.org/a:1", "-c", "trap '' USR1 USR2; exec \"$@\"",
-                               "bash", "env", "A=x,y z", "python3", "r 3"]  # fmt: skip
-    assert "--device" not in " ".join(_shown("podman", "a:1", gpus_per_node=0, ranks_per_node=1))
-    # What is inside is the command, and it hears no signal before it wants to.
-    inside = shown[shown.index("-c") :]
-    words = [*inside[:3], "bash", "-c", "kill -USR1 $$; echo lives $1", "bash", "on"]
-    assert output("bash", *words) == "lives on\n"
-
-
-def test_enroot() -> None:
-    shown = _shown("enroot", "/i/a.sqsh")
-    passed = {word for word in shown if word.startswith("--env=")}
-    assert {"--env=SLURM_PROCID", "--env=rank", "--env=POSTNORM_SCRATCH"} < passed
-    # The image has its own; and a value of two lines would be two variables.
-    assert not {"--env=PATH", "--env=HOME", "--env=TWO"} & passed
-    assert shown[0] == "start"
-    assert [word for word in shown[1:] if word not in passed] == [
-        f"--mount={WORK}:{WORK}:none:x-create=auto,rbind,rw",
-        "--mount=/data:/d:none:x-create=auto,rbind,ro", "--mount=/s:/s:none:x-create=auto,rbind,rw",
-        "--x=y z", "/i/a.sqsh", "bash", "-c", 'cd "$0" && exec "$@"', WORK, "env", "A=x,y z",
-        "python3", "r 3",
-    ]  # fmt: skip
-    assert "--env=NVIDIA_VISIBLE_DEVICES=all" in passed
-    cpus = _shown("enroot", "/i/a.sqsh", gpus_per_node=0, ranks_per_node=1)
-    assert "--env=NVIDIA_VISIBLE_DEVICES=void" in cpus
-
-
 @pytest.mark.parametrize(
     ("kind", "image", "file"),
     [
         ("singularity", "docker://a/b", ""), ("singularity", "images/a.sif", "images/a.sif"),
-        ("podman", "registry.example.org:5000/a/b:1", ""),
-        ("podman", "oci-archive:/shared/a.tar:1", "/shared/a.tar"),
-        ("enroot", "created", ""), ("enroot", "a.sqsh", "a.sqsh"),
+        ("pyxis", "nvcr.io#a/b:1", ""), ("pyxis", "./a.sqsh", "./a.sqsh"),
     ],
 )  # fmt: skip
 def test_only_files_are_looked_for_before_a_start(kind: str, image: str, file: str) -> None:
