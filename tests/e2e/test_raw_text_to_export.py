@@ -3,14 +3,11 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from pipeline.data.format import read_index
-from tests.support.processes import python
+from tests.support import warm
 from tests.support.ranks import Ranks, records
 
 
-@pytest.mark.smoke
 def test_raw_text_to_an_encoder(corpus: Path, tmp_path: Path, start_ranks: type[Ranks]) -> None:
     config = tmp_path / "prep.yaml"
     config.write_text(
@@ -18,12 +15,13 @@ def test_raw_text_to_an_encoder(corpus: Path, tmp_path: Path, start_ranks: type[
         f"sources: [{{name: topics, inputs: [{corpus}]}}]\n"
         "tokenizer: {vocab_size: 1000}\nshards: {block_tokens: 8000, eval_fraction: 0.05}\n"
     )
-    python("-m", "data_prep", "run", config)
+    assert not warm.run("data_prep", "run", config).returncode
     run_dir, out = tmp_path / "run", tmp_path / "export"
     ranks = start_ranks(run_dir, read_index(tmp_path / "data"), "train.num_steps=20")
     assert ranks.wait() == [0, 0], ranks.output
     first, last = records(run_dir, "eval")[0]["loss"], records(run_dir, "eval")[-1]["loss"]
     assert last < first - 0.2, "it learned nothing"
-    assert "largest difference of logits" in python("-m", "pipeline", "export", run_dir, out)
+    assert "largest difference of logits" in warm.run("pipeline", "export", run_dir, out).stdout
     assert json.loads((out / "config.json").read_text())["max_abs_diff"] <= 1e-3
-    assert python("-m", "pipeline", "fill-mask", out, "a [MASK] b").startswith("[MASK] 1: ")
+    filled = warm.run("pipeline", "fill-mask", out, "a [MASK] b")
+    assert filled.stdout.startswith("[MASK] 1: ")

@@ -26,8 +26,9 @@ from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.runtime import cli, stop
 from pipeline.runtime.stop import StopRequest
 from pipeline.train.evaluate import EvalResult, EvalScore
+from pipeline.use import evaluate_command
 from pipeline.use.evaluate import TextEvaluation
-from pipeline.use.evaluate_command import EVALUATE, Report
+from pipeline.use.evaluate_command import Report
 from pipeline.use.folder import export, write_model
 from tests.support.ranks import Ranks, records, start
 
@@ -46,7 +47,7 @@ def trained(
     ranks = start_ranks(
         run_dir, two_sources, "train.num_steps=12", "train.alpha_warmup_steps=8",
         "checkpoint.every_steps=4", "checkpoint.keep=3", "monitor.eval_every_steps=4",
-        "monitor.eval_sequences=20",
+        "monitor.eval_sequences=20", "train.precision=bf16",
     )  # fmt: skip
     assert ranks.wait() == [0, 0], ranks.output
     return run_dir
@@ -67,7 +68,7 @@ def evaluate(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         # The command sets them for its group of one; this way pytest takes them back.
         monkeypatch.setenv(name, "")
-    parser = cli.parser_of("test", "", {"use": [EVALUATE]})
+    parser = cli.parser_of("test", "", {"use": [evaluate_command.evaluate]})
 
     def command(source: Path, *arguments: object) -> list[dict[str, Any]]:
         found = cli.parse(parser, ["evaluate", str(source), *map(str, arguments), "--json"])
