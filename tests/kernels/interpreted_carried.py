@@ -231,7 +231,6 @@ SWITCHES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_each_switch_at_one_shape(switch: str, path: str) -> None:
     # The rule of dropout counts columns from the sequence's start.

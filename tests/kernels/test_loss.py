@@ -84,14 +84,14 @@ def allow(rows: int, size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("size", [5, pytest.param(64, marks=pytest.mark.smoke), 4099])
+@pytest.mark.parametrize("size", [5, 64, 4099])
 def test_fp32(chunk: int, size: int, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     allow(chunk, size, torch.float32, monkeypatch)
     inputs = make(8, 16, size, torch.float32, bias)
     assert max(errors(computed(inputs), expected(inputs, torch.float64))) < EXACT
 
 
-@pytest.mark.parametrize("scale", [pytest.param(1.0, marks=pytest.mark.smoke), 1e-8])
+@pytest.mark.parametrize("scale", [1.0, 1e-8])
 def test_bf16(chunk: int, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     allow(chunk, 4099, torch.bfloat16, monkeypatch)
     inputs = make(12, 32, 4099, torch.bfloat16, True)

@@ -15,14 +15,9 @@ NEEDS_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is
 
 
 MARKED = pytest.mark.parametrize(
-    "marked",
-    [
-        pytest.param("smoke and not slow", marks=pytest.mark.smoke),
-        "not smoke and not slow",
-        pytest.param("slow", marks=pytest.mark.slow),
-    ],
+    "marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)]
 )
-"""Runs of a file in the interpreter: those of `make test`, the rest of CI, and the night's."""
+"""Runs of a file in the interpreter: CI's, and the night's."""
 
 
 Interpreter = Callable[..., None]  # of the fixture `interpreter`: `run_interpreted`
