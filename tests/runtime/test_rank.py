@@ -63,11 +63,11 @@ process = env.process_info()
 def say(text):
     os.write(1, f"{process.rank} {text}\\n".encode())  # at once: both ranks have this file
 dist.open_group(process, dist.own_device(process), 30)
-with dist.together():
+with dist.raise_on_all_ranks():
     value = "no error"
 for failing in (1, 0):
     try:
-        with dist.together([0, 1], "reading"):
+        with dist.raise_on_all_ranks([0, 1], "reading"):
             if process.rank >= failing:
                 raise DataError(f"shard of rank {process.rank}")
         say("nothing was raised")

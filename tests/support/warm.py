@@ -35,11 +35,11 @@ _IMPORTED = (
     "scipy.linalg", "numba",  # what DeepSpeed and the loader import when they are first used
 )  # fmt: skip
 _READ_BY_IMPORTS = re.compile(
-    "OMP|KMP|GOMP|MKL_(?!NUM_THREADS)|ATEN|ONEDNN|OPENBLAS|TORCH_|PYTORCH_(?!NVML)|TRITON|NUMBA|DS_"
-    "|LD_|PYTHON(?!PATH|DONTWRITE|UNBUFFERED)"
+    "OMP_|GOMP|ATEN_|ONEDNN|TORCH_LOGS|TRITON_INTERPRET|NUMBA_|LD_"
+    "|PYTHON(?!PATH|DONTWRITE|UNBUFFERED)"
 )
 """Variables that Python, torch and their like read as they start: a fork has those of its server.
-MKL reads its number of threads when it first computes."""
+Others, such as KMP_INIT_AT_FORK and TRITON_CACHE_DIR, are set by imports in any test."""
 _MESSAGE_BYTES = 1 << 20
 
 
