@@ -72,8 +72,8 @@ def find(config: PrepConfig) -> Corpus:
     """
     output = Path(config.output_dir)
     _refuse_foreign(output)
-    inputs.refuse_above(output, (text for one in config.sources for text in one.inputs))
-    inputs.refuse_above(output, (text for one in config.decontaminate.sets for text in one.inputs))
+    inputs.refuse_inside(output, (text for one in config.sources for text in one.inputs))
+    inputs.refuse_inside(output, (text for one in config.decontaminate.sets for text in one.inputs))
     pieces: list[inputs.InputPiece] = []
     unreadable: list[str] = []
     for source in config.sources:
@@ -106,7 +106,8 @@ def _refuse_foreign(output: Path) -> None:
     if output.exists() and not output.is_dir():
         raise DataError(f"output_dir={output} is a file: choose a folder")
     names = {path.name for path in output.iterdir()} if output.exists() else set()
-    others = sorted(names - {"work", PAGE_FILE})
+    # Names with a dot: a file that a killed run had not finished, or the file system's own.
+    others = sorted(name for name in names - {"work", PAGE_FILE} if not name.startswith("."))
     resolved = output / RESOLVED_FILE
     if others and not (resolved.is_file() and "output_dir" in read_file(resolved).plain()):
         raise DataError(
@@ -123,7 +124,7 @@ class Progress:
         self.tasks: dict[str, list[StageTask[Any]]] = {}
         self.records: dict[str, list[Done]] = {}
         self.results: dict[str, list[Done]] = {}
-        """Records of the stages that the report is about: those whose `Step.gives` is not empty."""
+        """Records of the stages that the report is about: those with a `Step.produces`."""
         self.masks: dict[str, Path] = {}
         """Stage -> folder of its masks, in order."""
         self._texts = ""

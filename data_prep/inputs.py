@@ -276,8 +276,8 @@ def matching_files(owner: str, text: str, unreadable: list[str]) -> list[tuple[I
     return list(found.values())
 
 
-def refuse_above(output: Path, texts: Iterable[str]) -> None:
-    """Check that a folder to write to is not inside an input, where its files would be read.
+def refuse_inside(output: Path, texts: Iterable[str]) -> None:
+    """Check that a folder to write to is not inside one of the inputs, which would read its files.
 
     Raises:
         DataError: it is.

@@ -22,6 +22,7 @@ from data_prep.verify import verify
 from pipeline.data.format import MEMBERS, DatasetIndex, read_index
 from pipeline.data.reader import BlockReader
 from pipeline.errors import DataError
+from pipeline.runtime.files import temporary_beside
 from pipeline.tokenizer.sentencepiece import Tokenizer
 from tests.support.prepare import config_of
 
@@ -164,6 +165,14 @@ def test_bad_corpus_fails_and_leaves_an_earlier_dataset_alone(
         run(config_of(prep_config, tmp_path / "old", bad, *overrides))
     before = (dataset.folder / "index.json").read_bytes()
     assert (tmp_path / "old" / "index.json").read_bytes() == before
+
+
+def test_what_a_killed_start_left_is_no_foreign_folder(
+    prep_config: Path, corpus: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "data").mkdir()
+    temporary_beside(tmp_path / "data/resolved.yaml").touch()
+    assert run(config_of(prep_config, tmp_path / "data", corpus))["key"]
 
 
 @pytest.mark.parametrize(("output", "said"), [

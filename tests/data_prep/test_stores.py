@@ -59,6 +59,7 @@ def test_globs_single_files_and_changes(store: Store, prep_config: Path, tmp_pat
         return [file.name for file in find(source).files]
 
     assert names(f"{address}/*/x.txt") == ["a/x.txt", "b/x.txt"]
+    assert names(f"{address}/*") == ["a/x.txt", "b/x.txt", "b/y.txt", "b/z.csv"]  # its folders
     assert names(f"{address}/b/y.txt") == ["y.txt"]
     assert names(f"{address}/a", f"{address}/b/x.txt") == ["a/x.txt", "b/x.txt"]
     assert sorted(names(f"{address}/b/")) == ["x.txt", "y.txt", "z.csv"]
