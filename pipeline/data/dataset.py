@@ -1,8 +1,7 @@
 """Packed sequences of one split: the place where pure functions meet shards."""
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
@@ -10,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.config.data import DataConfig
+from pipeline.data.cache import Arrays, SharedArrays
 from pipeline.data.format import DatasetIndex
-from pipeline.data.node_cache import Arrays, Key, NodeCache
 from pipeline.data.order import Ints, Locations, Once
 from pipeline.data.packing import (
     PackedSequences,
@@ -28,9 +27,10 @@ from pipeline.errors import DataError
 logger = logging.getLogger(__name__)
 
 _WINDOW, _BLOCK = 1, 2
-"""First number of a key of the node's cache."""
-_SLOT_HEAD_BYTES = 4096
-_MORE_SLOTS = 8
+"""First number of a key of shared arrays."""
+_HEAD_BYTES = 4096
+_MORE = 8
+"""Blocks or windows beyond those of two windows that are kept."""
 
 
 class Batch(NamedTuple):
@@ -125,13 +125,14 @@ class PackedSplit:
         self.block = lru_cache(maxsize=kept)(self._block)
         self.packing = lru_cache(maxsize=kept)(self._packing)
         self._text = lru_cache(maxsize=kept)(self._found_text)
-        self._node: NodeCache | None = None
+        self._shared: SharedArrays | None = None
 
     def share(self, content: str) -> None:
         """Read blocks, and draw windows, once for all processes of this node with this content.
 
-        The cache holds the blocks of two windows, for the one that is read ahead. Without it each
-        process reads by itself. Pairs are made of a block's sentences, which are not shared.
+        The blocks of two windows are kept, for the one that is read ahead. Where that is not
+        possible each process reads by itself. Pairs are made of a block's sentences, which are not
+        shared.
         """
         if self._pairs is not None:
             return
@@ -145,18 +146,19 @@ class PackedSplit:
             int(np.sort(counts)[-self._config.window_blocks :].sum())
             for counts in self.counts.values()
         )
-        size = max(largest, 8 * in_window) + _SLOT_HEAD_BYTES
+        most = 2 * kept + _MORE
+        size = most * (max(largest, 8 * in_window) + _HEAD_BYTES)
         identity = f"{index.fingerprint} {self._config.check_blocks} {content}"
         try:
-            self._node = NodeCache(identity, size, 2 * kept + _MORE_SLOTS)
+            self._shared = SharedArrays(identity, size, kept)
         except OSError as error:
             logger.warning("ranks of this node do not share what they read: %s", error)
 
     @property
     def once(self) -> Once | None:
         """What makes the arrays of an order's window once a node; None: nothing is shared."""
-        node = self._node
-        return None if node is None else lambda key, make: node.get((_WINDOW, *key), make)
+        shared = self._shared
+        return None if shared is None else lambda key, make: shared.get((_WINDOW, *key), make)
 
     def slots(
         self, locations: Locations, seq_len: int, leftovers: Mapping[int, Packing] | None = None
@@ -182,19 +184,15 @@ class PackedSplit:
                 lay_out_pairs(slots, rows, text, packing, locations, self._vocabulary, self._pairs)
                 continue
             which = rows, locations.sequences[rows]
-            if self._node is None:
+            if self._shared is None:
                 block, packing = self.block(position), leftover or self.packing(position, seq_len)
-                lay_out(slots, which, block, packing, self._vocabulary)
-                continue
-            with self._shared(self._node, position, seq_len) as (block, packing):
-                lay_out(slots, which, block, leftover or packing, self._vocabulary)
+            else:
+                block, packing = self._of_node(self._shared, position, seq_len)
+            lay_out(slots, which, block, leftover or packing, self._vocabulary)
         return slots
 
-    @contextmanager
-    def _shared(
-        self, node: NodeCache, position: int, seq_len: int
-    ) -> Iterator[tuple[Block, Packing]]:
-        """Give a block of the node and its packing, which must not be used after the `with`."""
+    def _of_node(self, shared: SharedArrays, position: int, seq_len: int) -> tuple[Block, Packing]:
+        """Return a block of the split and its packing, which one process of the node made."""
         row = int(self.rows[position])
 
         def make() -> Arrays:
@@ -202,11 +200,8 @@ class PackedSplit:
             packing = self._checked(position, seq_len, block.doc_ends)
             return [block.tokens, block.doc_ends, block.word_bits, *vars(packing).values()]
 
-        key: Key = (_BLOCK, row, seq_len, 0, 0)
-        with node.get(key, make) as (tokens, doc_ends, word_bits, *rest):
-            for array in (tokens, doc_ends, word_bits):
-                array.flags.writeable = False
-            yield Block(tokens, doc_ends, word_bits, b""), Packing(*rest)
+        tokens, doc_ends, word_bits, *rest = shared.get((_BLOCK, row, seq_len), make)
+        return Block(tokens, doc_ends, word_bits, b""), Packing(*rest)
 
     def pairs(self, one: Locations, packing: Packing) -> list[Pair] | None:
         """Return how the pieces of a single sequence become pairs; None: they do not."""

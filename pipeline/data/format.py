@@ -19,7 +19,7 @@ padding), or by the check that a tar ends in zeros.
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -29,6 +29,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.data.cache import BlockCache
 from pipeline.errors import DataError
 from pipeline.runtime.remote import is_address
 
@@ -182,25 +183,12 @@ class BlockStore(Protocol):
     def size(self, file: str) -> int:
         """Ask how many bytes a shard has now."""
 
-    def block(
-        self,
-        sha256: bytes,
-        fetch: Callable[[], npt.NDArray[np.uint8]],
-        check: Callable[[npt.NDArray[np.uint8]], None],
-    ) -> npt.NDArray[np.uint8]:
-        """Return the bytes of a block, from what is kept or from `fetch`, after their `check`."""
-
-    def part(self, sha256: bytes, start: int, length: int) -> npt.NDArray[np.uint8] | None:
-        """Return bytes of a block if it is kept, without checking them."""
-
 
 @dataclass(frozen=True)
 class DatasetIndex:
     """Everything about a dataset except the tokens themselves."""
 
     folder: Path
-    shard_root: Path
-    """Folder of the shards' paths: `folder`, or where they were staged."""
     fingerprint: str
     vocabulary: Vocabulary
     tokenizer_file: str
@@ -218,7 +206,9 @@ class DatasetIndex:
     content: bytes = field(repr=False)
     """Content of `index.json` as it was read: the file may be replaced while a run goes on."""
     store: BlockStore | None = None
-    """Where shards are read, if not below `shard_root`."""
+    """Where shards are read, if not below `folder`."""
+    cache: BlockCache | None = None
+    """Where this node keeps blocks that were read before."""
 
     @property
     def vocab_size(self) -> int:
@@ -238,7 +228,7 @@ class DatasetIndex:
 
     def shard_path(self, shard: int) -> Path:
         """Return the tar of a shard, by its row in `shards`."""
-        return self.shard_root / self.shards[shard].file
+        return self.folder / self.shards[shard].file
 
     def shard_name(self, shard: int) -> str:
         """Return where a shard is read, for messages."""
@@ -326,7 +316,6 @@ def read_index(folder: str | Path) -> DatasetIndex:
     runs = body.get("source_runs", [[0, len(blocks)]])
     return DatasetIndex(
         folder=folder,
-        shard_root=folder,
         fingerprint=fingerprint,
         vocabulary=_read_vocabulary(body),
         tokenizer_file=body["tokenizer_file"],

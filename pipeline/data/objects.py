@@ -1,7 +1,7 @@
 """Opens datasets in object stores: small files are copied to the node, blocks are kept there.
 
     STAGE_DIR/store-KEY/index.json, index.npz, tokenizer, report ...    all but the shards
-    STAGE_DIR/store-KEY/blocks/                                         see `disk_cache`
+    STAGE_DIR/store-KEY/blocks/                                         see `cache`
     STAGE_DIR/store-KEY/lock                                            held by who copies
 
 KEY follows from the address and from what the store says of index.json (size, and ETag or time), so
@@ -12,14 +12,13 @@ import fcntl
 import hashlib
 import logging
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from pipeline.config.data import DataConfig
-from pipeline.data.disk_cache import Bytes, DiskCache
+from pipeline.data.cache import BlockCache, Bytes
 from pipeline.data.format import INDEX_FILE, DatasetIndex, read_index
 from pipeline.data.reader import refuse_strangers
 from pipeline.errors import ConfigError, DataError
@@ -35,7 +34,6 @@ class ObjectStore:
     """A `pipeline.data.format.BlockStore` in an object store."""
 
     address: str
-    cache: DiskCache
 
     def read(self, file: str, offset: int, length: int) -> Bytes:
         """Read bytes of a shard, with the tries of `remote`."""
@@ -45,16 +43,6 @@ class ObjectStore:
     def size(self, file: str) -> int:
         """Ask how many bytes a shard has now."""
         return remote.stat(f"{self.address}/{file}").num_bytes
-
-    def block(
-        self, sha256: bytes, fetch: Callable[[], Bytes], check: Callable[[Bytes], None]
-    ) -> Bytes:
-        """Return the bytes of a block, from the disk or from `fetch`, after their check."""
-        return self.cache.get(sha256, fetch, check)
-
-    def part(self, sha256: bytes, start: int, length: int) -> Bytes | None:
-        """Return bytes of a block if it is kept, without checking them."""
-        return self.cache.part(sha256, start, length)
 
 
 def open_index(config: DataConfig) -> DatasetIndex:
@@ -83,7 +71,7 @@ def open_index(config: DataConfig) -> DatasetIndex:
             "folder with free space that this user can write to and that can be locked"
         ) from error
     published.require_shards(index)
-    cache = DiskCache(folder / "blocks", int(config.stage_gb * 1e9))
+    cache = BlockCache(folder / "blocks", int(config.stage_gb * 1e9))
     counts = cache.counts()
     logger.info(
         "shards are read from %s; %s keeps %.3f of at most %g GB, %d damaged blocks were fetched "
@@ -94,7 +82,7 @@ def open_index(config: DataConfig) -> DatasetIndex:
         config.stage_gb,
         counts.damaged_blocks,
     )
-    return replace(index, store=ObjectStore(published.address, cache))
+    return replace(index, store=ObjectStore(published.address), cache=cache)
 
 
 def find_index(folder: str | Path) -> DatasetIndex | None:

@@ -10,7 +10,6 @@ epoch, whatever lengths it was cut to.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -25,8 +24,8 @@ from pipeline.data.random import Purpose, permutation
 Ints = npt.NDArray[np.int64]
 Ints32 = npt.NDArray[np.int32]
 Make = Callable[[], Sequence[Ints32]]
-Once = Callable[[tuple[int, int, int, int], Make], AbstractContextManager[Sequence[Ints32]]]
-"""Gives the arrays of a key, which it may have; they last until the block ends."""
+Once = Callable[[tuple[int, int, int, int], Make], Sequence[Ints32]]
+"""Returns the arrays of a key, which it may have."""
 
 
 class Locations(NamedTuple):
@@ -144,25 +143,23 @@ class Order:
 
     def locate(self, first: int, count: int) -> Locations:
         """Find the sequences at positions first .. first + count - 1."""
-        with self.windows(first, count) as windows:
-            parts = [
-                self.located(window, window.order[start:stop])
-                for window, start, stop in _stretches(windows, first, count)
-            ]
+        windows = self.windows(first, count)
+        parts = [
+            self.located(window, window.order[start:stop])
+            for window, start, stop in _stretches(windows, first, count)
+        ]
         return joined(parts) if parts else NO_LOCATIONS
 
-    @contextmanager
-    def windows(self, first: int, count: int) -> Iterator[list[Window]]:
-        """Give the windows of positions first .. first + count - 1, until the block ends."""
+    def windows(self, first: int, count: int) -> list[Window]:
+        """Return the windows of positions first .. first + count - 1."""
         found: list[Window] = []
-        with ExitStack() as stack:
-            while count > 0:
-                epoch, number, start = self._place(first)
-                window = stack.enter_context(self._window(epoch, number))
-                found.append(window)
-                inside = min(count, len(window.order) - start)
-                first, count = first + inside, count - inside
-            yield found
+        while count > 0:
+            epoch, number, start = self._place(first)
+            window = self._window(epoch, number)
+            found.append(window)
+            inside = min(count, len(window.order) - start)
+            first, count = first + inside, count - inside
+        return found
 
     def share(
         self, windows: list[Window], first: int, count: int, rows: range
@@ -209,8 +206,8 @@ class Order:
         epoch, window, offset = self._place(position)
         if window != _LEFTOVER and offset == 0:
             return OrderStart(epoch, window), NO_LOCATIONS
-        with self._window(epoch, window) as table:
-            rest = self.located(table, table.order[offset:])
+        table = self._window(epoch, window)
+        rest = self.located(table, table.order[offset:])
         return OrderStart(epoch, self._start.window if window == _LEFTOVER else window + 1), rest
 
     def epochs(self, position: int) -> float:
@@ -237,8 +234,8 @@ class Order:
             epoch += 1
 
     def _positions_in(self, epoch: int, window: int, block: int, sequence: int) -> Iterator[int]:
-        with self._window(epoch, window) as table:
-            located = self.located(table, table.order)
+        table = self._window(epoch, window)
+        located = self.located(table, table.order)
         offsets = np.flatnonzero((located.blocks == block) & (located.sequences == sequence))
         yield from (table.first + offsets).tolist()
 
@@ -272,17 +269,14 @@ class Order:
         firsts = np.arange(0, len(blocks), self._window_blocks)
         return blocks, np.cumsum(np.add.reduceat(self._material.counts[blocks], firsts))
 
-    @contextmanager
-    def _window(self, epoch: int, window: int) -> Iterator[Window]:
-        """Give a window, whose arrays last until the block ends."""
+    def _window(self, epoch: int, window: int) -> Window:
         if self._once is None:
-            drawn: AbstractContextManager[Sequence[Ints32]]
-            drawn = nullcontext(self._drawn(epoch, window))
+            order, by_block = self._drawn(epoch, window)
         else:
-            drawn = self._once((self._stream, epoch, window, 0), lambda: self._draw(epoch, window))
-        with drawn as (order, by_block):
-            first, (members, ends) = self._first_position(epoch, window), self._in(epoch, window)
-            yield Window(epoch, window, first, members, ends, order, by_block)
+            key = self._stream, epoch, window, 0
+            order, by_block = self._once(key, lambda: self._draw(epoch, window))
+        first, (members, ends) = self._first_position(epoch, window), self._in(epoch, window)
+        return Window(epoch, window, first, members, ends, order, by_block)
 
     def _in(self, epoch: int, window: int) -> tuple[Ints, Ints]:
         """Return a window's blocks, and the end of each one's sequences."""

@@ -3,7 +3,8 @@
 Files are read with `pread` and not mapped: an error of the storage is then an OSError that can be
 retried (a mapped file kills the process with SIGBUS), and a block needs one request. No file stays
 open, so that any number of shards can be read, and a retry reopens the file, which fixes a stale
-handle. Shards in an object store are read by `index.store`, which keeps blocks on this node.
+handle. Shards in an object store are read by `index.store`, and `index.cache` keeps blocks on this
+node.
 """
 
 import errno
@@ -42,7 +43,6 @@ _NPY_HEADER_BYTES = 256  # the header of a one-dimensional array takes 128
 _RESTORE = (
     "restore this shard from its source, or delete it and run `python -m data_prep run` again"
 )
-_COPY_AGAIN = "this is a staged copy: delete it and start again, which copies it again"
 _PUBLISH_AGAIN = (
     "it was replaced or damaged after it was published: run `postnorm prep publish` again, which "
     "sends what differs, or correct data.dir"
@@ -155,10 +155,10 @@ class BlockReader:
         """
         self.index = index
         self._touched: set[int] = set()
-        # A store has checked a block that it gives.
-        self._check_blocks = check_blocks == "first_touch" and index.store is None
-        self._store = index.store
-        self._remedy = _RESTORE if index.shard_root == index.folder else _COPY_AGAIN
+        # A cache has checked a block that it gives.
+        self._check_blocks = check_blocks == "first_touch" and index.cache is None
+        self._store, self._cache = index.store, index.cache
+        self._remedy = _RESTORE
         if self._store is not None:
             self._remedy = _PUBLISH_AGAIN
             return
@@ -199,8 +199,16 @@ class BlockReader:
     def check(self, row: int) -> None:
         """Compare a block's bytes with the index."""
         data = self._block_bytes(row)
-        if self._store is None:
+        if self._cache is None:
             self._check(row, data)
+
+    def keep(self, row: int, wait_s: float = 0.0) -> tuple[bool, bool]:
+        """Copy a block to the index's cache: see `BlockCache.fill`."""
+        assert self._cache is not None
+        sha256 = self.index.blocks.sha256[row].tobytes()
+        return self._cache.fill(
+            sha256, lambda: self._fetched(row), lambda data: self._check(row, data), wait_s
+        )
 
     def check_all(self, rows: Iterable[int]) -> None:
         """Check many blocks now, so that damage shows before training starts."""
@@ -225,8 +233,8 @@ class BlockReader:
         blocks = self.index.blocks
         start, length = int(blocks.member_offset[row, member]), blocks.member_length[row, member]
         shard, before = int(blocks.shard[row]), start - int(blocks.offset[row])
-        if self._store is not None:
-            kept = self._store.part(blocks.sha256[row].tobytes(), before, int(length))
+        if self._cache is not None:
+            kept = self._cache.part(blocks.sha256[row].tobytes(), before, int(length))
             # If it is damaged, reading the whole block tells, counts and repairs it.
             if kept is not None and self._is_member(row, member, kept):
                 return kept
@@ -235,10 +243,10 @@ class BlockReader:
         return data
 
     def _block_bytes(self, row: int) -> Bytes:
-        if self._store is None:
+        if self._cache is None:
             return self._fetched(row)
         sha256 = self.index.blocks.sha256[row].tobytes()
-        return self._store.block(
+        return self._cache.get(
             sha256, lambda: self._fetched(row), lambda data: self._check(row, data)
         )
 

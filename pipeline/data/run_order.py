@@ -17,7 +17,6 @@ here needs torch: so worker processes are small.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import islice, takewhile
@@ -199,24 +198,21 @@ class Segment:
         """
         locations, places = [NO_LOCATIONS], [NO_LOCATIONS.blocks]
         parts = self.mix.parts(first - self.first, count * steps)
-        with ExitStack() as stack:
-            opened = [
-                stack.enter_context(order.windows(part.first, len(part.places)))
-                for order, part in zip(self.orders, parts, strict=True)
-            ]
-            for step in range(steps):
-                row = 0
-                for order, part, windows in zip(self.orders, parts, opened, strict=True):
-                    ends = np.searchsorted(part.places, (step * count, (step + 1) * count))
-                    begin, stop = ends.tolist()
-                    wanted = range(rows.start - row, rows.stop - row)
-                    for window, which in order.share(
-                        windows, part.first + begin, stop - begin, wanted
-                    ):
-                        locations.append(order.located(window, window.order[which]))
-                        in_steps = part.places[which + (window.first - part.first)]
-                        places.append(in_steps - step * count)
-                    row += stop - begin
+        opened = [
+            order.windows(part.first, len(part.places))
+            for order, part in zip(self.orders, parts, strict=True)
+        ]
+        for step in range(steps):
+            row = 0
+            for order, part, windows in zip(self.orders, parts, opened, strict=True):
+                ends = np.searchsorted(part.places, (step * count, (step + 1) * count))
+                begin, stop = ends.tolist()
+                wanted = range(rows.start - row, rows.stop - row)
+                for window, which in order.share(windows, part.first + begin, stop - begin, wanted):
+                    locations.append(order.located(window, window.order[which]))
+                    in_steps = part.places[which + (window.first - part.first)]
+                    places.append(in_steps - step * count)
+                row += stop - begin
         return joined(locations), np.concatenate(places)
 
 

@@ -139,6 +139,14 @@ def lock_byte(file: int, byte: int, kind: int, *, wait: bool = False) -> bool:
     return True
 
 
+def is_at(file: int, path: Path) -> bool:
+    """Return whether a path still names this open file."""
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False
+
+
 def signed(body: dict[str, Any], name: str) -> dict[str, Any]:
     """Add under `name` a sha256 of everything else, so that a flipped digit is noticed."""
     text = json.dumps({key: value for key, value in body.items() if key != name}, sort_keys=True)

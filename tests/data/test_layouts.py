@@ -7,6 +7,7 @@ import gc
 import itertools
 import multiprocessing
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -267,7 +268,9 @@ def _start_workers(pipe: Connection, dataset: DatasetIndex) -> None:
 @pytest.mark.usefixtures("processes")
 def test_an_error_in_a_worker_is_the_ranks(two_sources: DatasetIndex, tmp_path: Path) -> None:
     sequences_at(two_sources, _config(two_sources).batches.seq_lens, None)  # they are kept
-    workers = _workers(replace(two_sources, shard_root=tmp_path), 1)
+    shutil.copytree(two_sources.folder, tmp_path / "data")
+    shutil.rmtree(tmp_path / "data" / "shards")
+    workers = _workers(replace(two_sources, folder=tmp_path / "data"), 1)
     workers.ask(0)
     with pytest.raises(DataError, match="does not exist"):
         workers.take()

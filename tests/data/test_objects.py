@@ -16,6 +16,7 @@ from launch.submit import mounts_of, require_index
 from pipeline.config.data import DataConfig
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
+from pipeline.data.cache import BlockCache
 from pipeline.data.counts import sequences_at
 from pipeline.data.format import DatasetIndex, read_index
 from pipeline.data.objects import ObjectStore, find_index, open_index
@@ -57,9 +58,10 @@ def _rows(index: DatasetIndex, config: PretrainConfig, world: int) -> list[tuple
     return [step_on(steps, cursor, world) for cursor in range(0, 48, 8)]
 
 
-def _store_of(index: DatasetIndex) -> ObjectStore:
+def _cache_of(index: DatasetIndex) -> BlockCache:
     assert isinstance(index.store, ObjectStore)
-    return index.store
+    assert index.cache is not None
+    return index.cache
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -70,7 +72,7 @@ def test_same_batches(dataset: DatasetIndex, published: Path, tmp_path: Path, wo
         config = _config(tmp_path, f"file://{published}", f"data.stage_gb={bound}")
         index = open_index(config.data)
         assert _rows(index, config, world) == _rows(dataset, config, world)
-        cache = _store_of(index).cache
+        cache = _cache_of(index)
         assert sum(p.stat().st_size for p in cache.folder.glob("*/*")) <= bound * 1e9
         shutil.rmtree(cache.folder)
 
@@ -185,15 +187,15 @@ def test_a_stage_dir_that_cannot_be_used(published: Path, tmp_path: Path) -> Non
 def test_damage_on_disk(published: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     data = _data(tmp_path, f"file://{published}")
     index = open_index(data)
-    reader, store = BlockReader(index), _store_of(index)
+    reader, cache = BlockReader(index), _cache_of(index)
     ends = reader.block(0).doc_ends.tolist()
-    [path] = store.cache.folder.glob("*/*")
+    [path] = cache.folder.glob("*/*")
     flip(path, int(index.blocks.member_offset[0, 1] - index.blocks.offset[0]) + 130)
     damaged = path.read_bytes()
     assert reader.doc_ends(0).tolist() == ends
     assert reader.block(0).doc_ends.tolist() == ends
     assert path.read_bytes() != damaged
-    assert store.cache.counts().damaged_blocks == 1
+    assert cache.counts().damaged_blocks == 1
     with caplog.at_level("INFO"):
         open_index(data)
     assert "1 damaged blocks" in caplog.text

@@ -1,4 +1,4 @@
-"""Shards staged on the node: the same batches, one copy a node, and never half a shard."""
+"""Blocks staged on the node: the same batches, one copy a node, and never half a block."""
 
 import logging
 import os
@@ -19,7 +19,7 @@ import pytest
 from data_prep.verify import verify
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
-from pipeline.data.format import Blocks, DatasetIndex, index_bytes, read_index
+from pipeline.data.format import DatasetIndex, read_index
 from pipeline.data.reader import BlockReader, refuse_unlisted
 from pipeline.data.run_order import DataRank
 from pipeline.data.staging import stage
@@ -62,16 +62,26 @@ def _wait_until(done: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def _tars(stage_dir: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in stage_dir.rglob("*.tar")}
+def _copies(stage_dir: Path) -> dict[str, bytes]:
+    """Blocks that are kept, by their hash."""
+    files = [path for path in stage_dir.rglob("*") if len(path.name) == 64]
+    return {path.name: path.read_bytes() for path in files}
 
 
 def _originals(index: DatasetIndex) -> dict[str, bytes]:
-    return _tars(index.folder / "shards")
+    blocks, tars = (
+        index.blocks,
+        [index.shard_path(n).read_bytes() for n in range(len(index.shards))],
+    )
+    places = zip(blocks.sha256, blocks.shard, blocks.offset, blocks.length, strict=True)
+    return {
+        sha256.tobytes().hex(): tars[shard][start : start + length]
+        for sha256, shard, start, length in places
+    }
 
 
 def _copied(output: str | None) -> int:
-    [number] = re.findall(r"(\d+) of \d+ shards were copied by this process", output or "")
+    [number] = re.findall(r"(\d+) of \d+ blocks were copied by this process", output or "")
     return int(number)
 
 
@@ -81,32 +91,7 @@ def copy(dataset: DatasetIndex, tmp_path: Path) -> DatasetIndex:
     return read_index(tmp_path / "data")
 
 
-@pytest.fixture
-def many(dataset: DatasetIndex, tmp_path_factory: pytest.TempPathFactory) -> DatasetIndex:
-    """The same first shard 24 times under other names."""
-    folder, number = tmp_path_factory.mktemp("many"), 24
-    (folder / "shards").mkdir()
-    shards = [replace(dataset.shards[0], file=f"shards/{i:02d}.tar") for i in range(number)]
-    for shard in shards:
-        shutil.copyfile(dataset.shard_path(0), folder / shard.file)
-    rows = np.flatnonzero(dataset.blocks.shard == 0)
-    columns = {name: np.concatenate([column[rows]] * number)
-               for name, column in vars(dataset.blocks).items()}  # fmt: skip
-    columns["shard"] = np.repeat(np.arange(number, dtype=np.int32), len(rows))
-    blocks = Blocks(**columns)
-    np.savez(folder / "index.npz", **vars(blocks))
-    (folder / "index.json").write_bytes(
-        index_bytes(
-            vocabulary=dataset.vocabulary, tokenizer_file=dataset.tokenizer_file,
-            tokenizer_sha256=dataset.tokenizer_sha256, unigram_entropy_nats=1.0,
-            totals=dataset.totals, shards=shards, blocks=blocks,
-            sources=(dataset.sources, [0] * len(blocks)),
-        )
-    )  # fmt: skip
-    return read_index(folder)
-
-
-def test_staged_shards_give_the_same_batches_and_alone(copy: DatasetIndex, tmp_path: Path) -> None:
+def test_staged_blocks_give_the_same_batches_and_alone(copy: DatasetIndex, tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(CONFIG)
     config = load(PretrainConfig, path, [f"data.dir={copy.folder}"]).config
@@ -119,123 +104,119 @@ def test_staged_shards_give_the_same_batches_and_alone(copy: DatasetIndex, tmp_p
 
     expected = hashes(copy)
     staged = stage(copy, tmp_path / "node")
-    assert staged.shard_path(0).is_relative_to(tmp_path / "node" / copy.fingerprint[:16])
-    shutil.rmtree(copy.folder / "shards")
+    assert _copies(tmp_path / "node" / copy.fingerprint[:16]) == _originals(copy)
+    for shard in range(len(copy.shards)):  # nothing is read there any more
+        size = copy.shard_path(shard).stat().st_size
+        copy.shard_path(shard).write_bytes(bytes(size))
     assert hashes(staged) == expected
 
 
 @pytest.mark.usefixtures("processes")
-def test_processes_share_the_work_and_wait(many: DatasetIndex, tmp_path: Path) -> None:
-    shards = len(many.shards)
-    with _staging(many, tmp_path, "3") as first, _staging(many, tmp_path) as second:
-        # The second copies all but the shard that the first, stopped, has in work.
-        _wait_until(lambda: len(_tars(tmp_path)) == shards - 1)
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_processes_share_the_work_and_wait(
+    dataset: DatasetIndex, tmp_path: Path, is_killed: bool
+) -> None:
+    number = len(dataset.blocks)
+    with _staging(dataset, tmp_path, "1") as first, _staging(dataset, tmp_path) as second:
+        # The second copies all but the block that the first, stopped, has in work.
+        _wait_until(lambda: len(_copies(tmp_path)) == number - 1)
         time.sleep(0.5)
         assert second.poll() is None
-        assert len(_tars(tmp_path)) == shards - 1
-        first.send_signal(signal.SIGCONT)
-        counts = [_copied(process.communicate(timeout=60)[0]) for process in (first, second)]
-    assert counts == [1, shards - 1]
-    assert _tars(tmp_path) == _originals(many)
+        assert len(_copies(tmp_path)) == number - 1
+        if is_killed:
+            first.kill()
+            assert _copied(second.communicate(timeout=60)[0]) == number - 1
+        else:
+            first.send_signal(signal.SIGCONT)
+            counts = [_copied(process.communicate(timeout=60)[0]) for process in (first, second)]
+            assert counts == [2, number - 2]
+    assert _copies(tmp_path) == _originals(dataset)
     assert not list(tmp_path.rglob("*.part"))
 
 
 @pytest.mark.usefixtures("processes")
-def test_processes_at_full_speed_copy_each_shard_once(many: DatasetIndex, tmp_path: Path) -> None:
-    with _staging(many, tmp_path) as one, _staging(many, tmp_path) as two, \
-            _staging(many, tmp_path) as three:  # fmt: skip
+def test_processes_at_full_speed_copy_each_block_once(
+    dataset: DatasetIndex, tmp_path: Path
+) -> None:
+    with _staging(dataset, tmp_path) as one, _staging(dataset, tmp_path) as two, \
+            _staging(dataset, tmp_path) as three:  # fmt: skip
         texts = [process.communicate(timeout=60)[0] for process in (one, two, three)]
-    late = [text for text in texts if "staged before" in text]
-    assert sum(_copied(text) for text in texts if text not in late) == len(many.shards)
-    assert _tars(tmp_path) == _originals(many)
-    assert not list(tmp_path.rglob("*.part"))
-
-
-@pytest.mark.usefixtures("processes")
-def test_a_killed_process_s_shard_is_copied(many: DatasetIndex, tmp_path: Path) -> None:
-    with _staging(many, tmp_path, "3") as first, _staging(many, tmp_path) as second:
-        _wait_until(lambda: len(_tars(tmp_path)) == len(many.shards) - 1)
-        first.kill()
-        assert _copied(second.communicate(timeout=60)[0]) == len(many.shards)
-    assert _tars(tmp_path) == _originals(many)
-    assert not list(tmp_path.rglob("*.part"))
+    assert sum(map(_copied, texts)) == len(dataset.blocks)
+    assert _copies(tmp_path) == _originals(dataset)
 
 
 @pytest.mark.usefixtures("processes")
 def test_a_killed_process_leaves_nothing_that_counts_as_complete(
     dataset: DatasetIndex, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with _staging(dataset, tmp_path, "3") as process:
+    with _staging(dataset, tmp_path, "1") as process:
         process.kill()
         process.wait()
-    [part] = tmp_path.rglob("*.part")
-    assert part.stat().st_size == 3 << 16
-    assert not _tars(tmp_path)
+    assert len(_copies(tmp_path)) == 1
     caplog.set_level(logging.INFO)
     stage(dataset, tmp_path)
-    assert _tars(tmp_path) == _originals(dataset)
-    assert not part.exists()
-    changed = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.tar")}
+    assert _copies(tmp_path) == _originals(dataset)
+    changed = {path: path.stat().st_ctime_ns for path in tmp_path.rglob("*/*/??*")}
     stage(dataset, tmp_path)
-    assert "staged before" in caplog.text
-    assert changed == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.tar")}
+    assert _copied(caplog.text.splitlines()[-1]) == 0
+    assert changed == {path: path.stat().st_ctime_ns for path in tmp_path.rglob("*/*/??*")}
 
 
 def test_damaged_source_is_refused_and_leaves_no_copy(copy: DatasetIndex, tmp_path: Path) -> None:
     source = copy.shard_path(0)
-    flip(source, 3000)
-    with pytest.raises(DataError, match=rf"{source} .*sha256 .*[0-9a-f]{{64}}"):
+    flip(source, int(copy.blocks.member_offset[0, 0]) + 500)
+    name = f"{copy.block_key(0)}.tokens.npy"
+    with pytest.raises(DataError, match=rf"{source}, .*{name} .*sha256 .*[0-9a-f]{{64}}"):
         stage(copy, tmp_path / "node")
-    assert not list((tmp_path / "node").rglob("*.*"))
+    assert not _copies(tmp_path / "node")
     source.unlink()
     with pytest.raises(DataError, match=f"shard {source} does not exist"):
         stage(copy, tmp_path / "node")
 
 
-def test_damaged_copy_is_found_block_by_block(dataset: DatasetIndex, tmp_path: Path) -> None:
-    path = stage(dataset, tmp_path).shard_path(0)
-    flip(path, int(dataset.blocks.member_offset[0, 0]) + 500)
-    again = stage(dataset, tmp_path)
-    name = f"{dataset.block_key(0)}.tokens.npy"
-    with pytest.raises(DataError, match=f"{path}, .*{name} .*delete"):
-        BlockReader(again).block(0)
-    with path.open("r+b") as file:
-        file.truncate(5000)
-    with pytest.raises(DataError, match=f"shard {path} has 5000 bytes"):
-        BlockReader(again)
-    BlockReader(stage(dataset, tmp_path)).check_all(range(len(dataset.blocks)))
+def test_damaged_copy_is_copied_again(
+    dataset: DatasetIndex, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    staged = stage(dataset, tmp_path)
+    [path] = tmp_path.rglob(dataset.blocks.sha256[0].tobytes().hex())
+    original = path.read_bytes()
+    for damage in (lambda: flip(path, 500), lambda: path.write_bytes(original[:500]), path.unlink):
+        damage()
+        tokens = BlockReader(staged).block(0).tokens
+        assert (tokens == BlockReader(dataset).block(0).tokens).all()
+        assert path.read_bytes() == original
+    assert caplog.text.count("is damaged and fetched again") == 2
 
 
 def test_too_little_space_is_told_before_copying(copy: DatasetIndex, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=f"{tmp_path}/file"):
         stage(copy, tmp_path / "file")
-    large = 10**13
-    os.truncate(copy.shard_path(0), large)  # takes no space
-    shards = (replace(copy.shards[0], num_bytes=large), *copy.shards[1:])
-    with pytest.raises(ConfigError, match=r"node: 1000\d\.\d{4} GB .* \d+\.\d{4} GB"):
-        stage(replace(copy, shards=shards), tmp_path / "node")
-    assert not list((tmp_path / "node").rglob("*.*"))
+    blocks = replace(copy.blocks, length=np.full_like(copy.blocks.length, 10**12))
+    missing = len(blocks) * 1000
+    with pytest.raises(ConfigError, match=rf"node: {missing}\.\d{{4}} GB .* \d+\.\d{{4}} GB"):
+        stage(replace(copy, blocks=blocks), tmp_path / "node")
+    assert not _copies(tmp_path / "node")
 
 
 @pytest.mark.usefixtures("processes")
 @needs_mount
 def test_space_that_runs_out_while_copying(dataset: DatasetIndex, tmp_path: Path) -> None:
-    total = sum(shard.num_bytes for shard in dataset.shards)
+    total = int(dataset.blocks.length.sum())
     (tmp_path / "small").mkdir()
     # There is space at the start. While the program is stopped something else fills the disk.
     script = (
         f"mount -t tmpfs -o size={total + (1 << 18)} none {tmp_path}/small; "
         '"$@" & while ! grep -q "^State:.T" /proc/$!/status; do sleep 0.05; done; '
         f"head -c {total} /dev/zero > {tmp_path}/small/other 2> /dev/null; "
-        f"kill -CONT $!; wait $!; echo code $?; find {tmp_path}/small/*/ -type f"
+        f"kill -CONT $!; wait $!; echo code $?; find {tmp_path}/small/*/ -name '*.part'"
     )
     done = subprocess.run(
         ["unshare", "--map-root-user", "--mount", "sh", "-c", script, "sh",
-         *_program(dataset, tmp_path / "small", "3")],
+         *_program(dataset, tmp_path / "small", "1")],
         capture_output=True, text=True, cwd=ROOT, timeout=60,
     )  # fmt: skip
-    sizes = f"{total / 1e9:.4f} GB .* {(1 << 18) / 1e9:.4f} GB"
+    sizes = r"\d+\.\d{4} GB are still needed, 0\.\d{4} GB are free"
     assert re.search(rf"data\.stage_dir, {tmp_path}/small: {sizes}", done.stdout)
     assert done.stdout.endswith("code 2\n"), done.stdout + done.stderr
 
@@ -266,10 +247,10 @@ def test_ranks_of_a_run_stage_together_and_stop_together(
     monkeypatch.setenv("NODE_DISK", str(tmp_path / "node"))
     ranks = start_ranks(tmp_path / "run", copy, *overrides)
     assert ranks.wait() == [0, 0], ranks.output
-    assert len(_tars(tmp_path / "node" / "shards")) == len(copy.shards)
+    assert _copies(tmp_path / "node" / "shards") == _originals(copy)
     logs = "".join(path.read_text() for path in (tmp_path / "run" / "logs").iterdir())
-    copied = [int(n) for n in re.findall(r"(\d+) of \d+ shards were copied", logs)]
-    assert sum(copied) == len(copy.shards)
+    copied = [int(n) for n in re.findall(r"(\d+) of \d+ blocks were copied", logs)]
+    assert sum(copied) == len(copy.blocks)
     (copy.folder / "shards" / "more.tar").touch()
     refused = start_ranks(tmp_path / "run", copy, *overrides)
     assert refused.wait() == [2, 2]

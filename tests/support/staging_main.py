@@ -1,6 +1,7 @@
-"""Stages a dataset as a program: DATASET STAGE_DIR [STOP_AFTER].
+"""Stages a dataset as a program: DATASET STAGE_DIR [STOP_BEFORE].
 
-With STOP_AFTER it stops itself (SIGSTOP) before that chunk of 64 KB, counted from 0.
+With STOP_BEFORE it stops itself (SIGSTOP) before it writes that block, counted from 0, whose lock
+it has.
 """
 
 import itertools
@@ -9,26 +10,26 @@ import signal
 import sys
 from typing import Any
 
-from pipeline.data import staging
+from pipeline.data import cache
 from pipeline.data.format import read_index
+from pipeline.data.staging import stage
 from pipeline.errors import PostnormError
 from pipeline.runtime import log
 
 if __name__ == "__main__":
-    folder, stage_dir, *stop_after = sys.argv[1:]
+    folder, stage_dir, *stop_before = sys.argv[1:]
     log.to_console()
-    staging._CHUNK_BYTES = 1 << 16
-    if stop_after:
-        real, calls = staging.read_range, itertools.count()
+    if stop_before:
+        real, calls = cache.BlockCache._keep, itertools.count()
 
-        def read_range(*arguments: Any) -> Any:
-            if next(calls) == int(stop_after[0]):
+        def keep(*arguments: Any) -> Any:
+            if next(calls) == int(stop_before[0]):
                 os.kill(os.getpid(), signal.SIGSTOP)
             return real(*arguments)
 
-        staging.read_range = read_range
+        cache.BlockCache._keep = keep  # type: ignore[method-assign]
     try:
-        staging.stage(read_index(folder), stage_dir)
+        stage(read_index(folder), stage_dir)
     except PostnormError as error:
         print(error)
         sys.exit(error.exit_code)

@@ -4,6 +4,7 @@ import hashlib
 import multiprocessing
 import signal
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.data.disk_cache import Bytes, CacheCounts, DiskCache
+from pipeline.data.cache import BlockCache, Bytes, CacheCounts
 from pipeline.errors import DataError, StorageError
 from tests.support.damage import flip
 
@@ -34,7 +35,9 @@ class _Blocks:
         self.fetched.append(number)
         return self.data(number)
 
-    def get(self, cache: DiskCache, number: int, fetch: Callable[[], Bytes] | None = None) -> Bytes:
+    def get(
+        self, cache: BlockCache, number: int, fetch: Callable[[], Bytes] | None = None
+    ) -> Bytes:
         """Read a block, which is always the right one."""
         expected = self.data(number)
 
@@ -47,17 +50,17 @@ class _Blocks:
         return found
 
 
-def _files(cache: DiskCache) -> list[Path]:
+def _files(cache: BlockCache) -> list[Path]:
     return sorted(path for path in cache.folder.glob("*/*"))
 
 
-def _size(cache: DiskCache) -> int:
+def _size(cache: BlockCache) -> int:
     return sum(path.stat().st_size for path in _files(cache))
 
 
 def test_a_block_is_fetched_once_also_by_another_process_s_cache(tmp_path: Path) -> None:
     blocks = _Blocks()
-    for cache in (DiskCache(tmp_path, 10 * SIZE), DiskCache(tmp_path, 10 * SIZE)):
+    for cache in (BlockCache(tmp_path, 10 * SIZE), BlockCache(tmp_path, 10 * SIZE)):
         for number in (1, 2, 1, 3):
             blocks.get(cache, number)
     assert blocks.fetched == [1, 2, 3]
@@ -71,7 +74,7 @@ def test_a_block_is_fetched_once_also_by_another_process_s_cache(tmp_path: Path)
 def test_the_bound_holds_after_every_block(tmp_path: Path) -> None:
     blocks, chance = _Blocks(), np.random.default_rng(7)
     bound = 20 * SIZE + SIZE // 2
-    caches = [DiskCache(tmp_path, bound) for _ in range(2)]
+    caches = [BlockCache(tmp_path, bound) for _ in range(2)]
     for step, number in enumerate(chance.integers(0, 60, 200).tolist()):
         blocks.get(caches[step % 2], number)
         assert _size(caches[0]) <= bound
@@ -83,7 +86,7 @@ def test_the_bound_holds_after_every_block(tmp_path: Path) -> None:
 def test_room_for_a_share_of_the_blocks_saves_it(tmp_path: Path, room: float, most: float) -> None:
     # If what was unused for longest went first, 1 - room^2 / 2 would be fetched.
     number, blocks, chance = 160, _Blocks(), np.random.default_rng(3)
-    cache = DiskCache(tmp_path, int(number * room * SIZE))
+    cache = BlockCache(tmp_path, int(number * room * SIZE))
     shares = []
     for _ in range(3):
         blocks.fetched.clear()
@@ -96,7 +99,7 @@ def test_room_for_a_share_of_the_blocks_saves_it(tmp_path: Path, room: float, mo
 
 
 def test_the_newest_blocks_stay(tmp_path: Path) -> None:
-    blocks, cache = _Blocks(), DiskCache(tmp_path, 40 * SIZE)
+    blocks, cache = _Blocks(), BlockCache(tmp_path, 40 * SIZE)
     for number in range(200):
         blocks.get(cache, number)
     blocks.fetched.clear()
@@ -106,7 +109,7 @@ def test_the_newest_blocks_stay(tmp_path: Path) -> None:
 
 
 def test_a_damaged_block_is_fetched_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    blocks, cache = _Blocks(), DiskCache(tmp_path, 10 * SIZE)
+    blocks, cache = _Blocks(), BlockCache(tmp_path, 10 * SIZE)
     blocks.get(cache, 1)
     [path] = _files(cache)
     flip(path, 500)
@@ -121,7 +124,7 @@ def test_a_damaged_block_is_fetched_again(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_a_block_that_came_damaged_is_fetched_once_more(tmp_path: Path) -> None:
-    blocks, cache = _Blocks(), DiskCache(tmp_path, 10 * SIZE)
+    blocks, cache = _Blocks(), BlockCache(tmp_path, 10 * SIZE)
     answers = [blocks.data(2), blocks.data(1)]
     blocks.get(cache, 1, lambda: answers.pop(0))
     with pytest.raises(DataError, match="block 3 is damaged"):
@@ -131,7 +134,7 @@ def test_a_block_that_came_damaged_is_fetched_once_more(tmp_path: Path) -> None:
 
 
 def test_a_store_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    blocks, cache = _Blocks(), DiskCache(tmp_path, 10 * SIZE)
+    blocks, cache = _Blocks(), BlockCache(tmp_path, 10 * SIZE)
 
     def fail() -> Bytes:
         raise StorageError("the store is gone")
@@ -146,11 +149,11 @@ def test_a_store_that_fails_leaves_nothing(tmp_path: Path) -> None:
 def test_a_cache_that_cannot_keep_gives_blocks_all_the_same(
     tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    blocks, cache = _Blocks(), DiskCache(tmp_path / "cache", SIZE // 2)
+    blocks, cache = _Blocks(), BlockCache(tmp_path / "cache", SIZE // 2)
     if what == "no folder":
         (tmp_path / "cache").write_text("a file")
     if what == "a full disk":
-        cache = DiskCache(tmp_path / "cache", 10 * SIZE)
+        cache = BlockCache(tmp_path / "cache", 10 * SIZE)
 
         def full(*_: object) -> None:
             raise OSError(28, "No space left on device")
@@ -161,10 +164,28 @@ def test_a_cache_that_cannot_keep_gives_blocks_all_the_same(
     assert blocks.fetched == [1, 1]
     assert _files(cache) == []
     assert caplog.text.count("blocks are not kept" if what != "no room" else "no room") == 1
+    if what != "no room":
+        with pytest.raises(OSError, match=r"full|space|exists|directory"):
+            cache.fill(blocks.sha256(1), lambda: blocks.data(1), lambda _: None, 0)
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_what_goes_first(tmp_path: Path, in_memory: bool) -> None:
+    blocks, cache = _Blocks(), BlockCache(tmp_path, 16 * SIZE, in_memory)
+    for number in (*range(16), 0, 1, 16):
+        blocks.get(cache, number)
+        time.sleep(0.002)  # the clock of files
+    blocks.fetched.clear()
+    for number in (0, 1, 16):
+        blocks.get(cache, number)
+    assert blocks.fetched == []
+    blocks.get(cache, 2)
+    blocks.get(cache, 15)
+    assert blocks.fetched == ([2] if in_memory else [15])
 
 
 def test_threads_that_want_a_block_wait_for_the_one_that_fetches_it(tmp_path: Path) -> None:
-    blocks, cache = _Blocks(), DiskCache(tmp_path, 10 * SIZE)
+    blocks, cache = _Blocks(), BlockCache(tmp_path, 10 * SIZE)
     started, goes_on = threading.Event(), threading.Event()
 
     def fetch() -> Bytes:
@@ -186,7 +207,7 @@ def test_threads_that_want_a_block_wait_for_the_one_that_fetches_it(tmp_path: Pa
 
 def _killed(folder: Path, at: str, pipe: Connection) -> None:
     """Begin to keep a block, and be killed in the middle of it."""
-    blocks, cache, real = _Blocks(), DiskCache(folder, 10 * SIZE), Path.open
+    blocks, cache, real = _Blocks(), BlockCache(folder, 10 * SIZE), Path.open
 
     def die(*_: object) -> None:
         pipe.send(None)
@@ -218,7 +239,7 @@ def _writing(folder: Path, at: str) -> multiprocessing.process.BaseProcess:
 @pytest.mark.parametrize("at", ["in the middle", "before its name"])
 def test_a_killed_writer_leaves_nothing_that_is_taken_for_a_block(tmp_path: Path, at: str) -> None:
     process = _writing(tmp_path, at)
-    blocks, cache = _Blocks(), DiskCache(tmp_path, 10 * SIZE)
+    blocks, cache = _Blocks(), BlockCache(tmp_path, 10 * SIZE)
     [part] = _files(cache)
     assert part.suffix == ".part"
     assert cache.part(blocks.sha256(1), 0, 10) is None
@@ -236,7 +257,7 @@ def test_a_killed_writer_leaves_nothing_that_is_taken_for_a_block(tmp_path: Path
 @pytest.mark.usefixtures("processes")
 def test_what_a_killed_writer_left_goes_when_room_is_made(tmp_path: Path) -> None:
     process = _writing(tmp_path, "before its name")
-    blocks, cache = _Blocks(), DiskCache(tmp_path, 10 * SIZE)
+    blocks, cache = _Blocks(), BlockCache(tmp_path, 10 * SIZE)
     for number in range(2, 40):
         blocks.get(cache, number)
         assert _size(cache) <= cache.max_bytes
