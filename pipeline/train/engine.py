@@ -9,6 +9,7 @@ checkpoints do not hold).
 import contextlib
 import io
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -559,9 +560,13 @@ def _import_deepspeed() -> Any:
         env.set_default("DS_ACCELERATOR", "cpu")
     # DeepSpeed 0.19.8 uses names that torch 2.13 wants replaced; nothing for our users to do.
     warnings.filterwarnings("ignore", message=".*torch.distributed.*is deprecated", module="torch")
+    # Its autotuner, which nobody uses here, imports mlflow where that is installed, for 1.5 s.
+    is_hidden = sys.modules.setdefault("mlflow", None) is None  # type: ignore[arg-type]
     import deepspeed
     import deepspeed.ops
 
+    if is_hidden:
+        del sys.modules["mlflow"]
     compatible = deepspeed.ops.__compatible_ops__
     if "deepspeed_shm_comm" in compatible:
         # It compiles for a minute at the first start; a kill in that minute leaves a lock that
