@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from tests.support import leftovers
+from tests.support.grids import first_in_ci
 from tests.support.processes import wait_until
 
 pytestmark = pytest.mark.usefixtures("processes")
@@ -86,12 +87,15 @@ def _is_gone(left: Path) -> bool:
 
 @pytest.mark.parametrize(
     ("test", "said"),
-    [
-        ("test_passes", "ERROR at teardown of test_passes"),
-        ("test_fails", "ERROR at teardown of test_fails"),
-        ("test_takes_long", "took longer than 1 s"),
-        ("test_has_a_fixture", "processes that were left behind, and killed"),
-    ],
+    first_in_ci(
+        [
+            ("test_fails", "ERROR at teardown of test_fails"),
+            ("test_has_a_fixture", "processes that were left behind, and killed"),
+            ("test_passes", "ERROR at teardown of test_passes"),
+            ("test_takes_long", "took longer than 1 s"),
+        ],
+        2,
+    ),
 )
 def test_what_is_left_is_killed_and_named(left: Path, test: str, said: str) -> None:
     process = _start(left, test)
@@ -103,7 +107,7 @@ def test_what_is_left_is_killed_and_named(left: Path, test: str, said: str) -> N
     assert _is_gone(left)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", first_in_ci([signal.SIGKILL, signal.SIGINT, signal.SIGTERM], 2))
 def test_an_interrupted_run_leaves_nothing(left: Path, number: signal.Signals) -> None:
     process = _start(left, "test_waits")
     wait_until(left.with_suffix(".there").exists, process)

@@ -33,6 +33,7 @@ def measured(
     return found
 
 
+@pytest.mark.slow
 def test_steps_of_ours_and_of_a_peer(measured: dict[str, Any]) -> None:
     for name in (OURS, PEER):
         at = measured["subjects"][name]["cases"]["s32 128"]

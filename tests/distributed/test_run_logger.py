@@ -144,8 +144,8 @@ def sourced(
 
 def test_a_plateau_is_told_once(tmp_path: Path, dataset: DatasetIndex, train: Train) -> None:
     run_dir, entropy = tmp_path / "run", dataset.unigram_entropy_nats
-    train("run", "train.num_steps=230", "train.global_batch=16", "train.micro_batch=8",
-          "train.lr=0.01", "model.init=unit", "model.num_layers=12", timeout_s=300)  # fmt: skip
+    train("run", "train.num_steps=212", "train.global_batch=16", "train.micro_batch=8",
+          "train.lr=0.1", "model.init=unit", "model.num_layers=6", timeout_s=300)  # fmt: skip
     told = _tensorboard(run_dir).Tensors("plateau/text_summary")
     assert len(told) == 1
     step = told[0].step
@@ -159,7 +159,7 @@ def test_a_plateau_is_told_once(tmp_path: Path, dataset: DatasetIndex, train: Tr
         f"{entropy:.3f} nats"
     ) in output
     text = told[0].tensor_proto.string_val[0]
-    assert b"\n1. learning rate: train.lr=0.01" in text
+    assert b"\n1. learning rate: train.lr=0.1" in text
     assert b"tokens become alike on their way up" in text
     [record] = records(run_dir, "plateau")
     assert (record["step"], record["since"]) == (step, step - 99)

@@ -72,7 +72,7 @@ def test_a_chain_goes_on_until_a_verdict(cluster: SlurmCluster, tmp_path: Path) 
 
 def test_program_is_asked_to_save_and_started_again(cluster: SlurmCluster, tmp_path: Path) -> None:
     job = _submit(cluster, tmp_path / "tuned", "bash", "-c", PROGRAM, "x", tmp_path)
-    cluster.wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 4, "four ranks", timeout_s=60)
+    cluster.wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 2, "two ranks", timeout_s=60)
     cluster.run("scancel", "--batch", "--signal=USR1", job)
     assert cluster.wait_for(job, timeout_s=90) == "COMPLETED"
     assert cluster.job(job)["Restarts"] == "1"

@@ -79,16 +79,16 @@ def test_array_ends_and_more_can_follow(
     cluster: SlurmCluster, dataset: DatasetIndex, tmp_path: Path
 ) -> None:
     sweep = Sweep(cluster, tmp_path, dataset)
-    job = sweep.submit(1, 2, 3)["job"]
-    for index in range(3):
+    job = sweep.submit(1, 2)["job"]
+    for index in range(2):
         cluster.wait_for(f"{job}_{index}", "COMPLETED", timeout_s=240)
         assert len(losses(sweep.folder(index + 1))) == 40
     assert set(sweep.states().values()) == {"finished"}
-    said = sweep.submit(4, 3, 2, 1)
-    assert said["runs"] == [sweep.folder(4).name]
+    said = sweep.submit(3, 2, 1)
+    assert said["runs"] == [sweep.folder(3).name]
     assert set(said["left"].values()) == {"finished"}
     cluster.wait_for(f"{said['job']}_0", "COMPLETED", timeout_s=120)
-    assert list(sweep.states().values()) == ["finished"] * 4
+    assert list(sweep.states().values()) == ["finished"] * 3
 
 
 @pytest.mark.slow

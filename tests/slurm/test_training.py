@@ -20,10 +20,12 @@ def straight(tmp_path_factory: pytest.TempPathFactory, dataset: DatasetIndex) ->
     return run_dir
 
 
-def test_two_nodes(
-    cluster: SlurmCluster, dataset: DatasetIndex, straight: Path, tmp_path: Path
+@pytest.mark.slow
+def test_two_nodes_of_two_ranks(
+    cluster: SlurmCluster, dataset: DatasetIndex, tmp_path: Path
 ) -> None:
-    run = SlurmRun(cluster, tmp_path / "run", dataset, *STEPS)
+    run_locally(tmp_path / "straight", dataset, *STEPS, ranks=4)
+    run = SlurmRun(cluster, tmp_path / "run", dataset, *STEPS, ranks_per_node=2)
     assert run.wait_for_end() == "COMPLETED"
     assert run.log.startswith(f"start: job {run.job}, restart 0, nodes ")
     assert run.log.endswith("end: done; checkpoint step-00000140\n")
@@ -31,7 +33,7 @@ def test_two_nodes(
     assert [decision["decision"] for decision in run.decisions()] == ["finished"]
     assert len({start["host"] for start in run.starts()}) == 1
     assert len(list((run.run_dir / "logs").glob("rank-*.log"))) == 4
-    assert_same(run.run_dir, straight)
+    assert_same(run.run_dir, tmp_path / "straight")
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,7 @@ def test_a_cluster_gets_one_array_of_what_can_start(
     assert outcomes == ["missing"] * 4
 
 
+@pytest.mark.slow
 def test_speed_is_measured_from_any_folder(dataset: DatasetIndex, tmp_path: Path) -> None:
     # The script's own folder is where Python looks, so only what is installed is found there.
     command = [Path(sys.executable).with_name("postnorm"), "study", "speed", "--out", "out"]

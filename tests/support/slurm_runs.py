@@ -18,7 +18,7 @@ from tests.support.ranks import CONFIG, assert_same_bits, records
 from tests.support.slurm import ENDED, SlurmCluster
 
 ROOT = Path(__file__).parents[2]
-PROFILE: dict[str, object] = {"nodes": 2, "gpus_per_node": 0, "ranks_per_node": 2,
+PROFILE: dict[str, object] = {"nodes": 2, "gpus_per_node": 0, "ranks_per_node": 1,
                               "cpus_per_rank": 1, "time_limit": "30", "stop_before_end_s": 90,
                               "python": sys.executable, "max_attempts_without_progress": 3,
                               "hardware": {"start_s": 10},
@@ -172,12 +172,12 @@ class SlurmRun:
         self.cluster.wait_until(is_so, what, timeout_s=timeout_s)
 
 
-def run_locally(run_dir: Path, dataset: DatasetIndex, *overrides: str) -> None:
-    """The same run with torchrun, on four ranks of this machine."""
+def run_locally(run_dir: Path, dataset: DatasetIndex, *overrides: str, ranks: int = 2) -> None:
+    """The same run on this machine."""
     config = run_dir.with_suffix(".yaml")
     config.write_text(CONFIG)
     python("-m", "launch", "submit", config, f"run_dir={run_dir}", f"data.dir={dataset.folder}",
-           *overrides, "--local", "--ranks", 4,
+           *overrides, "--local", "--ranks", ranks,
            env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
 
 
