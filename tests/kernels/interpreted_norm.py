@@ -329,7 +329,7 @@ def test_evaluation_drops_nothing() -> None:
 
 
 @pytest.mark.usefixtures("processes")  # Inductor's
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", first_in_ci(["aot_eager", "inductor"]))
 def test_a_compiled_layer_is_one_graph(backend: str) -> None:
     config, layout = replace(CONFIG, dropout=0.2), _layouts()["rows"]
     model = _model(config, fused=True)
@@ -401,6 +401,7 @@ def test_activations_are_what_autograd_keeps(name: str, dropout: float, dtype: t
     assert formula["total"] == pytest.approx(others, abs=16)  # a few scalars
 
 
+@pytest.mark.slow
 def test_checkpointed_memory_is_what_cost_says() -> None:
     config = replace(CHECKPOINTED, score_residual="sum", num_layers=3, hidden_size=64, num_heads=2)
     tokens = BATCH * SEQ_LEN
