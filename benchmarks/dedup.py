@@ -26,7 +26,7 @@ from backports import zstd
 
 from data_prep.config import DedupConfig
 from data_prep.dedup import exact, lines, near
-from data_prep.dedup.minhash import NUM_BINS
+from data_prep.dedup.minhash import NUM_BINS, SHORT, SKETCH_BYTES
 from data_prep.pieces import Pieces
 from data_prep.stage import Done, StageTask
 
@@ -84,7 +84,8 @@ class _Corpus:
     def sketches_and_pairs(self) -> None:
         """Sketches, one band of signatures, and pairs."""
         rng, work, total = self.rng, self.work, self.documents
-        sketches = rng.integers(0, 256, (total, NUM_BINS), dtype=np.uint8)
+        sketches = rng.integers(0, 256, (total, SKETCH_BYTES), dtype=np.uint8)
+        sketches[:, NUM_BINS] = SHORT
         copies = np.flatnonzero(rng.random(total) < 1 / 3)[1:]
         is_copy = np.zeros(total, dtype=bool)
         is_copy[copies] = True
@@ -93,7 +94,7 @@ class _Corpus:
         of = originals[(rng.random(len(copies)) * below).astype(np.int64)]
         for part in np.array_split(np.arange(len(copies)), 64):
             level = rng.uniform(0.4, 1, len(part)).astype(np.float32)[:, None]
-            same = rng.random((len(part), NUM_BINS), dtype=np.float32) < level
+            same = rng.random((len(part), SKETCH_BYTES), dtype=np.float32) < level
             rows = sketches[copies[part]]
             sketches[copies[part]] = np.where(same, sketches[of[part]], rows)
         order = np.argsort(of, kind="stable")
@@ -179,7 +180,7 @@ def main() -> None:
             "cpu_s_in_all": round(sum(m["cpu_s"] for m in each), 1),
         }}  # fmt: skip
         [last] = near.near_tasks(
-            groups, [empty], deduplicated, DedupConfig().threshold, work / "near"
+            groups, [empty], deduplicated, (DedupConfig().threshold,) * len(names), work / "near"
         )
         pairs = sum(path.stat().st_size // 8 for path in work.glob("candidates/*.pairs"))
         found["near"] = {"pairs": pairs, **_measure(near.run_near, last)}

@@ -12,6 +12,13 @@ preceded by others, in runs ("words": five Latin or two Han characters) or one b
 pairs of a Chinese with an English document and of two of these documents of one language, whose
 highest estimates are given as quantiles (some of these are related in truth: look at them).
 
+"By length" has documents of 3 kB to 5 MB, joined from those of the corpus, from the sources of the
+Python installation ("code"), and from forms whose printed third is the same in all of them. It
+gives the share of copies that are found in a band and estimated above the threshold (a tenth of the
+words changed; a chapter added, a sixth of the text; other front matter, a tenth), the pairs of
+unrelated documents above the threshold, their highest estimate, and the same with short shingles
+alone, with the time of long ones over that.
+
 "At 100 million documents" is calculated. A copy is found for sure in a bucket that no unrelated
 document is in, since pairs are made with a bucket's first and previous member only. How many
 unrelated ones a bucket of N documents has is called its load. Over the bands of a document it is on
@@ -27,12 +34,16 @@ words a shingle, once with its own 14 bands of 8 and once with as many bands and
 
 import argparse
 import gzip
+import itertools
 import json
 import platform
 import re
 import subprocess
 import sys
+import sysconfig
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +63,9 @@ _HAN = re.compile("[\u3400-\u9fff]")
 _CORPUS_MB = 280_000
 _MANY_DOCUMENTS = 100_000_000
 _UNRELATED = 0.2
+_LENGTHS = (3_000, 30_000, 100_000, 300_000, 1_000_000, 5_000_000)
+"""Bytes of UTF-8."""
+_MOST_OF_A_LENGTH, _MOST_BYTES = 60, 10_000_000
 _OTHERS = (
     (8, 4, 64, 4, 0.4), (8, 3, 64, 4, 0.33), (7, 3, 128, 5, 0.33), (6, 3, 64, 4, 0.33),
     (6, 3, 128, 4, 0.33), (6, 3, 128, 5, 0.33), (6, 3, 128, 6, 0.33), (6, 3, 192, 5, 0.33),
@@ -144,17 +158,27 @@ def _whole_step(texts: list[str], settings: SignatureSettings) -> float:
 
 
 def _edited(text: str, rng: np.random.Generator, *, words: bool) -> str:
+    """A copy in which a tenth of the characters is edited, wherever a run may begin."""
     pieces, position = [], 0
-    while position < len(text):
-        run = (2 if _HAN.match(text[position]) else 5) if words else 1
-        if rng.random() >= 0.1 / run / (0.9 + 0.1 / run):
-            pieces.append(text[position])
-            position += 1
+    often = _begins(2 if words else 1)
+    while True:
+        stop = position + int(rng.geometric(often)) - 1
+        pieces.append(text[position:stop])
+        if stop >= len(text):
+            return "".join(pieces)
+        run = (2 if _HAN.match(text[stop]) else 5) if words else 1
+        if rng.random() * often >= _begins(run):
+            pieces.append(text[stop])
+            position = stop + 1
             continue
         new = "".join(text[i] for i in rng.integers(0, len(text), run))
-        pieces.append((new, "", new + text[position : position + run])[rng.integers(3)])
-        position += run
-    return "".join(pieces)
+        pieces.append((new, "", new + text[stop : stop + run])[rng.integers(3)])
+        position = stop + run
+
+
+def _begins(run: int) -> float:
+    """How often an edit of so many characters begins at a character."""
+    return 0.1 / run / (0.9 + 0.1 / run)
 
 
 def _sample(texts: dict[str, list[str]], min_chars: int) -> dict[str, Any]:
@@ -190,7 +214,8 @@ class _Minima:
         for start in range(0, len(texts), 20):
             letters, sizes = fold(texts[start : start + 20])
             found = np.full((len(sizes), minhash.NUM_BINS), minhash._EMPTY, dtype="<u8")
-            minhash._take_minima(letters, np.cumsum(sizes), self.settings, found)
+            lengths = self.settings.ngram, self.settings.ngram_cjk
+            minhash._take_minima(letters, np.cumsum(sizes), lengths, found)
             minhash._densify(found)
             parts.append(found)
         return np.concatenate(parts)
@@ -234,11 +259,11 @@ def _recall(
     for language, part in sample.items():
         own = corpus.of(part["originals"])
         reached = corpus.reached(own)
-        sketches[language] = own.astype(np.uint8)
+        sketches[language] = _sketch(own)
         for style in ("words", "characters"):
             copies = corpus.of(part[style])
             meet = corpus.meet(own, copies)
-            similar = _estimates(sketches[language], copies.astype(np.uint8))
+            similar = _estimates(sketches[language], _sketch(copies))
             enough = similar >= config.threshold
             many = 1 - np.where(meet, 1 - reached, 1.0).prod(axis=1)
             found[f"{language} {style}"] = {
@@ -263,8 +288,112 @@ def _recall(
     return found
 
 
+def _sketch(minima: Any) -> Any:
+    """Sketches of short documents."""
+    return np.pad(minima.astype(np.uint8), ((0, 0), (0, 1)), constant_values=minhash.SHORT)
+
+
 def _estimates(rows: Any, other: Any) -> Any:
-    return similarity((rows == other).sum(axis=1))
+    return similarity(minhash.agreements(rows, other))
+
+
+def _joined(texts: list[str], num_bytes: int) -> list[str]:
+    """Documents of a length, each of other texts."""
+    found, part, size = [], [], 0
+    for text in texts:
+        part.append(text)
+        size += len(text.encode())
+        if size >= num_bytes:
+            whole = "\n".join(part)
+            found.append(whole[: len(whole) * num_bytes // size])
+            part, size = [], 0
+        if len(found) == max(3, min(_MOST_OF_A_LENGTH, _MOST_BYTES // num_bytes)):
+            break
+    return found
+
+
+def _code() -> list[str]:
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    # Tables of characters are much alike, and packages are there twice.
+    others = {"test", "tests", "idle_test", "encodings", "site-packages", "lib2to3", "ensurepip"}
+    paths = [path for path in sorted(folder.rglob("*.py")) if not others & set(path.parts)]
+    texts = [path.read_text("utf-8", "replace") for path in paths]
+    return [texts[i] for i in np.random.default_rng(2).permutation(len(texts))]
+
+
+def _forms(texts: list[str]) -> list[str]:
+    """Parts of which the first third is printed on all forms."""
+    every = [part for text in texts for part in text.split("\n\n") if len(part) > 100]
+    printed = [part for part in every if len(part) < 400][:40]
+    own = "\n".join(part for part in every if part not in printed)
+    forms, start = [], 0
+    for number in itertools.count():
+        form = printed[number % 40]
+        if start + 2 * len(form) > len(own):
+            return forms
+        forms.append(form + own[start : start + 2 * len(form)])
+        start += 2 * len(form)
+    raise AssertionError("unreachable")
+
+
+def _copies(text: str, other: str, rng: np.random.Generator) -> dict[str, str]:
+    middle, sixth, tenth = len(text) // 2, len(text) // 6, len(text) // 10
+    return {
+        "words": _edited(text, rng, words=True),
+        "chapter": text[:middle] + other[:sixth] + text[middle:],
+        "front matter": other[-tenth:] + text[tenth:],
+    }
+
+
+@contextmanager
+def _short_shingles_alone() -> Iterator[None]:
+    before = minhash.LONG_FROM, minhash.SHORT_BELOW
+    minhash.LONG_FROM = minhash.SHORT_BELOW = 2**62
+    yield
+    minhash.LONG_FROM, minhash.SHORT_BELOW = before
+
+
+def _by_length(texts: dict[str, list[str]], config: DedupConfig) -> dict[str, Any]:
+    kinds = {
+        "english": texts["english"], "chinese": texts["chinese"], "code": _code(),
+        "forms": _forms(texts["english"]),
+    }  # fmt: skip
+    rng, found = np.random.default_rng(3), dict[str, Any]()
+    for (kind, parts), length in itertools.product(kinds.items(), _LENGTHS):
+        documents = _joined(parts, length)
+        if len(documents) < 2:
+            found[f"{kind} {length}"] = f"not measured: text for {len(documents)} documents"
+            continue
+        changed = [
+            _copies(text, documents[number - 1], rng) for number, text in enumerate(documents)
+        ]
+        row: dict[str, Any] = {"documents": len(documents)}
+        own = _sign(documents, settings_of(config))
+        for way in changed[0]:
+            signed = _sign([copies[way] for copies in changed], settings_of(config))
+            meet = (own.bands == signed.bands).any(axis=1)
+            similar = _estimates(own.sketch, signed.sketch)
+            row[way] = float((meet & (similar >= config.threshold)).mean())
+        row |= _unrelated(own, config)
+        seconds = cpu_seconds(lambda part=documents: _sign(part, settings_of(config)))  # type: ignore[misc]
+        with _short_shingles_alone():
+            short = _sign(documents, settings_of(config))
+            row["short alone"] = _unrelated(short, config)
+            before = cpu_seconds(lambda part=documents: _sign(part, settings_of(config)))  # type: ignore[misc]
+        row["time ratio"] = round(seconds / before, 2)
+        found[f"{kind} {length}"] = row
+    return found
+
+
+def _unrelated(signed: Signatures, config: DedupConfig) -> dict[str, Any]:
+    first, other = np.triu_indices(len(signed.sketch), 1)
+    similar = _estimates(signed.sketch[first], signed.sketch[other])
+    return {
+        "unrelated pairs": len(first),
+        "false pairs": int((similar >= config.threshold).sum()),
+        "highest": round(float(similar.max()), 3),
+        "mean": round(float(similar.mean()), 3),
+    }
 
 
 def _datatrove(python: str | None, texts: dict[str, list[str]], config: DedupConfig) -> Any:
@@ -329,6 +458,7 @@ def main() -> None:
             "files_gb": round(documents * (8 * config.bands + minhash.NUM_BINS) / 1e9, 1),
         },
         "recall": _recall(texts, sample, config),
+        "by_length": _by_length(texts, config),
         "others": {
             f"{n}, {cjk} cjk, {bands} x {rows}, {threshold}": _recall(
                 texts, sample, replace(config, ngram=n, ngram_cjk=cjk, bands=bands, rows=rows,

@@ -81,8 +81,10 @@ def _candidates(progress: Progress, folder: Path) -> list[StageTask[Any]]:
 
 def _near(progress: Progress, folder: Path) -> list[StageTask[Any]]:
     groups, compared = progress.tasks["candidates"], progress.records["candidates"]
-    threshold = progress.corpus.config.dedup.threshold
-    return near.near_tasks(groups, compared, progress.kept, threshold, folder)
+    general = progress.corpus.config.dedup.threshold
+    of_pieces = (piece.source.near_threshold for piece in progress.corpus.pieces)
+    thresholds = tuple(general if own is None else own for own in of_pieces)
+    return near.near_tasks(groups, compared, progress.kept, thresholds, folder)
 
 
 _HAS_LINES = attrgetter("dedup.lines")

@@ -61,6 +61,14 @@ class SourceConfig:
         "what to do about files, folders and links in an input folder that cannot be read: stop, "
         "or leave them out, listed in the log and counted in the report",
     )
+    near_threshold: float | None = param(
+        None,
+        "similarity from which on a document of this source is dropped, in place of "
+        "dedup.threshold: higher where different documents share a form, such as letters, licences "
+        "and reports",
+        gt=0,
+        le=1,
+    )
     reader: str = param(
         "",
         "own reader, MODULE:FUNCTION beside the config or in sys.path: is given a file's path and "
@@ -340,7 +348,14 @@ class DedupConfig:
         gt=0,
         le=1,
     )
-    ngram: int = param(6, "letters and digits of a shingle", unit="characters", ge=2, le=64)
+    ngram: int = param(
+        6,
+        "letters and digits of a shingle; twice as many from 150,000 of a document on, and both "
+        "from 50,000 on",
+        unit="characters",
+        ge=2,
+        le=32,
+    )
     # Copies with a tenth of their words changed: recall 1.00; of their characters: Chinese 0.98,
     # mixed with English 0.97 (0.97 for both calculated for 100 million documents), English 0.70.
     # English would need shingles of 5, which unrelated documents share: 44 to 91 chance pairs a
@@ -353,7 +368,7 @@ class DedupConfig:
         "the same for shingles that start with a Chinese, Japanese or Korean character",
         unit="characters",
         ge=2,
-        le=64,
+        le=32,
     )
     bands: int = param(
         256,

@@ -19,13 +19,14 @@ it reads sketches only where the earlier document of a pair was dropped.
 
 Stage signatures writes per piece
     NAME.signatures.npy   (d, bands) uint64, column by column; 0 where there is no signature
-    NAME.sketch.npy       (d, 256) uint8, for estimates of the similarity
+    NAME.sketch.npy       (d, 257) uint8, for estimates of the similarity
 Stage buckets writes per band, and part of its hash values
     BAND-PART.pairs.npy   (p,) uint64, rising: later document * 2^32 + earlier one, both numbered
                           over all pieces
 Stage candidates writes per group
     GROUP.pairs           uint64, little endian: later document * 2^32 + earlier one, rising
-    GROUP.agreements      uint16, little endian: bytes in which their sketches agree
+    GROUP.agreements      uint16, little endian: bins in which their sketches agree, and 2^15 where
+                          their kinds of shingles differ
 Stage near writes per piece
     NAME.keep.npy         (d,) bool, after exact and near deduplication
     NAME.near.jsonl       {"id", "kept", "jaccard"} a line, see `data_prep.pieces`
@@ -52,7 +53,15 @@ import numpy.typing as npt
 
 from data_prep.config import DedupConfig
 from data_prep.corpus import Progress
-from data_prep.dedup.minhash import NUM_BINS, SignatureSettings, bins, signatures, similarity
+from data_prep.dedup.minhash import (
+    NUM_BINS,
+    SKETCH_BYTES,
+    SignatureSettings,
+    agreements,
+    bins,
+    signatures,
+    similarity,
+)
 from data_prep.pieces import (
     Hashes,
     Numbers,
@@ -88,6 +97,9 @@ _BLOCK_PAIRS = 1 << 15
 _OPEN_FILES = 128
 _CACHED_ROWS = 1 << 18
 _LOW = np.uint64(2**32 - 1)
+_OTHER_KINDS = 1 << 15
+"""Is added to the agreements of documents whose kinds of shingles differ."""
+_UNKNOWN = 255
 _PAIRS = 15  # candidate pairs a document, for estimates; half of them by chance
 
 
@@ -108,7 +120,7 @@ class SignatureFolder:
     signatures: Path
 
     def agreements(self, pairs: Hashes) -> npt.NDArray[np.uint16]:
-        """Count the bytes in which the sketches of each of P pairs agree: (P,).
+        """Compare the sketches of each of P pairs: (P,), see GROUP.agreements.
 
         A pair is later document * 2^32 + earlier one, in any order. Holds the rows of all later
         documents, and those of the earlier ones piece by piece.
@@ -116,7 +128,7 @@ class SignatureFolder:
         counts = np.zeros(len(pairs), dtype=np.uint16)
         later, later_row = np.unique((pairs >> np.uint64(32)).astype(np.int64), return_inverse=True)
         parts = [self._read(piece, part) for piece, part in self.pieces.split(later)]
-        later_rows = np.concatenate([np.zeros((0, NUM_BINS), dtype=np.uint8), *parts])
+        later_rows = np.concatenate([np.zeros((0, SKETCH_BYTES), dtype=np.uint8), *parts])
         earlier = (pairs & _LOW).astype(np.int64)
         order = np.argsort(earlier, kind="stable")
         done = 0
@@ -126,8 +138,7 @@ class SignatureFolder:
             for start in range(0, len(documents), _BLOCK_PAIRS):
                 stop = min(start + _BLOCK_PAIRS, len(documents))
                 block = order[done + start : done + stop]
-                equal = rows[row[start:stop]] == later_rows[later_row[block]]
-                counts[block] = np.count_nonzero(equal, axis=1)
+                counts[block] = _compared(rows[row[start:stop]], later_rows[later_row[block]])
             done += len(documents)
         return counts
 
@@ -156,8 +167,8 @@ class _SketchReader:
             os.close(handle)
 
     def agreements(self, first: int, other: int) -> int:
-        """Count the bytes in which the sketches of two documents agree."""
-        return int(np.count_nonzero(self._row(first) == self._row(other)))
+        """Compare two documents as `SignatureFolder.agreements` does."""
+        return int(_compared(self._row(first), self._row(other)))
 
     def _read(self, document: int) -> npt.NDArray[np.uint8]:
         piece = int(np.searchsorted(self._ends, document, side="right"))
@@ -165,12 +176,17 @@ class _SketchReader:
             if len(self._files) >= _OPEN_FILES:
                 os.close(self._files.popitem(last=False)[1][0])
             handle = os.open(self._place.sketch_path(piece), os.O_RDONLY)
-            values = (int(self._ends[piece]) - self._starts[piece]) * NUM_BINS
+            values = (int(self._ends[piece]) - self._starts[piece]) * SKETCH_BYTES
             self._files[piece] = handle, os.fstat(handle).st_size - values
         self._files.move_to_end(piece)
         handle, first = self._files[piece]
-        place = first + (document - self._starts[piece]) * NUM_BINS
-        return np.frombuffer(os.pread(handle, NUM_BINS, place), dtype=np.uint8)
+        place = first + (document - self._starts[piece]) * SKETCH_BYTES
+        return np.frombuffer(os.pread(handle, SKETCH_BYTES, place), dtype=np.uint8)
+
+
+def _compared(one: npt.NDArray[np.uint8], other: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint16]:
+    differ = one[..., NUM_BINS] != other[..., NUM_BINS]
+    return agreements(one, other) | np.where(differ, _OTHER_KINDS, 0).astype(np.uint16)
 
 
 @dataclass(frozen=True)
@@ -214,7 +230,7 @@ def run_signatures(task: StageTask[SignatureJob]) -> Result:
         rows.open("wb") as sketches,
     ):
         first = _write_header(bands, np.uint64, (num_documents, settings.bands), by_column=True)
-        _write_header(sketches, np.uint8, (num_documents, NUM_BINS), by_column=False)
+        _write_header(sketches, np.uint8, (num_documents, SKETCH_BYTES), by_column=False)
         for documents in batches(read_documents(task.payload.documents)):
             batch = signatures([document["text"] for document in documents], settings)
             for band in range(settings.bands):
@@ -320,7 +336,8 @@ class NearJob:
 
     place: SignatureFolder
     groups: tuple[Path, ...]
-    threshold: float
+    thresholds: tuple[float, ...]
+    """Of each piece's source."""
 
 
 def candidate_tasks(
@@ -364,13 +381,13 @@ def near_tasks(
     groups: list[StageTask[CandidateJob]],
     compared: list[Done],
     deduplicated: Done,
-    threshold: float,
+    thresholds: tuple[float, ...],
     folder: Path,
 ) -> list[StageTask[NearJob]]:
     """Make the one task of stage near; `groups` and `compared`: tasks and records of candidates."""
-    key = make_key([done.digest for done in compared], deduplicated.digest, threshold)
+    key = make_key([done.digest for done in compared], deduplicated.digest, thresholds)
     paths = tuple(task.folder / task.name for task in groups)
-    return [StageTask("all", folder, key, NearJob(groups[0].payload.place, paths, threshold))]
+    return [StageTask("all", folder, key, NearJob(groups[0].payload.place, paths, thresholds))]
 
 
 def run_near(task: StageTask[NearJob]) -> Result:
@@ -391,7 +408,8 @@ def run_near(task: StageTask[NearJob]) -> Result:
         listed.append(dropped[: listed_per_piece(pieces)])
     documents = np.concatenate(listed)
     kept = kept_for[documents]
-    jaccard = similarity(place.agreements((documents.astype(np.uint64) << np.uint64(32)) | kept))
+    counts_of = place.agreements((documents.astype(np.uint64) << np.uint64(32)) | kept)
+    jaccard = similarity(counts_of & (_OTHER_KINDS - 1))
     path = (task.folder, ".near.jsonl")
     lists = write_dropped(path, pieces, documents, kept.astype(np.int64), jaccard)
     return {"near": counts.to_json()}, [*masks, *lists]
@@ -402,7 +420,7 @@ def estimates(size: Size) -> dict[str, Estimate]:
     documents, bands = size.documents, size.config.dedup.bands
     parts, groups = (1 + int(documents) // most for most in (PART_DOCUMENTS, GROUP_DOCUMENTS))
     pairs = documents * _PAIRS
-    signature_bytes = documents * (8 * bands + NUM_BINS)
+    signature_bytes = documents * (8 * bands + SKETCH_BYTES)
     bucket_memory = 100e6 + 70 * documents / parts
     group_memory = 150e6 + documents / groups * (256 + 60 * min(8, _PAIRS))
     memory = 200e6 + 5 * documents + list_bytes(documents)
@@ -419,8 +437,11 @@ def _decisions(job: NearJob) -> npt.NDArray[np.uint32]:
     documents = job.place.pieces.ends[-1]
     kept_for = np.arange(documents, dtype=np.uint32)
     apart = np.zeros(documents, dtype=np.uint8)
-    # Agreements from which on the estimated similarity reaches the threshold.
-    least = int(np.argmax(similarity(np.arange(NUM_BINS + 1)) >= job.threshold))
+    # Agreements from which on the estimated similarity reaches the threshold of the source.
+    reached = similarity(np.arange(NUM_BINS + 1)) >= np.array(job.thresholds)[:, None]
+    pieces = job.place.pieces
+    sizes = np.diff(pieces.ends, prepend=0)
+    least = np.repeat(reached.argmax(axis=1).astype(np.uint16), sizes)
     with closing(_SketchReader(job.place)) as rows:
         for path in job.groups:
             for chunk in _chunks(path):
@@ -461,21 +482,21 @@ def _decide(
     chunk: Iterator[tuple[int, int, int]],
     state: tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8]],
     rows: _SketchReader,
-    least: int,
+    least: npt.NDArray[np.uint16],
 ) -> None:
     """Decide about the later documents of pairs, in order of the later, then the earlier one.
 
     Args:
         chunk: (later, earlier, agreements).
         state: for every document, the document that is kept instead, or itself, and the number of
-            bytes in which the sketches of the two differ; is changed.
+            bins in which the sketches of the two differ, or `_UNKNOWN`; is changed.
         rows: sketches.
-        least: agreements from which on a document is dropped.
+        least: for every document, the agreements from which on it is dropped.
     """
     # Reading an element of a buffer takes a third of the time of reading one of an array.
-    kept_for, apart = state[0].data, state[1].data
+    kept_for, apart, least_of = state[0].data, state[1].data, least.data
     current, tried = -1, set[int]()
-    for later, earlier, agreements in chunk:
+    for later, earlier, agreed in chunk:
         if kept_for[later] != later:
             continue
         if later != current:
@@ -486,9 +507,10 @@ def _decide(
         tried.add(kept)
         if kept != earlier:
             # Where `kept` and `later` agree, `earlier` agrees with both or differs from `kept`.
-            if agreements + apart[earlier] < least:
+            is_known = agreed < _OTHER_KINDS and apart[earlier] != _UNKNOWN
+            if is_known and agreed + apart[earlier] < least_of[later]:
                 continue
-            agreements = rows.agreements(kept, later)
-        if agreements >= least:
+            agreed = rows.agreements(kept, later)
+        if agreed & (_OTHER_KINDS - 1) >= least_of[later]:
             kept_for[later] = kept
-            apart[later] = NUM_BINS - agreements
+            apart[later] = _UNKNOWN if agreed >= _OTHER_KINDS else NUM_BINS - agreed

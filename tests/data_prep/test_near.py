@@ -22,7 +22,15 @@ import numpy.typing as npt
 import pytest
 
 from data_prep.config import DedupConfig, PrepConfig
-from data_prep.dedup.minhash import bins_of_bands, fold, signatures, similarity
+from data_prep.dedup.minhash import (
+    LONG_FROM,
+    SHORT_BELOW,
+    agreements,
+    bins_of_bands,
+    fold,
+    signatures,
+    similarity,
+)
 from data_prep.dedup.near import REASON, bucket_pairs, settings_of
 from pipeline.config.load import load
 from pipeline.errors import ConfigError
@@ -42,7 +50,7 @@ NIGHTLY = partial(pytest.param, marks=pytest.mark.slow)
 
 def _estimate(first: npt.NDArray[np.uint8], other: npt.NDArray[np.uint8]) -> float:
     """Jaccard similarity from two sketches."""
-    return float(similarity(np.count_nonzero(first == other)))
+    return float(similarity(agreements(first, other)))
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +200,59 @@ def test_documents_of_few_shingles(texts: dict[str, list[str]]) -> None:
     assert signed.bands.all()
     equal = [[_estimate(a, b) == 1 for a in signed.sketch] for b in signed.sketch]
     assert np.argwhere(np.triu(equal, 1)).tolist() == [[0, 1], [3, 5]]
+
+
+def _book(rng: np.random.Generator, letters: int, language: str) -> str:
+    """Words of one vocabulary by Zipf's law: unrelated ones share most short shingles."""
+    if language == "chinese":
+        return "".join(chinese(rng, 1 + letters // 900))[:letters]
+    words = sorted(set(" ".join(english()).split()))
+    rank = 1 / np.arange(1, len(words) + 1)
+    drawn = rng.choice(len(words), letters // 4, p=rank / rank.sum())
+    return " ".join(words[number] for number in drawn)[: letters * 5 // 4]
+
+
+@pytest.mark.parametrize("language", ["english", "chinese"])
+def test_length_does_not_make_documents_alike(language: str) -> None:
+    rng = np.random.default_rng(6)
+    sizes = (20_000, LONG_FROM + 20_000, SHORT_BELOW + 20_000, 600_000)
+    books = [_book(rng, size, language) for size in sizes for _ in range(3)]
+    copies = [edited(book, rng, RUN[language]) for book in books]
+    other = _book(rng, 500_000, language)
+    # A chapter more, and other front matter: the length passes from one kind of shingles to both.
+    for book in books:
+        third = len(book) // 3
+        copies += [book[:third] + other[:third] + book[third:], other[-third:] + book[third:]]
+    signed = signatures(books, settings_of(DEFAULT)), signatures(copies, settings_of(DEFAULT))
+    kinds = [{int(row[-1]) for row in one.sketch} for one in signed]
+    assert kinds == [{1, 2, 3}, {1, 2, 3}]
+    own, of_copies = (one.sketch[:, None] for one in signed)
+    unrelated = similarity(agreements(own, signed[0].sketch[None]))[np.triu_indices(len(books), 1)]
+    print(f"{language}: unrelated at most {unrelated.max():.3f}")
+    assert unrelated.max() < DEFAULT.threshold - 0.08
+    of = [*range(len(books)), *(number for number in range(len(books)) for _ in range(2))]
+    found = similarity(agreements(signed[0].sketch[of], of_copies[:, 0]))
+    assert found.min() > DEFAULT.threshold
+    assert (signed[0].bands[of] == signed[1].bands).any(axis=1).all()
+
+
+def test_documents_of_all_kinds_meet_in_order(tmp_path: Path) -> None:
+    """Each is compared with what it has in common with another; a source has its own threshold."""
+    rng = np.random.default_rng(8)
+    text = _book(rng, 2 * SHORT_BELOW, "english")
+    cuts = {"long": 1.0, "both": 0.65, "both again": 0.4, "short": 0.2}
+    documents = [(name, text[: int(len(text) * share)]) for name, share in cuts.items()]
+    documents += [("unrelated", _book(rng, 2 * SHORT_BELOW, "english"))]
+    kinds = signatures([text for _, text in documents], settings_of(DEFAULT)).sketch[:, -1]
+    assert kinds.tolist() == [2, 3, 3, 1, 2]
+    source = _write(tmp_path / "in", documents, 1)
+    run_before(_config(tmp_path / "data", source, DEFAULT), "tokenizer")
+    # "short" is like "both again" alone, which is dropped for the long one.
+    found = {name: kept for name, (kept, _) in _dropped(tmp_path / "data").items()}
+    assert found == {"s/both": "s/long", "s/both again": "s/long"}
+    config = _config(tmp_path / "own", source, DEFAULT, "sources.0.near_threshold=0.95")
+    run_before(config, "tokenizer")
+    assert _dropped(tmp_path / "own") == {}
 
 
 def _chain(texts: dict[str, list[str]]) -> list[tuple[str, str]]:
