@@ -106,7 +106,7 @@ class BlockCache:
             if alone:
                 try:
                     if not self._keep(path, data):
-                        self._warn(f"data.stage_gb={self.max_bytes / 1e9:g} has no room for a block")
+                        self._warn(f"data.stage_gb={self.max_bytes / 1e9:g} has no room")
                 except OSError as error:
                     self._warn(f"blocks are not kept: {error}; free space there")
             return data
