@@ -66,8 +66,8 @@ def test_a_rank_needs_few_of_a_windows_blocks(dataset: DatasetIndex, world_size:
     steps = _train(dataset, _config(dataset, micro_batch=8), 0, 1).steps
     assert len(steps.split.rows) > 2 * 3
     of_rank = [set[int]() for _ in range(world_size)]
-    with steps.order.segments[0].orders[0].windows(0, 1) as [first]:
-        window = len(first.order)
+    [first] = steps.order.segments[0].orders[0].windows(0, 1)
+    window = len(first.order)
     for cursor in range(0, window - 47, 48):
         seen = []
         for rank in range(world_size):
