@@ -10,13 +10,11 @@ change) that it had when it was read back, or the right hash now. `work/` is not
 
 import hashlib
 import json
-import logging
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,8 +27,6 @@ from pipeline.runtime import remote
 from pipeline.runtime.files import sha256_file
 from pipeline.runtime.remote import RemoteFile, is_address
 from pipeline.runtime.summary import progress
-
-logger = logging.getLogger(__name__)
 
 RECEIPT_FILE = "published.json"
 _MORE = ("index.npz", REPORT_FILE, "datasheet.html", "datasheet.md", "packing-*.npz")
@@ -48,12 +44,6 @@ class Sent(NamedTuple):
     were_there: int
     """Files that were there and were right."""
 
-    def plus(self, file: "_PublishedFile", *, was_sent: bool) -> "Sent":
-        """Count a file."""
-        if not was_sent:
-            return self._replace(were_there=self.were_there + 1)
-        return self._replace(files=self.files + 1, num_bytes=self.num_bytes + file.num_bytes)
-
 
 def publish(dataset: Path, address: str) -> Sent:
     """Send a dataset, or what an interrupted call did not send; every object is read back.
@@ -67,24 +57,22 @@ def publish(dataset: Path, address: str) -> Sent:
         raise ConfigError(f"{address!r} is not an address: expected such as s3://bucket/path")
     index = read_index(dataset)
     refuse_unlisted(index)
-    files = _files(index)
-    target = _Target.opened(address.rstrip("/"), index)
-    total = sum(file.num_bytes for file in files.values())
-    sent = Sent(0, 0, 0)
+    *files, last = _files(index)
+    target = _Target(address.rstrip("/"), index)
+    total = sum(file.num_bytes for file in (*files, last))
     with progress("publish", total, "B", stays=True) as advance:
         pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="publish")
         try:
-            last = files.pop(INDEX_FILE)
-            jobs = {pool.submit(target.send, name, file): file for name, file in files.items()}
-            for job in as_completed(jobs):
-                sent = sent.plus(jobs[job], was_sent=job.result())
-                advance(jobs[job].num_bytes)
+            for job in as_completed([pool.submit(target.send, file) for file in files]):
+                advance(job.result().num_bytes)
+                target.record(after_s=_RECORD_EVERY_S)
         finally:
             pool.shutdown(cancel_futures=True)
-            target.record(now=True)
-        sent = sent.plus(last, was_sent=target.send(INDEX_FILE, last))
-        advance(last.num_bytes)
-    return sent
+            target.record()
+        advance(target.send(last).num_bytes)
+    num_sent = len(target.sent)
+    num_bytes = sum(file.num_bytes for file in target.sent)
+    return Sent(num_sent, num_bytes, len(files) + 1 - num_sent)
 
 
 def problems(address: str) -> Iterator[str]:
@@ -110,78 +98,79 @@ def problems(address: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _PublishedFile:
+    name: str
     path: Path
     num_bytes: int
     sha256: str
 
 
-def _files(index: DatasetIndex) -> dict[str, _PublishedFile]:
-    """Return what is sent, by name; of shards and tokenizer with the hash of the index."""
-    recorded = {shard.file: shard.sha256 for shard in index.shards}
-    recorded[index.tokenizer_file] = index.tokenizer_sha256
-    recorded[INDEX_FILE] = hashlib.sha256(index.content).hexdigest()
-    more = {path.name: sha256_file(path) for name in _MORE for path in index.folder.glob(name)}
-    files = {}
-    for name, sha256 in (recorded | more).items():
+def _files(index: DatasetIndex) -> list[_PublishedFile]:
+    """List what is sent, the index last; of shards and tokenizer with the hash of the index."""
+    hashes = {shard.file: shard.sha256 for shard in index.shards}
+    hashes[index.tokenizer_file] = index.tokenizer_sha256
+    hashes |= {path.name: sha256_file(path) for name in _MORE for path in index.folder.glob(name)}
+    hashes[INDEX_FILE] = hashlib.sha256(index.content).hexdigest()
+    files = []
+    for name, sha256 in hashes.items():
         path = index.folder / name
         if not path.is_file():
             raise DataError(f"{path} does not exist; `postnorm prep verify {index.folder}`")
-        files[name] = _PublishedFile(path, path.stat().st_size, sha256)
+        files.append(_PublishedFile(name, path, path.stat().st_size, sha256))
     return files
 
 
-@dataclass
 class _Target:
-    """An address, what is there, and what was read back."""
+    """An address, what is there, and what was read back; files are sent by several threads."""
 
-    address: str
-    fingerprint: str
-    there: dict[str, RemoteFile]
-    read_back: dict[str, list[Any]]
-    """sha256 and version, by name."""
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _recorded_s: float = 0.0
-
-    @classmethod
-    def opened(cls, address: str, index: DatasetIndex) -> "_Target":
+    def __init__(self, address: str, index: DatasetIndex) -> None:
         """Look at what is there; refuse an address that holds anything else than this dataset."""
-        there = {name: file for file, name, _ in remote.list_files(address)}
+        self.sent: list[_PublishedFile] = []
+        self._address, self._fingerprint = address, index.fingerprint
+        self._there = {name: file for file, name, _ in remote.list_files(address)}
         receipt: dict[str, Any] = {}
         for name in (INDEX_FILE, RECEIPT_FILE):
-            if name not in there:
+            if name not in self._there:
                 continue
-            receipt = _read_json(there[name])
-            found = receipt.get("fingerprint")
-            if found != index.fingerprint:
+            found = _read_json(self._there[name])
+            if found.get("fingerprint") != index.fingerprint:
                 state = "holds" if name == INDEX_FILE else "holds a part of"
                 raise ConfigError(
-                    f"{address} {state} another dataset, of fingerprint {found}; {index.folder} "
-                    f"has {index.fingerprint}. Choose another address, or remove what is there"
+                    f"{address} {state} another dataset, of fingerprint "
+                    f"{found.get('fingerprint')}; {index.folder} has {index.fingerprint}. Choose "
+                    "another address, or remove what is there"
                 )
-        if there and not receipt:
+            receipt |= found
+        if self._there and not receipt:
             raise ConfigError(
-                f"{address} holds {len(there)} files and no dataset, such as {min(there)}; choose "
-                "an empty folder of the store"
+                f"{address} holds {len(self._there)} files and no dataset, such as "
+                f"{min(self._there)}; choose an empty folder of the store"
             )
-        target = cls(address, index.fingerprint, there, receipt.get("read_back", {}))
-        target.record(now=True)
-        return target
+        self._read_back: dict[str, list[Any]] = receipt.get("read_back", {})
+        """sha256 and version, by name."""
+        self.record()
 
-    def send(self, name: str, file: _PublishedFile) -> bool:
-        """Send a file unless it is there, and read it back; return whether it was sent."""
-        there = self.there.get(name)
-        if there is not None and there.num_bytes == file.num_bytes:
-            if there.version and self.read_back.get(name) == [file.sha256, there.version]:
-                return False
-            if _sha256_at(there.address) == file.sha256:
-                self._has(name, file, there)
-                return False
+    def send(self, file: _PublishedFile) -> _PublishedFile:
+        """Send a file unless it is there, and read it back; return it."""
+        there = self._there.get(file.name)
+        if there is None or not self._is_right(file, there):
+            there = self._upload(file)
+            self.sent.append(file)
+        self._read_back[file.name] = [file.sha256, there.version]
+        return file
+
+    def _is_right(self, file: _PublishedFile, there: RemoteFile) -> bool:
+        if there.num_bytes != file.num_bytes:
+            return False
+        known = there.version and self._read_back.get(file.name) == [file.sha256, there.version]
+        return bool(known) or _sha256_at(there.address) == file.sha256
+
+    def _upload(self, file: _PublishedFile) -> RemoteFile:
         if sha256_file(file.path) != file.sha256:
             raise DataError(
                 f"{file.path} is damaged: the index expects sha256 {file.sha256}; `postnorm prep "
                 "verify` finds the member; restore the file from its source"
             )
-        address = f"{self.address}/{name}"
+        address = f"{self._address}/{file.name}"
         remote.upload(file.path, address)
         back = remote.stat(address)
         if back.num_bytes != file.num_bytes or _sha256_at(address) != file.sha256:
@@ -189,25 +178,19 @@ class _Target:
                 f"{address} does not give back what was sent ({file.num_bytes} bytes of sha256 "
                 f"{file.sha256}); does another program write there? Run the same command again"
             )
-        self._has(name, file, back)
-        return True
+        return back
 
-    def _has(self, name: str, file: _PublishedFile, there: RemoteFile) -> None:
-        with self._lock:
-            self.read_back[name] = [file.sha256, there.version]
-        self.record()
-
-    def record(self, *, now: bool = False) -> None:
-        """Write down which dataset this is, and what was read back: now, or every few seconds."""
-        with self._lock:
-            if not now and time.monotonic() - self._recorded_s < _RECORD_EVERY_S:
-                return
-            self._recorded_s = time.monotonic()
-            body = {"fingerprint": self.fingerprint, "read_back": self.read_back}
-            with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-                json.dump(body, file, indent=1)
-                file.flush()
-                remote.upload(Path(file.name), f"{self.address}/{RECEIPT_FILE}")
+    def record(self, after_s: float = 0) -> None:
+        """Write down which dataset this is, and what was read back, if the last time is so old."""
+        if after_s and time.monotonic() - self._recorded_s < after_s:
+            return
+        self._recorded_s = time.monotonic()
+        # A copy: other threads add to it.
+        body = {"fingerprint": self._fingerprint, "read_back": self._read_back.copy()}
+        with tempfile.NamedTemporaryFile("w", suffix=".json") as written:
+            json.dump(body, written, indent=1)
+            written.flush()
+            remote.upload(Path(written.name), f"{self._address}/{RECEIPT_FILE}")
 
 
 def _read_json(file: RemoteFile) -> dict[str, Any]:
