@@ -126,6 +126,7 @@ class _Target:
         """Look at what is there; refuse an address that holds anything else than this dataset."""
         self.sent: list[_PublishedFile] = []
         self._address, self._fingerprint = address, index.fingerprint
+        self._recorded_s = 0.0
         self._there = {name: file for file, name, _ in remote.list_files(address)}
         receipt: dict[str, Any] = {}
         for name in (INDEX_FILE, RECEIPT_FILE):
@@ -182,7 +183,7 @@ class _Target:
 
     def record(self, after_s: float = 0) -> None:
         """Write down which dataset this is, and what was read back, if the last time is so old."""
-        if after_s and time.monotonic() - self._recorded_s < after_s:
+        if time.monotonic() - self._recorded_s < after_s:
             return
         self._recorded_s = time.monotonic()
         # A copy: other threads add to it.

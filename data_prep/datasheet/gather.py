@@ -24,7 +24,6 @@ from data_prep.clean.normalise import normalise
 from data_prep.config import FiltersConfig, PrepConfig
 from data_prep.corpus import Progress
 from data_prep.filters.mask import Masker
-from data_prep.inputs import InputPiece
 from data_prep.metadata import merged, shown
 from data_prep.pieces import read_lines
 from data_prep.readers.items import storable
@@ -56,24 +55,24 @@ _ESCAPED = re.compile(r"\\+(?:u([0-9a-fA-F]{4})|([nrtbf])|([\"/\\]))")
 
 def gather(progress: Progress) -> dict[str, Any]:
     """Gather the report; the index must be written."""
-    corpus, pieces, records = progress.corpus, progress.pieces, progress.results
+    corpus, records = progress.corpus, progress.results
     index = read_index(corpus.output)
     [trained], [deduplicated] = records["tokenizer"], records["dedup"]
-    notes = Counter[str]()
-    for done in records["ingest"]:
-        notes.update(done.result["notes"])
+    notes = _sum(done.result["notes"] for done in records["ingest"])
     # Ingestion counts them within a piece, stage dedup over all pieces.
     notes[REPEATED_IDS] = deduplicated.result["repeated_ids"]
     notes["files and folders that cannot be read"] = len(corpus.unreadable)
-    sources = _by_source(progress)
-    lengths = Counter[int]()
-    for source in sources.values():
-        lengths.update(source.lengths)
-    rejected_files = [
+    reasons = {stage: _reason(stage, records[stage]) for stage in progress.masks}
+    lengths = {source.name: Counter[int]() for source in corpus.config.sources}
+    sources = {name: _source(progress, name, reasons, of) for name, of in lengths.items()}
+    rejected = {
+        name: {k: v for stage in INGEST_STAGES for k, v in of["stages"][stage]["rejected"].items()}
+        for name, of in sources.items()
+    }
+    files = [
         (piece.source.name, corpus.work / "ingest" / f"{name}.rejected.jsonl.zst")
-        for piece, name in zip(corpus.pieces, pieces.names, strict=True)
+        for piece, name in zip(corpus.pieces, progress.pieces.names, strict=True)
     ]
-    rejected = {name: source.rejected_at_ingest() for name, source in sources.items()}
     tokenizer_report = corpus.work / "tokenizer" / "tokenizer.report.json"
     return {
         "key": corpus.key,
@@ -96,14 +95,21 @@ def gather(progress: Progress) -> dict[str, Any]:
             for name, value in done.result.items()
             if name in ("sets", "items", "ignored_ngrams")
         },
-        "sources": {name: source.to_json() for name, source in sources.items()},
+        "sources": sources,
         "length_edges": EDGES,
-        "lengths": distribution(lengths),
+        "lengths": distribution(sum(lengths.values(), Counter())),
         "tokenizer_report": json.loads(tokenizer_report.read_bytes()),
-        "rejected_samples": collect(corpus.config, rejected_files, records["ingest"], rejected),
+        "rejected_samples": collect(corpus.config, files, records["ingest"], rejected),
         "settings": asdict(corpus.config),
         "provenance": provenance(),
     }
+
+
+def _sum(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
+    total = Counter[str]()
+    for part in counts:
+        total.update(part)
+    return total
 
 
 def _stages(progress: Progress) -> dict[str, StageCounts]:
@@ -129,88 +135,73 @@ def _shard_bytes(index: DatasetIndex, split: str) -> dict[str, int]:
     }
 
 
-class _SourceReport:
-    """Counts of every stage for one source, and the documents that are left of it."""
+def _source(
+    progress: Progress, name: str, reasons: Mapping[str, str], lengths: Counter[int]
+) -> dict[str, Any]:
+    """Report on one source, and count the lengths in bytes of the documents that are left of it.
 
-    def __init__(self, stages: Iterable[str]) -> None:
-        self.stages = {name: StageCounts() for name in stages}
-        self.lengths = Counter[int]()
-        """Length in bytes -> number of documents."""
-        self.totals = {split: Counter[str]() for split in SPLITS}
-        self._pieces: list[InputPiece] = []
-        self._metadata: list[dict[str, Any]] = []
-        self._scripts, self._notes = Counter[str](), Counter[str]()
-
-    def add_piece(self, piece: InputPiece, records: Mapping[str, Done]) -> None:
-        """Add the records of a piece by stage."""
-        self._pieces.append(piece)
-        self._scripts.update(records["ingest"].result["scripts"])
-        self._metadata.append(records["ingest"].result["metadata"])
-        self._notes.update(records["ingest"].result["notes"])
-        for stage, record in records.items():
-            for name in _PIECE_STAGES[stage]:
-                self.stages[name].add(record.result[name])
-
-    def rejected_at_ingest(self) -> dict[str, list[int]]:
-        """Return reason -> [documents, bytes]."""
-        return {k: v for name in INGEST_STAGES for k, v in self.stages[name].rejected.items()}
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the report as plain values."""
-        whole = sum(self.totals.values(), Counter())
-        files = [file for piece in self._pieces for file in piece.files]
-        return {
-            "files": len({file.path for file in files}),
-            "file_bytes": sum(file.range_bytes for file in files),
-            "stages": {name: counts.to_json() for name, counts in self.stages.items()},
-            "scripts": dict(sorted(self._scripts.items())),
-            "metadata": {
-                name: {"documents": counts.documents, "values": shown(counts)}
-                for name, counts in merged(self._metadata).items()
-            },
-            "notes": {name: count for name, count in self._notes.items() if count},
-            "lengths": distribution(self.lengths),
-            **{name: whole[name] for name in _TOTALS},
-            "unknown_share": round(whole["unknown"] / max(1, whole["tokens"]), 6),
-            "byte_piece_share": round(whole["byte_pieces"] / max(1, whole["tokens"]), 6),
-            "totals": {
-                split: {name: total[name] for name in _TOTALS}
-                for split, total in self.totals.items()
-            },
-        }
+    `reasons`: those for which masks drop documents, by stage.
+    """
+    corpus, records = progress.corpus, progress.results
+    own = [i for i, piece in enumerate(corpus.pieces) if piece.source.name == name]
+    ingested = [records["ingest"][i].result for i in own]
+    files = [file for i in own for file in corpus.pieces[i].files]
+    totals = {
+        split: _sum(done.result["sources"][split].get(name, {}) for done in records["shards"])
+        for split in SPLITS
+    }
+    whole = _sum(totals.values())
+    stages = {
+        each: StageCounts.total(records[stage][i].result[each] for i in own)
+        for stage, names in _PIECE_STAGES.items()
+        if stage in records
+        for each in names
+    }
+    stages |= _masked(progress, own, reasons, lengths)
+    stages["shards"] = _sharded(list(stages.values())[-1], whole)
+    return {
+        "files": len({file.path for file in files}),
+        "file_bytes": sum(file.range_bytes for file in files),
+        "stages": {stage: counts.to_json() for stage, counts in stages.items()},
+        "scripts": dict(sorted(_sum(result["scripts"] for result in ingested).items())),
+        "metadata": {
+            field: {"documents": counts.documents, "values": shown(counts)}
+            for field, counts in merged(result["metadata"] for result in ingested).items()
+        },
+        "notes": {k: count for k, count in _sum(r["notes"] for r in ingested).items() if count},
+        "lengths": distribution(lengths),
+        **{key: whole[key] for key in _TOTALS},
+        "unknown_share": round(whole["unknown"] / max(1, whole["tokens"]), 6),
+        "byte_piece_share": round(whole["byte_pieces"] / max(1, whole["tokens"]), 6),
+        "totals": {split: {key: of[key] for key in _TOTALS} for split, of in totals.items()},
+    }
 
 
-def _by_source(progress: Progress) -> dict[str, _SourceReport]:
-    """Report on all sources; reads the lengths and masks of one piece at a time."""
-    corpus, pieces, records = progress.corpus, progress.pieces, progress.results
-    masks = progress.masks
-    of_pieces = {stage: records[stage] for stage in _PIECE_STAGES if stage in records}
-    stages = [name for stage in of_pieces for name in _PIECE_STAGES[stage]]
-    sources = {s.name: _SourceReport([*stages, *masks, "shards"]) for s in corpus.config.sources}
-    reasons = {stage: _reason(stage, records[stage]) for stage in masks}
-    for i, (piece, name) in enumerate(zip(corpus.pieces, pieces.names, strict=True)):
-        source = sources[piece.source.name]
-        source.add_piece(piece, {stage: done[i] for stage, done in of_pieces.items()})
+def _masked(
+    progress: Progress, own: list[int], reasons: Mapping[str, str], lengths: Counter[int]
+) -> dict[str, StageCounts]:
+    """Count by stage what masks drop of some pieces, and the lengths of what is left."""
+    pieces = progress.pieces
+    stages = {stage: StageCounts() for stage in progress.masks}
+    for name in (pieces.names[i] for i in own):
         sizes = pieces.sizes(name)
         left = np.ones(len(sizes), dtype=bool)
-        for stage, folder in masks.items():
+        for stage, folder in progress.masks.items():
             kept = np.load(folder / f"{name}.keep.npy")
-            source.stages[stage].mask(sizes[left], kept[left], reasons[stage])
+            stages[stage].mask(sizes[left], kept[left], reasons[stage])
             left = kept
-        values, counts = np.unique(sizes[left], return_counts=True)
-        source.lengths.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
-    for done in records["shards"]:
-        for split, of_sources in done.result["sources"].items():
-            for source_name, totals in of_sources.items():
-                sources[source_name].totals[split].update(totals)
-    for source in sources.values():
-        last, sharded = list(source.stages.values())[-2:]
-        whole = sum(source.totals.values(), Counter())
-        sharded.documents_in, sharded.bytes_in = last.documents_out, last.bytes_out
-        sharded.documents_out, sharded.bytes_out = whole["documents"], whole["text_bytes"]
-        if lost := last.documents_out - whole["documents"]:
-            sharded.reject("no tokens", last.bytes_out - whole["text_bytes"], lost)
-    return sources
+        lengths.update(sizes[left].tolist())
+    return stages
+
+
+def _sharded(before: StageCounts, whole: Counter[str]) -> StageCounts:
+    """Count for stage shards what came from the stage `before`, and what the shards hold."""
+    counts = StageCounts(
+        before.documents_out, before.bytes_out, whole["documents"], whole["text_bytes"]
+    )
+    if lost := counts.documents_in - counts.documents_out:
+        counts.reject("no tokens", counts.bytes_in - counts.bytes_out, lost)
+    return counts
 
 
 def _reason(stage: str, done: list[Done]) -> str:

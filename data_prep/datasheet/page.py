@@ -9,11 +9,10 @@ escaped.
 import functools
 import html
 import json
-import math
 import operator
 import re
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -131,16 +130,11 @@ def _masked(settings: dict[str, Any]) -> list[str]:
     """Name the sources whose rules mask personal data."""
 
     def masks(filters: Any) -> bool:
-        return any(
-            rules["mask"]["enabled"]
-            for rules in (filters if isinstance(filters, list) else [filters])
-        )
+        sets = filters if isinstance(filters, list) else [filters]
+        return any(rules["mask"]["enabled"] for rules in sets)
 
-    return [
-        source["name"]
-        for source in settings["sources"]
-        if masks(source.get("filters") or settings["filters"])
-    ]
+    default = settings["filters"]
+    return [each["name"] for each in settings["sources"] if masks(each.get("filters") or default)]
 
 
 def _labelled(rows: Markup, heads: Sequence[str]) -> Markup:
@@ -239,10 +233,10 @@ def spark(counts: Sequence[int]) -> str:
 
 
 def histogram(edges: Sequence[int], series: Sequence[Sequence[int]]) -> dict[str, list[Any]]:
-    """Lay out stacked counts over a logarithmic axis of bytes.
+    """Lay out stacked counts; all bins are equally wide, as on a logarithmic axis.
 
     Args:
-        edges: (b + 1,) rising edges of the bins, at least 1; a bin holds its lower edge.
+        edges: (b + 1,) rising edges of the bins in bytes; a bin holds its lower edge.
         series: counts, (b,) each; the first is at the bottom, all after the seventh are grey.
 
     Returns:
@@ -250,45 +244,36 @@ def histogram(edges: Sequence[int], series: Sequence[Sequence[int]]) -> dict[str
         width, height) and "hovers" (x, y, width, height), one per bin.
     """
     peak = max([1, *map(sum, zip(*series, strict=True))])
-    step = 1
-    while peak > 5 * step:  # 1, 2, 5, 10 ...: at most six ticks
-        step = step * 5 // 2 if str(step)[0] == "2" else 2 * step
-    ticks = [step * i for i in range(-(-peak // step) + 1)]
-    left, span = math.log10(edges[0]), math.log10(edges[-1] / edges[0])
-
-    def x(value: float) -> float:
-        return _LEFT + (_WIDTH - _LEFT - 8) * (math.log10(value) - left) / span
+    width = (_WIDTH - _LEFT - _HALF_LABEL) / (len(edges) - 1)
+    places = [_LEFT + i * width for i in range(len(edges))]
+    base = _HEIGHT - _BOTTOM
 
     def y(number: float) -> float:
-        return _HEIGHT - _BOTTOM - (_HEIGHT - _BOTTOM - _TOP) * number / ticks[-1]
+        return base - (base - _TOP) * number / peak
 
-    lines: list[Any] = [(_LEFT, y(tick), _WIDTH, y(tick)) for tick in ticks]
-    tidy = re.compile(r"\.0+(?= )|(?<=\.[1-9])0(?= )")  # 2.00 k is 2 k, 1.50 M is 1.5 M
-    texts: list[Any] = [
-        (_LEFT - 6, y(tick) + 4, tidy.sub("", short(tick)), "end") for tick in ticks
-    ]
-    digits = (1, 2, 5) if edges[-1] < 100 * edges[0] else (1,)
-    powers = [10**exponent for exponent in range(len(str(edges[0])) - 1, len(str(edges[-1])))]
-    for value in (digit * power for power in powers for digit in digits):
-        if edges[0] <= value <= edges[-1]:
-            thousands = (len(str(value)) - 1) // 3
-            label = f"{value // 1000**thousands} {('', 'k', 'M', 'G', 'T')[thousands]}B"
-            fits = x(value) < _WIDTH - _HALF_LABEL
-            place = (x(value), "middle") if fits else (_WIDTH, "end")
-            texts.append((place[0], _HEIGHT - 6, label, place[1]))
-            lines.append((x(value), y(0), x(value), y(0) + 4))
-    columns: list[Any] = []
-    hovers: list[Any] = []
-    for i, (low, high) in enumerate(pairwise(map(x, edges))):
-        below = 0
-        for number, counts in enumerate(series):
-            if counts[i]:
-                top, bottom = y(below + counts[i]), y(below)
-                columns.append((min(number, OTHER), low, top, high - low - 0.7, bottom - top))
-                below += counts[i]
+    ticks = sorted({peak * i // 4 for i in range(5)})
+    powers = [i for i, edge in enumerate(edges) if str(edge).strip("0") == "1"]
+    # Of less than two decades, some other edges.
+    marked = powers if len(powers) > 2 else range(0, len(edges), 1 + len(edges) // 8)
+    columns = []
+    for x, counts in zip(places, zip(*series, strict=True), strict=False):
+        for number, (count_, end) in enumerate(zip(counts, accumulate(counts), strict=True)):
+            if count_:
+                height = y(end - count_) - y(end)
+                columns.append((min(number, OTHER), x, y(end), width - 0.7, height))
+    return {
+        "lines": [
+            *((_LEFT, y(tick), _WIDTH, y(tick)) for tick in ticks),
+            *((places[i], base, places[i], base + 4) for i in marked),
+        ],
+        "texts": [
+            *((_LEFT - 6, y(tick) + 4, short(tick), "end") for tick in ticks),
+            *((places[i], _HEIGHT - 6, short(edges[i], "B"), "middle") for i in marked),
+        ],
+        "columns": columns,
         # Over the whole height, so that people can also point at small columns.
-        hovers.append((low, _TOP, high - low, _HEIGHT - _BOTTOM - _TOP))
-    return {"lines": lines, "texts": texts, "columns": columns, "hovers": hovers}
+        "hovers": [(x, _TOP, width, base - _TOP) for x in places[:-1]],
+    }
 
 
 def _lengths(report: dict[str, Any], names: list[str]) -> dict[str, Any]:
@@ -332,39 +317,36 @@ def _reasons(report: dict[str, Any], names: list[str]) -> list[dict[str, Any]]:
 
 def tree(value: Any) -> list[dict[str, Any]]:
     """Arrange any JSON value as tables {"head", "rows"} and folded parts {"summary", "blocks"}."""
-    if isinstance(value, Mapping):
-        return _tree_of_mapping(value)
-    items = value if isinstance(value, list) else [value]
-    if items and all(isinstance(item, Mapping) for item in items):
-        columns = list(dict.fromkeys(key for item in items for key in item))
-        return [_table(columns, [[item.get(c, "") for c in columns] for item in items])]
-    if items and all(isinstance(item, list) and len(item) == len(items[0]) for item in items):
-        return [_table([""] * len(items[0]), items)]
-    return [_table([""], [[item] for item in items])]
-
-
-def _tree_of_mapping(value: Mapping[str, Any]) -> list[dict[str, Any]]:
-    scalars = {key: v for key, v in value.items() if not isinstance(v, (Mapping, list))}
-    blocks = [_table(["", ""], [[_words(k), v] for k, v in scalars.items()])] if scalars else []
-    rest = {key: v for key, v in value.items() if key not in scalars and v}
-    parts = [v for v in rest.values() if isinstance(v, Mapping)]
-    first = parts[0].items() if parts else ()
-    common = [
-        key
-        for key, v in first
-        if not isinstance(v, (Mapping, list)) and all(key in part for part in parts)
-    ]
-    if not scalars and common and len(parts) == len(rest) > 1:
-        # Parts with the same keys become rows of one table; below it stands the rest of each.
-        blocks = [_table(["", *common], [[k, *(p[c] for c in common)] for k, p in rest.items()])]
-        rest = {k: {c: v for c, v in p.items() if c not in common and v} for k, p in rest.items()}
+    if not isinstance(value, Mapping):
+        return [_table(value if isinstance(value, list) else [value])]
+    flat = {key: _flat(part) for key, part in value.items()}
+    blocks = []
+    if len(flat) > 1 and all(flat.values()):
+        # Parts become rows of one table, such as one a source; below it stands the rest of each.
+        blocks = [_table([{"": key, **cells} for key, cells in flat.items()])]
+        rest = {k: {c: v for c, v in part.items() if c not in flat[k]} for k, part in value.items()}
+    else:
+        scalars = _flat(value)
+        blocks = [_table([[_words(key), v] for key, v in scalars.items()])] if scalars else []
+        rest = {key: v for key, v in value.items() if key not in scalars}
     return blocks + [{"summary": _words(k), "blocks": tree(v)} for k, v in rest.items() if v]
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    is_number = [any(isinstance(row[i], (int, float)) for row in rows) for i in range(len(head))]
-    marks = ["#" if name and number else "" for name, number in zip(head, is_number, strict=True)]
-    heads = [mark + _words(name) for mark, name in zip(marks, head, strict=True)]
+def _flat(value: Any) -> dict[str, Any]:
+    """Return the entries of a mapping that have no entries themselves."""
+    entries = value.items() if isinstance(value, Mapping) else ()
+    return {key: v for key, v in entries if not isinstance(v, (Mapping, list))}
+
+
+def _table(items: Sequence[Any]) -> dict[str, Any]:
+    """Make a table with a row for each mapping, list or single value."""
+    lists = [item if isinstance(item, (Mapping, list)) else [item] for item in items]
+    cells = [item if isinstance(item, Mapping) else dict(enumerate(item)) for item in lists]
+    columns = list(dict.fromkeys(key for row in cells for key in row))
+    rows = [[row.get(column, "") for column in columns] for row in cells]
+    numeric = [any(isinstance(v, (int, float)) for v in of) for of in zip(*rows, strict=True)]
+    names = ["" if isinstance(column, int) else _words(column) for column in columns]
+    heads = [f"#{n}" if n and is_num else n for n, is_num in zip(names, numeric, strict=True)]
     return {"head": heads, "rows": rows}
 
 
