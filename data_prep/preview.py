@@ -14,6 +14,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from data_prep import inputs
 from data_prep.clean.normalise import normalise
 from data_prep.config import PrepConfig, SourceConfig
 from data_prep.datasheet.gather import Mask, beginning, mask_of
-from data_prep.datasheet.page import OTHER, fill, percent
-from data_prep.filters.rules import Chain, Check, Dropped
+from data_prep.datasheet.page import colours, fill, percent
+from data_prep.filters.rules import Chain, Dropped
 from data_prep.pieces import hash_share
 from data_prep.readers.documents import ReadStats, read_piece
 from data_prep.readers.items import Document, Rejected
@@ -45,6 +46,26 @@ _TEXT_BINS = 20
 
 
 @dataclass
+class Measured:
+    """What a rule measured of the documents of one source that reach the rules."""
+
+    limit: float
+    is_lowest: bool
+    """Whether the limit is the lowest value that passes."""
+    values: list[float] = field(default_factory=list)
+
+    @property
+    def shown_limit(self) -> tuple[str, str]:
+        """The sign of the values that pass, and the limit."""
+        return ">=" if self.is_lowest else "<=", f"{self.limit:g}"
+
+    def beyond(self) -> int:
+        """Count the values that the rule rejects."""
+        sign = -1 if self.is_lowest else 1
+        return sum(sign * value > sign * self.limit for value in self.values)
+
+
+@dataclass
 class Tried:
     """What became of the sample of one source."""
 
@@ -52,10 +73,7 @@ class Tried:
     kept: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
     """Reason -> documents, by the first rule that fails."""
-    limits: dict[str, tuple[float, bool]] = field(default_factory=dict)
-    """Rule -> limit, and whether that is the lowest value that passes."""
-    values: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """Rule -> measured values of the documents that reach the rules."""
+    rules: dict[str, Measured] = field(default_factory=dict)
 
 
 def try_filters(config: PrepConfig, documents: int) -> dict[str, Any]:
@@ -117,30 +135,26 @@ def _first(config: PrepConfig, source: SourceConfig) -> Iterator[Document | Reje
 
 def _try(config: PrepConfig, chain: Chain, item: Document | Rejected, of: Tried) -> tuple[str, str]:
     """Apply the rules to one document; return the reason to reject it, if any, and the value."""
+    reason, detail = _outcome(config, chain, item, of)
     of.documents += 1
+    of.kept += not reason
+    of.rejected.update([reason] if reason else [])
+    return reason, detail
+
+
+def _outcome(
+    config: PrepConfig, chain: Chain, item: Document | Rejected, of: Tried
+) -> tuple[str, str]:
     if isinstance(item, Rejected):
-        of.rejected[item.reason] += 1
         return item.reason, item.detail
     text = normalise(item.text, config.clean)
     if len(text) < config.clean.min_chars:
-        reason = f"shorter than {config.clean.min_chars} characters"
-        of.rejected[reason] += 1
-        return reason, str(len(text))
-    for rule, value, limit, is_lowest in measured(chain, text):
-        of.limits[rule] = (limit or 0.0, is_lowest)
-        of.values[rule].append(value)
+        return f"shorter than {config.clean.min_chars} characters", str(len(text))
+    for rule, value, limit, is_lowest in (c for rules in chain.sets for c in rules.measure(text)):
+        measured = of.rules.setdefault(rule, Measured(limit or 0.0, is_lowest))
+        measured.values.append(value)
     outcome = chain.apply(text, item)
-    if isinstance(outcome, Dropped):
-        of.rejected[outcome.reason] += 1
-        return outcome.reason, outcome.detail
-    of.kept += 1
-    return "", ""
-
-
-def measured(chain: Chain, text: str) -> Iterator[Check]:
-    """Measure a normalised text by every rule that has a limit, in the order of the rules."""
-    for rules in chain.sets:
-        yield from rules.measure(text)
+    return (outcome.reason, outcome.detail) if isinstance(outcome, Dropped) else ("", "")
 
 
 def document_text(config: PrepConfig, document_id: str) -> str:
@@ -168,10 +182,9 @@ def _one(config: PrepConfig, chain: Chain, item: Document | Rejected) -> str:
     of = Tried()
     reason, detail = _try(config, chain, item, of)
     rows = [("rule", "measured", "", "limit", "")]
-    for rule, (limit, is_lowest) in of.limits.items():
-        [value] = of.values[rule][-1:]
-        failed = "rejects" if (value < limit if is_lowest else value > limit) else ""
-        rows.append((rule, f"{value:.4g}", ">=" if is_lowest else "<=", f"{limit:g}", failed))
+    for rule, measured in of.rules.items():
+        failed = "rejects" if measured.beyond() else ""
+        rows.append((rule, f"{measured.values[-1]:.4g}", *measured.shown_limit, failed))
     became = f"rejected: {reason} {detail}".rstrip() if reason else "kept"
     return "\n".join([f"{item.id}: {became}", *(table(rows, right=[1, 3]) if rows[1:] else ())])
 
@@ -187,27 +200,20 @@ def _spread(examples: Sequence[dict[str, str]]) -> list[dict[str, str]]:
     by_source: defaultdict[str, list[dict[str, str]]] = defaultdict(list)
     for example in examples:
         by_source[example["source"]].append(example)
-    turns = [
-        (turn, number)
-        for turn in range(EXAMPLES)
-        for number, of in enumerate(by_source.values())
-        if turn < len(of)
-    ]
-    sources = list(by_source.values())
-    return [sources[number][turn] for turn, number in turns[:EXAMPLES]]
+    turns = zip_longest(*by_source.values())
+    return [example for turn in turns for example in turn if example][:EXAMPLES]
 
 
 def _scales(tried: Iterable[Tried]) -> dict[str, tuple[float, bool]]:
     """Choose for every rule the largest value that is drawn, the same for all sources."""
-    values: defaultdict[str, list[float]] = defaultdict(list)
-    limits: defaultdict[str, float] = defaultdict(float)
+    rules: defaultdict[str, list[Measured]] = defaultdict(list)
     for of in tried:
-        for rule, (limit, _) in of.limits.items():
-            values[rule] += of.values[rule]
-            limits[rule] = max(limits[rule], limit)
+        for rule, measured in of.rules.items():
+            rules[rule].append(measured)
     scales = {}
-    for rule, of_rule in values.items():
-        largest = max(float(np.quantile(of_rule, 0.995)), 1.25 * limits[rule]) or 1.0
+    for rule, parts in rules.items():
+        most = float(np.quantile([value for part in parts for value in part.values], 0.995))
+        largest = max(most, *(1.25 * part.limit for part in parts)) or 1.0
         scales[rule] = (largest, largest > _LOGARITHMIC_FROM)
     return scales
 
@@ -221,61 +227,59 @@ def place(value: float, scale: Sequence[Any]) -> float:
 
 def _to_json(of: Tried, scales: dict[str, tuple[float, bool]]) -> dict[str, Any]:
     rules = {}
-    for rule, (limit, is_lowest) in of.limits.items():
-        values = of.values[rule]
-        counts = [0] * BINS
-        for value in values:
-            counts[min(BINS - 1, int(place(value, scales[rule]) * BINS))] += 1
-        quantiles = np.quantile(values, (0.05, 0.5, 0.95)).round(6).tolist()
+    for rule, measured in of.rules.items():
+        places = (int(place(value, scales[rule]) * BINS) for value in measured.values)
+        counts = Counter(min(BINS - 1, bin_) for bin_ in places)
+        quantiles = np.quantile(measured.values, (0.05, 0.5, 0.95)).round(6).tolist()
         rules[rule] = {
-            "limit": limit,
-            "is_lowest": is_lowest,
-            "beyond": sum(value < limit if is_lowest else value > limit for value in values),
+            "limit": measured.limit,
+            "is_lowest": measured.is_lowest,
+            "beyond": measured.beyond(),
             "quantiles": dict(zip(("0.05", "0.5", "0.95"), quantiles, strict=True)),
-            "histogram": counts,
+            "histogram": [counts[i] for i in range(BINS)],
         }
     rejected = dict(of.rejected.most_common())
     return {"documents": of.documents, "kept": of.kept, "rejected": rejected, "rules": rules}
 
 
+def _reasons(result: dict[str, Any]) -> list[str]:
+    """List the reasons of all sources, the most frequent first."""
+    counts = sum((Counter(of["rejected"]) for of in result["sources"].values()), Counter[str]())
+    return [reason for reason, _ in counts.most_common()]
+
+
 def text_of(result: dict[str, Any]) -> str:
     """Format a result for a terminal."""
-    sources, scales = result["sources"], result["scales"]
-    reasons = Counter[str]()
-    for of in sources.values():
-        reasons.update(of["rejected"])
-    rows = [("rejected by", *sources)]
-    rows += [
-        (
-            reason,
-            *(percent(of["rejected"].get(reason, 0), of["documents"]) for of in sources.values()),
-        )
-        for reason, _ in reasons.most_common()
+    every = result["sources"].values()
+    rows = [
+        ("rejected by", *result["sources"]),
+        *(
+            (reason, *(percent(of["rejected"].get(reason, 0), of["documents"]) for of in every))
+            for reason in _reasons(result)
+        ),
+        ("in all", *(percent(of["documents"] - of["kept"], of["documents"]) for of in every)),
+        ("documents tried", *(f"{of['documents']:,}" for of in every)),
     ]
-    rows.append(
-        (
-            "in all",
-            *(percent(of["documents"] - of["kept"], of["documents"]) for of in sources.values()),
-        )
-    )
-    rows.append(("documents tried", *(f"{of['documents']:,}" for of in sources.values())))
     lines = list(table(rows, right=range(1, len(rows[0]))))
-    for name, of in sources.items():
-        rows = [("", f"measured in {name}", "5%", "median", "95%", "limit", "rejects alone")]
-        for rule, numbers in of["rules"].items():
-            drawn = _drawn(numbers["histogram"], place(numbers["limit"], scales[rule]))
-            sign = ">=" if numbers["is_lowest"] else "<="
-            shown = [f"{value:.3g}" for value in numbers["quantiles"].values()]
-            alone = percent(numbers["beyond"], sum(numbers["histogram"]))
-            rows.append((drawn, rule, *shown, f"{sign} {numbers['limit']:g}", alone))
-        lines += [
-            "",
-            *(table(rows, right=range(2, 7)) if rows[1:] else [f"{name}: nothing measured"]),
-        ]
+    for name, of in result["sources"].items():
+        lines += ["", *_measured_text(name, of["rules"], result["scales"])]
     for reason, examples in result["examples"].items():
         lines += ["", f"{reason}:"]
         lines += [f"  {each['id']} {each['detail']}\n    {each['text']}" for each in examples]
     return "\n".join(lines)
+
+
+def _measured_text(name: str, rules: dict[str, Any], scales: dict[str, Any]) -> Iterable[str]:
+    rows: list[tuple[str, ...]] = [
+        ("", f"measured in {name}", "5%", "median", "95%", "limit", "rejects alone")
+    ]
+    for rule, numbers in rules.items():
+        drawn = _drawn(numbers["histogram"], place(numbers["limit"], scales[rule]))
+        limit = f"{'>=' if numbers['is_lowest'] else '<='} {numbers['limit']:g}"
+        shown = [f"{value:.3g}" for value in numbers["quantiles"].values()]
+        alone = percent(numbers["beyond"], sum(numbers["histogram"]))
+        rows.append((drawn, rule, *shown, limit, alone))
+    return table(rows, right=range(2, 7)) if rows[1:] else [f"{name}: nothing measured"]
 
 
 def _drawn(counts: Sequence[int], limit: float) -> str:
@@ -290,15 +294,10 @@ def _drawn(counts: Sequence[int], limit: float) -> str:
 
 def write_page(config: PrepConfig, result: dict[str, Any], path: Path) -> None:
     """Write the page about a result: one file without scripts and without links to a network."""
-    names = list(result["sources"])
-    reasons = Counter[str]()
-    for of in result["sources"].values():
-        reasons.update(of["rejected"])
     context = {
         **result,
-        "colours": {name: min(i, OTHER) for i, name in enumerate(names)},
-        "legend": [*names[:OTHER], *([f"{len(names) - OTHER} more"] if names[OTHER:] else [])],
-        "reasons": [reason for reason, _ in reasons.most_common()],
+        **colours(list(result["sources"])),
+        "reasons": _reasons(result),
         "config": config,
         "place": place,
         "bins": BINS,

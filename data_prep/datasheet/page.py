@@ -79,9 +79,8 @@ def render(report: dict[str, Any], form: Literal["html", "md"] = "html") -> str:
         "used": [name for name, counts in report["stages"].items() if counts["documents_in"]],
         "report": report,
         "sources": {name: given[name] for name in names},
-        "colours": {name: min(i, OTHER) for i, name in enumerate(names)},
+        **colours(names),
         "folder": str(Path(report["settings"]["output_dir"])),
-        "legend": [*names[:OTHER], *([f"{len(names) - OTHER} more"] if names[OTHER:] else [])],
         "lengths": _lengths(report, names),
         "reasons": _reasons(report, names),
         "tree": tree(report.get("tokenizer_report") or {}),
@@ -105,6 +104,15 @@ def fill(template: str, context: dict[str, Any], form: Literal["html", "md"] = "
     """
     functions = {"count": count, "short": short, "percent": percent, "bar": bar, "spark": spark}
     return _environment(form).get_template(template).render(**functions, **context)
+
+
+def colours(names: Sequence[str]) -> dict[str, Any]:
+    """Give each source a colour; all behind the first seven share one, and a line of the legend."""
+    more = [f"{len(names) - OTHER} more"] if len(names) > OTHER else []
+    return {
+        "colours": {name: min(i, OTHER) for i, name in enumerate(names)},
+        "legend": [*names[:OTHER], *more],
+    }
 
 
 @functools.cache  # it keeps compiled templates
@@ -257,10 +265,10 @@ def histogram(edges: Sequence[int], series: Sequence[Sequence[int]]) -> dict[str
     marked = powers if len(powers) > 2 else range(0, len(edges), 1 + len(edges) // 8)
     columns = []
     for x, counts in zip(places, zip(*series, strict=True), strict=False):
-        for number, (count_, end) in enumerate(zip(counts, accumulate(counts), strict=True)):
-            if count_:
-                height = y(end - count_) - y(end)
-                columns.append((min(number, OTHER), x, y(end), width - 0.7, height))
+        for colour, (number, end) in enumerate(zip(counts, accumulate(counts), strict=True)):
+            if number:
+                height = y(end - number) - y(end)
+                columns.append((min(colour, OTHER), x, y(end), width - 0.7, height))
     return {
         "lines": [
             *((_LEFT, y(tick), _WIDTH, y(tick)) for tick in ticks),
@@ -324,7 +332,10 @@ def tree(value: Any) -> list[dict[str, Any]]:
     if len(flat) > 1 and all(flat.values()):
         # Parts become rows of one table, such as one a source; below it stands the rest of each.
         blocks = [_table([{"": key, **cells} for key, cells in flat.items()])]
-        rest = {k: {c: v for c, v in part.items() if c not in flat[k]} for k, part in value.items()}
+        rest = {
+            key: {name: v for name, v in part.items() if name not in flat[key] and v}
+            for key, part in value.items()
+        }
     else:
         scalars = _flat(value)
         blocks = [_table([[_words(key), v] for key, v in scalars.items()])] if scalars else []
