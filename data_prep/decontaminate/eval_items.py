@@ -22,8 +22,8 @@ from data_prep.inputs import (
     plain_name,
     refuse_changed,
 )
-from data_prep.readers.items import storable
-from data_prep.readers.text import decode, detect_encoding, invalid_line, opened
+from data_prep.readers.items import decode, invalid_line, storable
+from data_prep.readers.text import detect_encoding, opened
 from pipeline.errors import DataError
 
 SUFFIXES = (".jsonl", ".json", ".tsv", ".csv", ".txt")

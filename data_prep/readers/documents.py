@@ -14,6 +14,7 @@ from data_prep.readers.items import (
     MOST_BYTES,
     BrokenFileError,
     Document,
+    Encoding,
     FileOrigin,
     Rejected,
     storable,
@@ -48,8 +49,7 @@ def read_piece(
     most_bytes = max_bytes if clean.on_long_document == "stop" else MOST_BYTES
     for file in piece.files:
         try:
-            given = _read(piece.source, file, most_bytes, remarks.gb18030_files, only_head)
-            for item in given:
+            for item in _read(piece.source, file, most_bytes, remarks, only_head):
                 if isinstance(item, Rejected) or len(item.text) * 4 <= max_bytes:
                     yield item
                     continue
@@ -84,17 +84,13 @@ def _parts(document: Document, encoded: bytes, max_bytes: int) -> Iterator[Docum
 
 
 def _read(
-    source: SourceConfig,
-    file: InputFile,
-    max_bytes: int,
-    gb18030_files: list[str],
-    only_head: bool,
-) -> Iterator[Document | Rejected]:
+    source: SourceConfig, file: InputFile, max_bytes: int, remarks: ReadStats, only_head: bool
+) -> text.Items:
     if source.kind == "files":
         encoding = encoding_of(file, source)
         # Only the first range of a file counts it.
         if encoding == "gb18030" and source.encoding == "auto" and not file.start:
-            gb18030_files.append(file.path)
+            remarks.gb18030_files.append(file.path)
         yield from read_file(file, source, max_bytes, encoding, only_head=only_head)
         return
     for place, raw in embedded.documents(Path(file.path), file.name):
@@ -105,7 +101,7 @@ def _read(
             yield Rejected(place, "invalid UTF-8 document", raw)
 
 
-def encoding_of(file: InputFile, source: SourceConfig) -> text.Encoding:
+def encoding_of(file: InputFile, source: SourceConfig) -> Encoding:
     """Return the encoding of a file's lines; looks into the file if the source says `auto`."""
     if source.encoding != "auto":
         return source.encoding
@@ -118,19 +114,19 @@ def read_file(
     file: InputFile,
     source: SourceConfig,
     max_bytes: int,
-    encoding: text.Encoding = "utf-8",
+    encoding: Encoding = "utf-8",
     *,
     only_head: bool = False,
-) -> Iterator[Document | Rejected]:
+) -> text.Items:
     """Yield, in order, the documents that begin in one file or range of a file.
 
     A file that is cut short gives all documents before the break, one with a damaged member (of
     gzip, xz or zstd) those before that member; then one `Rejected` follows with the beginning of
     the document that the break goes through.
     """
-    place = FileOrigin(source.name, file.path, file.name)
+    place = FileOrigin(source.name, file.path, file.name, max_bytes, encoding)
     try:
-        yield from _items(file, source, max_bytes, encoding, place, only_head)
+        yield from _items(file, source, place, only_head)
     except BrokenFileError as broken:
         logger.warning(
             "%s: %s: %s; the documents before that are used", file.path, broken.reason, broken
@@ -138,16 +134,9 @@ def read_file(
         yield Rejected(f"{source.name}/{file.name}", broken.reason, broken.unfinished)
 
 
-def _items(
-    file: InputFile,
-    source: SourceConfig,
-    max_bytes: int,
-    encoding: text.Encoding,
-    place: FileOrigin,
-    only_head: bool,
-) -> Iterator[Document | Rejected]:
+def _items(file: InputFile, source: SourceConfig, place: FileOrigin, only_head: bool) -> text.Items:
     if source.reader:
-        yield from _own(file, source, max_bytes, place)
+        yield from _own(file, source, place)
         return
     kind = format_of(file.path, source)
     fields = records.Fields(source.text_field, source.id_field, source.metadata)
@@ -155,38 +144,35 @@ def _items(
         # Imported here, because it is large and few files need it.
         from data_prep.readers import parquet
 
-        yield from parquet.documents(place, fields, max_bytes)
+        yield from parquet.documents(place, fields)
         return
     with text.opened(file.path, only_head=only_head) as stream:
         if kind == "wet":
             from data_prep.readers import wet
 
-            yield from wet.documents(stream, place, source.metadata, max_bytes)
+            yield from wet.documents(stream, place, source.metadata)
             return
         if kind == "json":
-            yield from records.array_documents(stream, place, fields, max_bytes)
+            yield from records.array_documents(stream, place, fields)
             return
-        lines = text.lines(stream, place, file.start, max_bytes)
+        lines = text.lines(stream, place, file.start)
         in_range = text.owned(lines, file.start, file.end)
         if kind == "wikiextractor":
-            yield from wiki.documents(lines, place, encoding, source.metadata, max_bytes)
+            yield from wiki.documents(lines, place, source.metadata)
         elif kind == "jsonl":
-            yield from records.json_documents(in_range, place, encoding, fields)
+            yield from records.json_documents(in_range, place, fields)
         elif kind in ("csv", "tsv"):
-            tabs = kind == "tsv"
-            yield from records.table_documents(lines, place, encoding, fields, max_bytes, tabs=tabs)
+            yield from records.table_documents(lines, place, fields, tabs=kind == "tsv")
         elif source.txt_documents == "line":
-            yield from text.line_documents(in_range, place, encoding)
-        elif source.txt_documents == "file":
-            yield from text.file_document(lines, place, encoding, max_bytes)
+            yield from text.line_documents(
+                in_range, place, lambda line, _, offset: Document(place.at(offset), line)
+            )
         else:
-            span = (file.start, file.end)
-            yield from text.paragraphs(lines, place, encoding, max_bytes, span)
+            whole = source.txt_documents == "file"
+            yield from text.paragraphs(lines, place, (file.start, file.end), whole=whole)
 
 
-def _own(
-    file: InputFile, source: SourceConfig, max_bytes: int, place: FileOrigin
-) -> Iterator[Document | Rejected]:
+def _own(file: InputFile, source: SourceConfig, place: FileOrigin) -> text.Items:
     """Yield the documents of a user's reader; those without an id are numbered."""
     key = f"source {source.name!r}: reader"
     function = load_function(source.reader, key)
@@ -199,8 +185,8 @@ def _own(
                 raise TypeError(
                     f"yielded {item!r:.80}; expected text, or id and text, or id, text and metadata"
                 )
-            if len(document) > max_bytes:
-                raise place.too_long(f"document {number}", max_bytes)
+            if len(document) > place.max_bytes:
+                raise place.too_long(f"document {number}")
             named = records.Fields(metadata=source.metadata).metadata_of(metadata)
             yield Document(place.own(given, number), storable(document), named)
     except DataError:

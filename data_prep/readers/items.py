@@ -4,7 +4,7 @@ import base64
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from pipeline.errors import DataError
 
@@ -13,7 +13,7 @@ MOST_BYTES = 1_000_000_000
 CUT_SHORT = "file cut short"
 DAMAGED = "file damaged"
 
-
+Encoding = Literal["utf-8", "gb18030"]
 Metadata = Mapping[str, Any]
 """Values by the names that `sources[].metadata` gives; JSON can hold them."""
 
@@ -66,12 +66,15 @@ class BrokenFileError(Exception):
 
 @dataclass(frozen=True)
 class FileOrigin:
-    """The file that documents come from: gives them their ids."""
+    """The file that documents come from: gives them their ids, and has their limit."""
 
     source: str
     path: str
     name: str
     """The file's name in ids."""
+    max_bytes: int
+    """Of a document."""
+    encoding: Encoding = "utf-8"
 
     def at(self, offset: int) -> str:
         """Make the id of a document at a byte of the decompressed file (parquet: in a row)."""
@@ -83,18 +86,35 @@ class FileOrigin:
             return self.at(offset)
         return f"{self.source}/{storable(str(value))}"
 
-    def too_long(self, where: str, max_bytes: int) -> DataError:
+    def invalid_line(self, offset: int, raw: bytes) -> Rejected:
+        """Reject a line that cannot be decoded."""
+        return Rejected(self.at(offset), invalid_line(self.encoding), raw)
+
+    def too_long(self, where: str) -> DataError:
         """Make the error about a document at `where` that is longer than `max_bytes`."""
-        if max_bytes == MOST_BYTES:
+        if self.max_bytes == MOST_BYTES:
             return DataError(
                 f"{self.path}, {where}: no end of a document within {MOST_BYTES // 1_000_000} MB; "
                 "is the source's format the right one?"
             )
         return DataError(
             f"{self.path}, {where}: a document is longer than clean.max_document_mb = "
-            f"{max_bytes // 1_000_000} MB; set clean.on_long_document to split or reject, or raise "
-            "clean.max_document_mb (about 25 times as much memory is needed for it)"
+            f"{self.max_bytes // 1_000_000} MB; set clean.on_long_document to split or reject, or "
+            "raise clean.max_document_mb (about 25 times as much memory is needed for it)"
         )
+
+
+def decode(raw: bytes, encoding: Encoding) -> str | None:
+    """Decode a line, without a byte-order mark; None if it has invalid bytes."""
+    try:
+        return raw.decode(encoding).removeprefix("\ufeff")
+    except UnicodeDecodeError:
+        return None
+
+
+def invalid_line(encoding: Encoding) -> str:
+    """Return the reason for rejecting a line that cannot be decoded."""
+    return f"invalid {encoding.upper()} line"
 
 
 def storable(text: str) -> str:

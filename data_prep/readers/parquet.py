@@ -9,9 +9,16 @@ from typing import Any
 import pyarrow as pa  # type: ignore[import-untyped,import-not-found]
 import pyarrow.parquet as pq  # type: ignore[import-untyped,import-not-found]
 
-from data_prep.readers.items import DAMAGED, BrokenFileError, FileOrigin, Metadata, Rejected
+from data_prep.readers.items import (
+    DAMAGED,
+    BrokenFileError,
+    FileOrigin,
+    Metadata,
+    Rejected,
+    decode,
+)
 from data_prep.readers.records import Fields
-from data_prep.readers.text import Items, decode, open_binary, whole_document
+from data_prep.readers.text import Items, open_binary, whole_document
 
 # Rows in memory at a time, and what is read of a column at a time.
 _ROWS = 256
@@ -19,11 +26,11 @@ _BUFFER_BYTES = 1 << 20
 _GROUP_ROWS = 4096
 
 
-def documents(place: FileOrigin, fields: Fields, max_bytes: int) -> Items:
+def documents(place: FileOrigin, fields: Fields) -> Items:
     """Yield the rows of one file; without a column of ids, ids are row numbers from 0.
 
     Raises:
-        DataError: a text is longer than `max_bytes`.
+        DataError: a text is too long.
         BrokenFileError: the file is damaged here. A file that was cut short is so from its start,
             because parquet keeps its table of contents at the end.
     """
@@ -42,8 +49,8 @@ def documents(place: FileOrigin, fields: Fields, max_bytes: int) -> Items:
                 if text is None:
                     yield Rejected(place.at(row), f"no text in column {text_field!r}", b"")
                     continue
-                if len(text) > max_bytes:
-                    raise place.too_long(f"row {row}", max_bytes)
+                if len(text) > place.max_bytes:
+                    raise place.too_long(f"row {row}")
                 plain_id = decode(own_id, "utf-8") if isinstance(own_id, bytes) else own_id
                 yield from whole_document(text, place.own(plain_id, row), metadata)
         except (pa.ArrowException, OSError) as error:

@@ -19,9 +19,10 @@ from data_prep.readers.items import (
     FileOrigin,
     Metadata,
     Rejected,
+    decode,
     storable,
 )
-from data_prep.readers.text import Encoding, Items, Lines, Stream, decode, invalid_line
+from data_prep.readers.text import Items, Lines, Stream, line_documents
 
 _STEP = 1 << 16
 _STRUCTURE = re.compile(rb'["\[\]{},]')
@@ -79,45 +80,39 @@ def _storable(record: dict[str, Any]) -> dict[str, Any]:
     return {k: storable(v) if isinstance(v, str) else v for k, v in record.items()}
 
 
-def json_documents(lines: Lines, place: FileOrigin, encoding: Encoding, fields: Fields) -> Items:
+def json_documents(lines: Lines, place: FileOrigin, fields: Fields) -> Items:
     """Yield the documents of lines that are JSON objects."""
-    for offset, raw in lines:
-        line = decode(raw, encoding)
-        if line is None:
-            yield Rejected(place.at(offset), invalid_line(encoding), raw)
-        elif line.strip():
-            yield json_document(line, raw, place, offset, fields)
+    return line_documents(
+        lines, place, lambda line, raw, offset: json_document(line, raw, place, offset, fields)
+    )
 
 
-def array_documents(stream: Stream, place: FileOrigin, fields: Fields, max_bytes: int) -> Items:
+def array_documents(stream: Stream, place: FileOrigin, fields: Fields) -> Items:
     """Yield the documents of a JSON array of objects; ids are places of the objects in the file.
 
     Raises:
-        DataError: an element is longer than `max_bytes`.
+        DataError: an element is too long.
         BrokenFileError: the file is cut or damaged here.
     """
-    for offset, raw in _elements(stream, place, max_bytes):
-        line = decode(raw, "utf-8")
+    for offset, raw in _elements(stream, place):
+        line = decode(raw, place.encoding)
         if line is None:
-            yield Rejected(place.at(offset), invalid_line("utf-8"), raw)
+            yield place.invalid_line(offset, raw)
         else:
             yield json_document(line, raw, place, offset, fields)
 
 
-def _elements(stream: Stream, place: FileOrigin, max_bytes: int) -> Lines:
+def _elements(stream: Stream, place: FileOrigin) -> Lines:
     """Yield (byte offset, bytes) of the elements of an array."""
-    text, at, start = (
-        b"",
-        0,
-        0,
-    )  # what is read, its place in the file, and the current element in it
+    # What is read, its place in the file, and the place of the current element in it.
+    text, at, start = b"", 0, 0
     position, depth, in_string = 0, 0, False
     while True:
         found = (_IN_STRING if in_string else _STRUCTURE).search(text, position)
         if found is None:
             data = stream.buffer.read(_STEP)
-            if len(text) - start > max_bytes:
-                raise place.too_long(f"byte {at + start}", max_bytes)
+            if len(text) - start > place.max_bytes:
+                raise place.too_long(f"byte {at + start}")
             if not data:
                 problem = stream.problem or BrokenFileError(CUT_SHORT, "the array has no end")
                 problem.unfinished = text[start:]
@@ -154,15 +149,7 @@ def _elements(stream: Stream, place: FileOrigin, max_bytes: int) -> Lines:
         raise BrokenFileError(DAMAGED, f"text behind the array, at byte {at + position}", rest)
 
 
-def table_documents(
-    lines: Lines,
-    place: FileOrigin,
-    encoding: Encoding,
-    fields: Fields,
-    max_bytes: int,
-    *,
-    tabs: bool,
-) -> Items:
+def table_documents(lines: Lines, place: FileOrigin, fields: Fields, *, tabs: bool) -> Items:
     """Yield the rows of a table whose first row has the names of its columns.
 
     Cells are quoted as in RFC 4180 where commas part them, and never where tabs do, as GLUE and
@@ -171,8 +158,8 @@ def table_documents(
     Raises:
         BrokenFileError: the file is cut or damaged here, or a quote has no end.
     """
-    seen = _RowLines(lines, encoding)
-    csv.field_size_limit(max_bytes)  # where a quote has no end, all the rest is one cell
+    seen = _RowLines(lines, place)
+    csv.field_size_limit(place.max_bytes)  # where a quote has no end, all the rest is one cell
     rows = (line[:-1].split("\t") for line in seen) if tabs else csv.reader(seen, strict=True)
     columns: list[str] | None = None
     try:
@@ -180,8 +167,8 @@ def table_documents(
             offset, raw = seen.take()
             if cells in ([], [""]):
                 continue
-            if decode(raw, encoding) is None:
-                yield Rejected(place.at(offset), invalid_line(encoding), raw)
+            if decode(raw, place.encoding) is None:
+                yield place.invalid_line(offset, raw)
             elif columns is None:
                 columns = [cell.removeprefix("\ufeff").strip() for cell in cells]
                 if fields.text not in columns:
@@ -205,8 +192,8 @@ def table_documents(
 class _RowLines:
     """Lines as text, and what of them the current row took."""
 
-    def __init__(self, lines: Lines, encoding: Encoding) -> None:
-        self._lines, self._encoding = lines, encoding
+    def __init__(self, lines: Lines, place: FileOrigin) -> None:
+        self._lines, self._encoding = lines, place.encoding
         self._taken: list[tuple[int, bytes]] = []
 
     def __iter__(self) -> Iterator[str]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 from backports import zstd
 
@@ -23,13 +23,15 @@ from data_prep.readers.items import (
     DAMAGED,
     BrokenFileError,
     Document,
+    Encoding,
     FileOrigin,
     Metadata,
     Rejected,
+    decode,
+    invalid_line,
 )
 from pipeline.runtime import remote
 
-Encoding = Literal["utf-8", "gb18030"]
 Lines = Iterator[tuple[int, bytes]]
 Items = Iterator[Document | Rejected]
 
@@ -37,8 +39,6 @@ Items = Iterator[Document | Rejected]
 _STEP = 1 << 14
 _NEWLINE_SEARCH = 1 << 16
 _HEAD_BYTES = 1_000_000
-# No byte of a GB18030 character is a line feed, so lines can be told apart before decoding.
-_NAMES: dict[Encoding, str] = {"utf-8": "UTF-8", "gb18030": "GB18030"}
 
 
 class _Gzip:
@@ -205,9 +205,8 @@ def opened(path: str, *, only_head: bool = False) -> Iterator[Stream]:
             yield Stream(file, None)
 
 
-def lines(
-    stream: Stream, place: FileOrigin, start: int, max_bytes: int
-) -> Iterator[tuple[int, bytes]]:
+# No byte of a GB18030 character is a line feed, so lines can be told apart before decoding.
+def lines(stream: Stream, place: FileOrigin, start: int) -> Lines:
     """Yield (byte offset, line without its end).
 
     If `start` is not 0, the first line is the one that holds byte `start - 1`: readers of a range
@@ -217,10 +216,10 @@ def lines(
         DataError: a line is longer.
         BrokenFileError: the file is cut or damaged here.
     """
-    offset = _line_start(stream.buffer, place, start - 1, max_bytes) if start else 0
-    while line := stream.buffer.readline(max_bytes + 1):
-        if len(line) > max_bytes:
-            raise place.too_long(f"byte {offset}", max_bytes)
+    offset = _line_start(stream.buffer, place, start - 1) if start else 0
+    while line := stream.buffer.readline(place.max_bytes + 1):
+        if len(line) > place.max_bytes:
+            raise place.too_long(f"byte {offset}")
         if stream.problem and not line.endswith(b"\n"):
             stream.problem.unfinished = line
             break
@@ -230,7 +229,7 @@ def lines(
         raise stream.problem
 
 
-def _line_start(file: IO[bytes], place: FileOrigin, position: int, max_bytes: int) -> int:
+def _line_start(file: IO[bytes], place: FileOrigin, position: int) -> int:
     """Seek to the start of the line that holds the byte at `position`."""
     end = position
     while end > 0:
@@ -239,8 +238,8 @@ def _line_start(file: IO[bytes], place: FileOrigin, position: int, max_bytes: in
         newline = file.read(end - begin).rfind(b"\n")
         if newline >= 0:
             return file.seek(begin + newline + 1)
-        if position - begin > max_bytes:
-            raise place.too_long(f"around byte {position}", max_bytes)
+        if position - begin > place.max_bytes:
+            raise place.too_long(f"around byte {position}")
         end = begin
     return file.seek(0)
 
@@ -261,19 +260,6 @@ def detect_encoding(path: str) -> Encoding:
             continue
         return encoding
     return "utf-8"
-
-
-def decode(raw: bytes, encoding: Encoding) -> str | None:
-    """Decode a line, without a byte-order mark; None if it has invalid bytes."""
-    try:
-        return raw.decode(encoding).removeprefix("\ufeff")
-    except UnicodeDecodeError:
-        return None
-
-
-def invalid_line(encoding: Encoding) -> str:
-    """Return the reason for rejecting a line that cannot be decoded."""
-    return f"invalid {_NAMES[encoding]} line"
 
 
 def whole_document(data: bytes, document_id: str, metadata: Metadata) -> Items:
@@ -298,21 +284,23 @@ def owned(lines: Lines, start: int, end: int | None) -> Lines:
             yield offset, raw
 
 
-def line_documents(lines: Lines, place: FileOrigin, encoding: Encoding) -> Items:
-    """Yield every line that is not blank as a document."""
+def line_documents(
+    lines: Lines, place: FileOrigin, make: Callable[[str, bytes, int], Document | Rejected]
+) -> Items:
+    """Yield what is made of each line that is not blank, by its text, bytes and offset."""
     for offset, raw in lines:
-        line = decode(raw, encoding)
+        line = decode(raw, place.encoding)
         if line is None:
-            yield Rejected(place.at(offset), invalid_line(encoding), raw)
+            yield place.invalid_line(offset, raw)
         elif line.strip():
-            yield Document(place.at(offset), line)
+            yield make(line, raw, offset)
 
 
 class GrowingDocument:
     """A document that grows line by line."""
 
-    def __init__(self, place: FileOrigin, encoding: Encoding, max_bytes: int) -> None:
-        self._place, self._encoding, self._max_bytes = place, encoding, max_bytes
+    def __init__(self, place: FileOrigin) -> None:
+        self._place = place
         self.clear()
 
     def clear(self) -> None:
@@ -324,23 +312,23 @@ class GrowingDocument:
     def add(self, offset: int, raw: bytes, line: str | None) -> Items:
         """Add a line, or yield it back as rejected if it could not be decoded."""
         if line is None:
-            yield Rejected(self._place.at(offset), invalid_line(self._encoding), raw)
+            yield self._place.invalid_line(offset, raw)
             return
         if not self._parts:
             self._first = offset
         self._parts.append(line)
         self._size += len(raw) + 1
-        if self._size > self._max_bytes:
-            raise self._place.too_long(f"byte {self._first}", self._max_bytes)
+        if self._size > self._place.max_bytes:
+            raise self._place.too_long(f"byte {self._first}")
 
     def text(self) -> str:
         """Join the lines so far."""
         return "\n".join(self._parts)
 
     def finish(self) -> Items:
-        """Yield the document if it has a line."""
-        if self._parts:
-            yield Document(self._place.at(self._first), self.text())
+        """Yield the document if it is not blank."""
+        if (text := self.text()).strip():
+            yield Document(self._place.at(self._first), text)
         self.clear()
 
     def keep_in(self, broken: BrokenFileError) -> None:
@@ -349,40 +337,23 @@ class GrowingDocument:
         broken.unfinished = (text + b"\n" if text else b"") + broken.unfinished
 
 
-def file_document(lines: Lines, place: FileOrigin, encoding: Encoding, max_bytes: int) -> Items:
-    """Yield all lines as one document."""
-    draft = GrowingDocument(place, encoding, max_bytes)
-    try:
-        for offset, raw in lines:
-            yield from draft.add(offset, raw, decode(raw, encoding))
-    except BrokenFileError as broken:
-        draft.keep_in(broken)
-        raise
-    if draft.text().strip():
-        yield from draft.finish()
-
-
 def paragraphs(
-    lines: Lines,
-    place: FileOrigin,
-    encoding: Encoding,
-    max_bytes: int,
-    span: tuple[int, int | None],
+    lines: Lines, place: FileOrigin, span: tuple[int, int | None], *, whole: bool = False
 ) -> Items:
-    """Yield documents that end at blank lines and whose first line begins in `span`.
+    """Yield documents whose first line begins in `span`, and that end at blank lines.
 
-    A line with broken bytes is left out of its document, but is not a blank line: the places where
-    documents begin do not depend on it.
+    With `whole` they end with the file. A line with broken bytes is left out of its document, but
+    is not a blank line: the places where documents begin do not depend on it.
     """
     start, end = span
-    draft = GrowingDocument(place, encoding, max_bytes)
+    draft = GrowingDocument(place)
     begin: int | None = None
     try:
         for offset, raw in lines:
             if begin is None and end is not None and offset >= end:
                 return
-            line = decode(raw, encoding)
-            if line is not None and not line.strip():
+            line = decode(raw, place.encoding)
+            if line is not None and not line.strip() and not whole:
                 yield from draft.finish()
                 begin = None
                 continue

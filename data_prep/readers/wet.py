@@ -22,8 +22,6 @@ from data_prep.readers.items import (
 from data_prep.readers.text import Items, Stream, whole_document
 
 _STEP = 1 << 16
-
-
 _HEADERS = {
     "url": "WARC-Target-URI",
     "date": "WARC-Date",
@@ -31,21 +29,19 @@ _HEADERS = {
 }
 
 
-def documents(
-    stream: Stream, place: FileOrigin, metadata: tuple[str, ...], max_bytes: int
-) -> Items:
+def documents(stream: Stream, place: FileOrigin, metadata: tuple[str, ...]) -> Items:
     """Yield one document per 'conversion' record; its id is the record's.
 
     Metadata are url, date and language, or headers by their names.
 
     Raises:
-        DataError: a record's text is longer than `max_bytes`.
+        DataError: a record's text is too long.
         BrokenFileError: the file is cut or damaged here.
     """
     records = WARCIterator(stream.buffer, no_record_parse=True)
     try:
         for record in records:
-            yield from _record(record, records, place, metadata, max_bytes)
+            yield from _record(record, records, place, metadata)
             if stream.problem:
                 break
             if records.err_count:
@@ -56,9 +52,7 @@ def documents(
         raise stream.problem
 
 
-def _record(
-    record: Any, records: Any, place: FileOrigin, metadata: tuple[str, ...], max_bytes: int
-) -> Items:
+def _record(record: Any, records: Any, place: FileOrigin, metadata: tuple[str, ...]) -> Items:
     headers = record.rec_headers
     own_id = (headers.get_header("WARC-Record-ID") or "").strip("<>")
     document_id = place.own(own_id, records.offset)
@@ -73,8 +67,8 @@ def _record(
             address = headers.get_header("WARC-Target-URI") or ""
             yield Rejected(document_id, reason, address.encode(errors="replace"))
         return
-    if int(length) > max_bytes:
-        raise place.too_long(f"record {own_id}", max_bytes)
+    if int(length) > place.max_bytes:
+        raise place.too_long(f"record {own_id}")
     values = {name: headers.get_header(_HEADERS.get(name, name)) for name in metadata}
     given = {name: storable(value) for name, value in values.items() if value}
     yield from whole_document(_read(record, int(length), keep=True), document_id, given)

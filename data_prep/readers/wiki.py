@@ -7,31 +7,29 @@ which WikiExtractor repeats as the first line, is part of the text.
 import html
 import re
 
-from data_prep.readers.items import BrokenFileError, Document, FileOrigin, Rejected
+from data_prep.readers.items import BrokenFileError, Document, FileOrigin, Rejected, decode
 from data_prep.readers.records import Fields, json_document
-from data_prep.readers.text import Encoding, GrowingDocument, Items, Lines, decode, invalid_line
+from data_prep.readers.text import GrowingDocument, Items, Lines
 
 _OPENING = re.compile(r'<doc (id="[^"]*"[^\n]*)>\s*')
 _ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
 _CLOSING = "</doc>"
 
 
-def documents(
-    lines: Lines, place: FileOrigin, encoding: Encoding, metadata: tuple[str, ...], max_bytes: int
-) -> Items:
+def documents(lines: Lines, place: FileOrigin, metadata: tuple[str, ...]) -> Items:
     """Yield the documents, with the named ones of their attributes, such as url and title.
 
     Raises:
-        DataError: one is longer than `max_bytes`.
+        DataError: one is too long.
         BrokenFileError: the file is cut or damaged here.
     """
-    draft = GrowingDocument(place, encoding, max_bytes)
+    draft = GrowingDocument(place)
     fields = Fields(metadata=metadata)
     attributes: dict[str, str] = {}
     opening: tuple[str, int] | None = None  # the open document's own id and offset
     try:
         for offset, raw in lines:
-            line = decode(raw, encoding)
+            line = decode(raw, place.encoding)
             tag = _OPENING.fullmatch(line) if line is not None else None
             if tag:
                 yield from _unclosed(opening, draft, place)
@@ -45,7 +43,7 @@ def documents(
             elif opening:
                 yield from draft.add(offset, raw, line)
             elif line is None:
-                yield Rejected(place.at(offset), invalid_line(encoding), raw)
+                yield place.invalid_line(offset, raw)
             elif line.lstrip().startswith("{"):
                 yield json_document(line, raw, place, offset, fields)
             elif line.strip():
