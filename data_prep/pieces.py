@@ -33,6 +33,7 @@ from backports import zstd
 
 from data_prep.readers.items import Metadata, Rejected
 from data_prep.stage import StageTask, not_as_written, recorded_sha256, replacing, require_written
+from pipeline.runtime.files import sha256_file
 
 _SUFFIXES = (
     ".jsonl.zst",
@@ -121,29 +122,6 @@ _ZSTD: dict[int, int] = {
 }
 
 
-class _Hashed(io.RawIOBase):
-    """A file whose bytes are hashed as they are read."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self._digest = hashlib.sha256()
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = self._file.read(len(buffer))
-        buffer[: len(data)] = data
-        self._digest.update(data)
-        return len(data)
-
-    def hexdigest(self) -> str:
-        """Return the sha256 of the whole file, whose rest is read."""
-        while self.read(1 << 20):
-            pass
-        return self._digest.hexdigest()
-
-
 def read_documents(path: Path, rows: Container[int] | None = None) -> Iterator[dict[str, Any]]:
     """Read the documents of a `.jsonl.zst`: all, or those in some rows."""
     return read_lines(path, rows)
@@ -153,22 +131,19 @@ def read_lines(path: Path, rows: Container[int] | None = None) -> Iterator[Any]:
     """Read the values of any of the `.jsonl.zst` files: those of all lines, or of some.
 
     Raises:
-        DataError: at the latest after the last line, if the file is not as its task wrote it.
+        DataError: before the first value, if the file is not as its task wrote it.
     """
-    expected = recorded_sha256(path)
+    if (expected := recorded_sha256(path)) is not None:
+        require_written(path, sha256_file(path), expected)
     if not path.stat().st_size:
         return  # earlier versions wrote nothing where there was nothing
-    with path.open("rb", buffering=0) as file:
-        hashed = _Hashed(file)
-        try:
-            with zstd.open(io.BufferedReader(hashed, 1 << 17), "rb") as lines:
-                for row, line in enumerate(lines):
-                    if rows is None or row in rows:
-                        yield json.loads(line)
-        except (zstd.ZstdError, EOFError, ValueError) as error:
-            raise not_as_written(path, f"it cannot be read: {error}") from error
-        if expected is not None:
-            require_written(path, hashed.hexdigest(), expected)
+    try:
+        with path.open("rb") as file, zstd.open(file, "rb") as lines:
+            for row, line in enumerate(lines):
+                if rows is None or row in rows:
+                    yield json.loads(line)
+    except (zstd.ZstdError, EOFError, ValueError) as error:
+        raise not_as_written(path, f"it cannot be read: {error}") from error
 
 
 def batches(
@@ -291,13 +266,9 @@ def write_dropped(
 
 
 def _ids(pieces: Pieces, documents: Numbers) -> dict[int, str]:
-    ids = {}
+    ids: dict[int, str] = {}
     for piece, wanted in pieces.split(documents):
-        remaining = iter(wanted.tolist())
-        next_one = next(remaining)
-        start = pieces.starts[piece]
-        for number, text in enumerate(pieces.ids(pieces.names[piece]), start):
-            if number == next_one:
-                ids[number] = text
-                next_one = next(remaining, -1)
+        rows = set((wanted - pieces.starts[piece]).tolist())
+        found = read_lines(pieces.texts / f"{pieces.names[piece]}.ids.jsonl.zst", rows)
+        ids.update(zip(wanted.tolist(), found, strict=True))
     return ids

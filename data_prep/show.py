@@ -11,7 +11,6 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -316,11 +315,10 @@ def _in_piece(given: Corpus, number: int, document_id: str, stages: list[str]) -
 def _texts(path: Path, document_id: str) -> Iterator[tuple[int, str]]:
     """Yield rows and texts of a piece's documents that have the id."""
     ids = read_lines(Path(f"{path}.ids.jsonl.zst"))
-    rows = {row for row, key in enumerate(ids) if key == document_id}
-    documents = read_documents(Path(f"{path}.jsonl.zst"))
-    for row, document in enumerate(islice(documents, max(rows, default=-1) + 1)):
-        if row in rows:
-            yield row, document["text"]
+    rows = [row for row, key in enumerate(ids) if key == document_id]
+    documents = read_documents(Path(f"{path}.jsonl.zst"), rows)
+    for row, document in zip(rows, documents, strict=True):
+        yield row, document["text"]
 
 
 def _masks(work: Path, name: str, row: int, stages: list[str]) -> list[str]:
