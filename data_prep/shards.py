@@ -10,6 +10,7 @@ import json
 import math
 import mmap
 import tarfile
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -62,17 +63,8 @@ class _Tokenised:
     spelling: Spelling
 
 
-@dataclass
-class _Block:
-    """A block being filled; it holds documents of one source."""
-
-    documents: list[_Tokenised]
-    num_tokens: int = 0
-
-    @property
-    def tokens(self) -> npt.NDArray[np.unsignedinteger]:
-        """Tokens of all documents in a row."""
-        return np.concatenate([document.tokens for document in self.documents])
+_Block = list[_Tokenised]
+"""Documents of one source."""
 
 
 def plan(kept_bytes: list[int], shard_mb: int) -> list[list[int]]:
@@ -134,22 +126,21 @@ def run(task: StageTask[ShardJob]) -> Result:
     job = task.payload
     tokenizer = load_tokenizer(job.tokenizer_path)
     counts = StageCounts()
-    sources: dict[str, dict[str, dict[str, int]]] = {split: {} for split in SPLITS}
+    sources: dict[str, dict[str, Counter[str]]] = {split: {} for split in SPLITS}
     frequencies = np.zeros(tokenizer.vocab_size, dtype=np.int64)
-    totals = {split: {"tokens": 0, "documents": 0, "text_bytes": 0} for split in SPLITS}
     tars: list[dict[str, Any]] = []
     paths = []
     held_out: list[dict[str, str]] = []
     # The order matters: writing the training split fills the list of held-out documents.
     for split, texts in (("train", _documents(job, held_out)), ("eval", iter(held_out))):
         path = task.folder / f"{split}-{task.name}.tar"
-        documents = _counted(texts, tokenizer, counts, sources[split], totals[split])
+        documents = _counted(texts, tokenizer, counts, sources[split])
         blocks = _blocks(documents, job.config.block_tokens)
         with replacing(path) as temporary:
             for block in _write_tar(temporary, path.stem, blocks, tokenizer.vocab_size):
-                sources[split][block.documents[0].source]["blocks"] += 1
+                sources[split][block[0].source]["blocks"] += 1
                 if split == "train":
-                    frequencies += np.bincount(block.tokens, minlength=len(frequencies))
+                    frequencies += np.bincount(_tokens(block), minlength=len(frequencies))
             described = describe(temporary)
         if described["blocks"]:
             tars.append({"split": split, "file": path.name, **described})
@@ -158,6 +149,13 @@ def run(task: StageTask[ShardJob]) -> Result:
             path.unlink()
     frequency_path = task.path(".frequencies.npy")
     save_array(frequency_path, frequencies)
+    totals = {
+        split: {
+            name: sum(counted[name] for counted in of_sources.values())
+            for name in ("tokens", "documents", "text_bytes")
+        }
+        for split, of_sources in sources.items()
+    }
     by_split = {split: dict(sorted(counted.items())) for split, counted in sources.items()}
     result = {"shards": counts.to_json(), "tars": tars, "totals": totals, "sources": by_split}
     return result, [*paths, frequency_path]
@@ -229,10 +227,9 @@ def _counted(
     documents: Iterator[dict[str, str]],
     tokenizer: DatasetTokenizer,
     counts: StageCounts,
-    sources: dict[str, dict[str, int]],
-    totals: dict[str, int],
+    sources: dict[str, Counter[str]],
 ) -> Iterator[_Tokenised]:
-    """Tokenise documents and add them to the counts of the stage, their source and the split."""
+    """Tokenise documents and add them to the counts of the stage and of their source."""
     dtype = token_dtype(tokenizer.vocab_size)
     for document, (encoded, spelling) in _spelt(documents, tokenizer):
         num_bytes = len(document["text"].encode())
@@ -242,16 +239,14 @@ def _counted(
             counts.reject("no tokens", num_bytes)
             continue
         counts.give(num_bytes)
-        size = {"tokens": len(ids), "documents": 1, "text_bytes": num_bytes}
-        more = {
-            "characters": len(document["text"]),
-            "unknown": int(np.count_nonzero(ids == tokenizer.unk_id)),
-            "byte_pieces": int(np.count_nonzero(tokenizer.is_byte[ids])),
-        }
-        of_source = sources.setdefault(document["source"], {"blocks": 0})
-        for target, added in ((totals, size), (of_source, {**size, **more})):
-            for name, number in added.items():
-                target[name] = target.get(name, 0) + number
+        sources.setdefault(document["source"], Counter(blocks=0)).update(
+            tokens=len(ids),
+            documents=1,
+            text_bytes=num_bytes,
+            characters=len(document["text"]),
+            unknown=int(np.count_nonzero(ids == tokenizer.unk_id)),
+            byte_pieces=int(np.count_nonzero(tokenizer.is_byte[ids])),
+        )
         yield _Tokenised(document["id"], document["source"], ids, spelling)
 
 
@@ -270,35 +265,36 @@ def _spelt(
 
 def _blocks(documents: Iterator[_Tokenised], block_tokens: int) -> Iterator[_Block]:
     """Fill blocks document by document; a block holds one source."""
-    block: _Block | None = None
+    block: _Block = []
+    size = 0
     for document in documents:
-        num_tokens = len(document.tokens)
-        if block and (
-            block.documents[0].source != document.source
-            or block.num_tokens + num_tokens > block_tokens
-        ):
+        too_large = size + len(document.tokens) > block_tokens
+        if block and (too_large or block[0].source != document.source):
             yield block
-            block = None
-        block = block or _Block([])
-        block.documents.append(document)
-        block.num_tokens += num_tokens
+            block, size = [], 0
+        block.append(document)
+        size += len(document.tokens)
     if block:
         yield block
 
 
+def _tokens(block: _Block) -> npt.NDArray[np.unsignedinteger]:
+    return np.concatenate([document.tokens for document in block])
+
+
 def _members(block: _Block, vocab_size: int) -> dict[str, bytes]:
     """Return the contents of a block's members, by name."""
-    documents = block.documents
+    tokens = _tokens(block)
     meta = {
-        "source": documents[0].source,
-        "num_tokens": block.num_tokens,
-        "num_documents": len(documents),
-        "document_ids": [document.id for document in documents],
+        "source": block[0].source,
+        "num_tokens": len(tokens),
+        "num_documents": len(block),
+        "document_ids": [document.id for document in block],
     }
     contents = (
-        _npy(block.tokens.astype(token_dtype(vocab_size))),
-        _npy(np.cumsum([len(document.tokens) for document in documents], dtype=np.int64)),
-        _npy(np.packbits(word_starts_of([(d.spelling, d.tokens) for d in documents]))),
+        _npy(tokens.astype(token_dtype(vocab_size))),
+        _npy(np.cumsum([len(document.tokens) for document in block], dtype=np.int64)),
+        _npy(np.packbits(word_starts_of([(d.spelling, d.tokens) for d in block]))),
         json.dumps(meta, ensure_ascii=False).encode(),
     )
     return dict(zip(MEMBERS, contents, strict=True))

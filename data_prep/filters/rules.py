@@ -206,8 +206,6 @@ class Filters:
 
     def __init__(self, config: FiltersConfig, key: str = "filters") -> None:
         self._config = config
-        # Our own search, no Aho-Corasick library: on 60 MB with 800 words it takes 0.7 s,
-        # ahocorasick_rs 0.4 s without word boundaries, one regular expression 7 s.
         words = read_words(config.bad_words.file) if config.bad_words.enabled else []
         self._bad_words = WordFinder(words)
         self._masker = Masker(config.mask) if config.mask.enabled else None

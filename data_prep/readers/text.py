@@ -72,6 +72,10 @@ _DECODERS: dict[str, tuple[Callable[[], Any], bytes]] = {
 }
 
 
+_Damage = tuple[int, BrokenFileError] | None
+"""The bytes of output before the first damaged member of a file, and what is wrong with it."""
+
+
 class _Decompressed(io.RawIOBase):
     """All members of a compressed file; ends at a break and then has a `problem`.
 
@@ -79,7 +83,7 @@ class _Decompressed(io.RawIOBase):
     (lzma, zstd), and because they lose the output before an exception.
     """
 
-    def __init__(self, file: IO[bytes], suffix: str, damage: "_Damage | None" = None) -> None:
+    def __init__(self, file: IO[bytes], suffix: str, damage: _Damage = None) -> None:
         """Read up to the damage, if that is known."""
         self.problem: BrokenFileError | None = None
         self.member_start = 0
@@ -100,9 +104,10 @@ class _Decompressed(io.RawIOBase):
         data = b""
         limit = min(len(buffer), _STEP)
         if self._damage:
-            limit = min(limit, self._damage.start - self._given)
+            start, problem = self._damage
+            limit = min(limit, start - self._given)
             if not limit:
-                self.problem = self._damage.problem
+                self.problem = problem
                 return 0
         try:
             data = self._read(limit)
@@ -146,16 +151,7 @@ class _Decompressed(io.RawIOBase):
         return True
 
 
-@dataclass(frozen=True)
-class _Damage:
-    """The first damaged member of a compressed file."""
-
-    start: int
-    """Bytes of output before it."""
-    problem: BrokenFileError
-
-
-def _find_damage(path: str, suffix: str) -> _Damage | None:
+def _find_damage(path: str, suffix: str) -> _Damage:
     """Decompress a file for its checksums alone.
 
     A member's checksum stands at its end: by then its text would be in the dataset. At the rate of
@@ -167,8 +163,8 @@ def _find_damage(path: str, suffix: str) -> _Damage | None:
         stream = _Decompressed(file, suffix)
         while stream.readinto(buffer):
             pass
-    damaged = stream.problem is not None and stream.problem.reason == DAMAGED
-    return _Damage(stream.member_start, stream.problem) if damaged and stream.problem else None
+    problem = stream.problem
+    return (stream.member_start, problem) if problem and problem.reason == DAMAGED else None
 
 
 @dataclass(frozen=True)

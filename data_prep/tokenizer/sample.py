@@ -126,13 +126,8 @@ class _Measured:
     """Counts of one source."""
 
     lengths: list[int] = field(default_factory=list)
-    characters: int = 0
-    num_bytes: int = 0
-    unknown: int = 0
-    byte_pieces: int = 0
+    sums: Counter[str] = field(default_factory=Counter)
     unknown_texts: Counter[str] = field(default_factory=Counter)
-    line_characters: int = 0
-    same_characters: int = 0
     differences: Counter[str] = field(default_factory=Counter)
     """First character that does not come back -> lines."""
     examples: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -164,11 +159,10 @@ def _add_document(
     ids = np.array(encoded, dtype=np.uint32)
     used[ids] = True
     into.lengths.append(len(ids))
-    into.characters += len(text)
-    into.num_bytes += len(text.encode())
-    into.byte_pieces += int(np.count_nonzero(tokenizer.is_byte[ids]))
     unknown = np.flatnonzero(ids == tokenizer.unk_id)
-    into.unknown += len(unknown)
+    is_byte = tokenizer.is_byte[ids]
+    into.sums.update(characters=len(text), bytes=len(text.encode()), tokens=len(ids))
+    into.sums.update(unknown=len(unknown), byte_pieces=int(np.count_nonzero(is_byte)))
     into.unknown_texts.update(_spelled(spelling, ids, unknown))
     for line in text.split("\n"):
         _round_trip(tokenizer, line, into)
@@ -189,9 +183,9 @@ def _round_trip(tokenizer: DatasetTokenizer, line: str, into: _Measured) -> None
     """Compare a decoded line with the original, without white space, which WordPiece drops."""
     expected = "".join(tokenizer.normalise(line).split())
     decoded = "".join(tokenizer.decode(tokenizer.encode(line)).split())
-    into.line_characters += len(expected)
+    into.sums["line_characters"] += len(expected)
     if decoded == expected:
-        into.same_characters += len(expected)
+        into.sums["same_characters"] += len(expected)
         return
     pairs = zip(expected, decoded, strict=False)
     shorter = min(len(expected), len(decoded))
@@ -205,8 +199,7 @@ def _round_trip(tokenizer: DatasetTokenizer, line: str, into: _Measured) -> None
 
 
 def _source(measured: _Measured) -> dict[str, Any]:
-    tokens = sum(measured.lengths)
-    lengths = sorted(measured.lengths)
+    sums, lengths = measured.sums, sorted(measured.lengths)
     quantiles = {
         f"{share:g}": lengths[round(share * (len(lengths) - 1))] for share in _QUANTILES if lengths
     }
@@ -217,16 +210,14 @@ def _source(measured: _Measured) -> dict[str, Any]:
     ]
     return {
         "documents": len(lengths),
-        "characters": measured.characters,
-        "bytes": measured.num_bytes,
-        "tokens": tokens,
-        "characters_per_token": _ratio(measured.characters, tokens),
-        "bytes_per_token": _ratio(measured.num_bytes, tokens),
+        **{name: sums[name] for name in ("characters", "bytes", "tokens")},
+        "characters_per_token": _ratio(sums["characters"], sums["tokens"]),
+        "bytes_per_token": _ratio(sums["bytes"], sums["tokens"]),
         "tokens_per_document": quantiles,
-        "unknown_share": _ratio(measured.unknown, tokens),
-        "byte_piece_share": _ratio(measured.byte_pieces, tokens),
+        "unknown_share": _ratio(sums["unknown"], sums["tokens"]),
+        "byte_piece_share": _ratio(sums["byte_pieces"], sums["tokens"]),
         "unknown_texts": _most(measured.unknown_texts),
-        "round_trip_share": _ratio(measured.same_characters, measured.line_characters),
+        "round_trip_share": _ratio(sums["same_characters"], sums["line_characters"]),
         "round_trip_differences": differences,
     }
 
