@@ -97,7 +97,7 @@ class Stage:
     """Defined at the top of a module: other processes import it."""
     reads: Sequence[tuple[Path, str]] = ()
     """Files of earlier stages that the tasks read, with their sha256 as recorded; texts are not
-    among them: they are compared while they are read."""
+    among them: each is compared when it is read."""
 
 
 @dataclass(frozen=True)

@@ -216,11 +216,10 @@ def distribution(lengths: Mapping[int, int]) -> dict[str, Any]:
     At least a share q of the documents is no longer than the quantile q. `half_of_text`: half of
     the bytes are in documents of at least this length. `lengths`: bytes -> number of documents.
     """
-    histogram = np.zeros(len(EDGES) - 1, dtype=np.int64)
     if not lengths:
-        return {"histogram": histogram.tolist(), "quantiles": {}}
+        return {"histogram": [0] * (len(EDGES) - 1), "quantiles": {}}
     values, counts = np.array(sorted(lengths.items()), dtype=np.int64).T
-    np.add.at(histogram, np.searchsorted(EDGES, values, side="right") - 1, counts)
+    histogram = np.histogram(values, EDGES, weights=counts)[0].astype(np.int64)
     up_to, text = np.cumsum(counts), np.cumsum((values * counts)[::-1])
     quantiles = {"min": int(values[0])}
     for q in QUANTILES:

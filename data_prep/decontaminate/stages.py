@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from data_prep.clean.normalise import normalise
 from data_prep.config import CleanConfig, DecontaminateConfig
@@ -294,15 +293,12 @@ class _Lines:
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        step = 1 << 24
-        parts = [np.zeros(1, dtype=np.int64)]
-        for start in range(0, len(self._map), step):
-            part = np.frombuffer(self._map[start : start + step], dtype=np.uint8)
-            parts.append(start + 1 + np.flatnonzero(part == ord("\n")))
-        self._starts: npt.NDArray[np.int64] = np.concatenate(parts)
+            self._lengths = np.fromiter(map(len, file), dtype=np.int64)
+        self._ends = np.cumsum(self._lengths)
 
     def __getitem__(self, number: int) -> bytes:
-        return self._map[self._starts[number] : self._starts[number + 1]]
+        end = self._ends[number]
+        return self._map[end - self._lengths[number] : end]
 
 
 def _read(job: DecontaminateJob, name: str) -> Iterator[dict[str, Any]]:
