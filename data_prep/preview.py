@@ -54,11 +54,6 @@ class Measured:
     """Whether the limit is the lowest value that passes."""
     values: list[float] = field(default_factory=list)
 
-    @property
-    def shown_limit(self) -> tuple[str, str]:
-        """The sign of the values that pass, and the limit."""
-        return ">=" if self.is_lowest else "<=", f"{self.limit:g}"
-
     def beyond(self) -> int:
         """Count the values that the rule rejects."""
         sign = -1 if self.is_lowest else 1
@@ -183,8 +178,8 @@ def _one(config: PrepConfig, chain: Chain, item: Document | Rejected) -> str:
     reason, detail = _try(config, chain, item, of)
     rows = [("rule", "measured", "", "limit", "")]
     for rule, measured in of.rules.items():
-        failed = "rejects" if measured.beyond() else ""
-        rows.append((rule, f"{measured.values[-1]:.4g}", *measured.shown_limit, failed))
+        sign, failed = ">=" if measured.is_lowest else "<=", "rejects" if measured.beyond() else ""
+        rows.append((rule, f"{measured.values[-1]:.4g}", sign, f"{measured.limit:g}", failed))
     became = f"rejected: {reason} {detail}".rstrip() if reason else "kept"
     return "\n".join([f"{item.id}: {became}", *(table(rows, right=[1, 3]) if rows[1:] else ())])
 
