@@ -81,9 +81,8 @@ def _candidates(progress: Progress, folder: Path) -> list[StageTask[Any]]:
 
 def _near(progress: Progress, folder: Path) -> list[StageTask[Any]]:
     groups, compared = progress.tasks["candidates"], progress.records["candidates"]
-    general = progress.corpus.config.dedup.threshold
-    of_pieces = (piece.source.near_threshold for piece in progress.corpus.pieces)
-    thresholds = tuple(general if own is None else own for own in of_pieces)
+    config = progress.corpus.config
+    thresholds = tuple(config.near_threshold_of(piece.source) for piece in progress.corpus.pieces)
     return near.near_tasks(groups, compared, progress.kept, thresholds, folder)
 
 

@@ -590,6 +590,11 @@ class PrepConfig:
         if not names or len(set(names)) < len(names):
             raise ConfigError(f"sources = {names}: expected at least one, each with its own name")
 
+    def near_threshold_of(self, source: SourceConfig) -> float:
+        """Return the similarity from which on a document of a source is dropped."""
+        own = source.near_threshold
+        return self.dedup.threshold if own is None else own
+
     def filters_of(self, source: SourceConfig) -> tuple[FiltersConfig, ...]:
         """Return the sets of rules that the documents of a source have to pass, in order."""
         return rule_sets(self.filters if source.filters is None else source.filters)

@@ -1,8 +1,9 @@
 """`prep try`: what the rules of a config would do to a sample of each source.
 
 Documents go through the reader, normalisation and the rules as in a run, and besides every value
-that a rule has a limit for is measured, also behind the rule that rejects first. Nothing is written
-but the page.
+that a rule has a limit for is measured, also behind the rule that rejects first. Where near
+duplicates are dropped, those of the sample whose similarity is near the limit are shown in pairs.
+Nothing is written but the page.
 
 The sample of a source is drawn by hash of the documents' ids, from the beginnings of up to
 `_MAX_PIECES` parts spread evenly over its files, `_MAX_BYTES` of text in all: the same on every
@@ -23,8 +24,10 @@ import numpy as np
 from data_prep import inputs
 from data_prep.clean.normalise import normalise
 from data_prep.config import PrepConfig, SourceConfig
-from data_prep.datasheet.gather import Mask, beginning, mask_of
+from data_prep.datasheet.gather import Mask, beginning, mask_of, side_by_side
 from data_prep.datasheet.page import colours, fill, percent
+from data_prep.dedup.minhash import agreements, signatures, similarity
+from data_prep.dedup.near import bucket_pairs, settings_of
 from data_prep.filters.rules import Chain, Dropped
 from data_prep.pieces import hash_share
 from data_prep.readers.documents import ReadStats, read_piece
@@ -78,8 +81,8 @@ def try_filters(config: PrepConfig, documents: int) -> dict[str, Any]:
         {"sources": {name: {"documents", "kept", "rejected": {reason: documents}, "rules": {rule:
         {"limit", "is_lowest", "beyond", "quantiles": {"0.05", "0.5", "0.95"}, "histogram"}}}},
         "scales": {rule: [largest value, is logarithmic]}, "examples": {reason: [{"source", "id",
-        "detail", "text"}]}}; `beyond` counts the documents that the rule alone would reject, and
-        `histogram` has `BINS` counts up to the largest value.
+        "detail", "text"}]}, "near": see `_near_pairs`}; `beyond` counts the documents that the rule
+        alone would reject, and `histogram` has `BINS` counts up to the largest value.
 
     Raises:
         DataError: an input is unusable, or an own rule raised.
@@ -87,6 +90,7 @@ def try_filters(config: PrepConfig, documents: int) -> dict[str, Any]:
     quota = -(-documents // len(config.sources))
     tried: dict[str, Tried] = {}
     examples: defaultdict[str, list[dict[str, str]]] = defaultdict(list)
+    kept: list[dict[str, Any]] = []
     with progress("try", quota * len(config.sources), "document") as advance:
         for source in config.sources:
             of = tried[source.name] = Tried()
@@ -95,15 +99,58 @@ def try_filters(config: PrepConfig, documents: int) -> dict[str, Any]:
             for item in sample(config, source, quota):
                 reason, detail = _try(config, chain, item, of)
                 if reason:
-                    text = {"source": source.name, **_shown(item, mask), "detail": detail}
-                    examples[reason].append(text)
+                    shown = {"source": source.name, **_shown(item, mask), "detail": detail}
+                    examples[reason].append(shown)
+                elif config.dedup.near_duplicates and isinstance(item, Document):
+                    text = normalise(item.text, config.clean)
+                    kept.append({"source": source, "id": item.id, "text": text})
                 advance(1)
     scales = _scales(tried.values())
     return {
         "sources": {name: _to_json(of, scales) for name, of in tried.items()},
         "scales": scales,
         "examples": {reason: _spread(examples[reason]) for reason in sorted(examples)},
+        "near": _near_pairs(config, kept),
     }
+
+
+def _near_pairs(config: PrepConfig, documents: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Compare the documents of the sample with one another.
+
+    Returns:
+        Up to `EXAMPLES` pairs, those nearest to the limit first: {"source", "jaccard", "threshold",
+        "dropped", "kept"} as in the datasheet; one below the threshold would stay.
+    """
+    if not documents:
+        return []
+    parts = [signatures([each["text"]], settings_of(config.dedup)) for each in documents]
+    bands = np.concatenate([part.bands for part in parts])
+    sketches = np.concatenate([part.sketch for part in parts])
+    signed = np.flatnonzero(bands[:, 0]).astype(np.uint32)
+    of_bands = [bucket_pairs(bands[signed, band], signed) for band in range(bands.shape[1])]
+    pairs = np.unique(np.concatenate(of_bands))
+    later, earlier = (
+        (pairs >> np.uint64(32)).astype(int),
+        (pairs & np.uint64(2**32 - 1)).astype(int),
+    )
+    jaccard = similarity(agreements(sketches[later], sketches[earlier]))
+    thresholds = [config.near_threshold_of(each["source"]) for each in documents]
+    limits = np.array(thresholds)[later]
+    nearest = np.argsort(abs(jaccard - limits), kind="stable")
+    different = [i for i in nearest.tolist() if jaccard[i] < 1][:EXAMPLES]
+    return [
+        {
+            "source": documents[later[i]]["source"].name,
+            "jaccard": round(float(jaccard[i]), 3),
+            "threshold": float(limits[i]),
+            **side_by_side(
+                documents[later[i]],
+                documents[earlier[i]],
+                mask_of(config.filters_of(documents[later[i]]["source"])),
+            ),
+        }
+        for i in different
+    ]
 
 
 def sample(config: PrepConfig, source: SourceConfig, quota: int) -> list[Document | Rejected]:
@@ -261,7 +308,19 @@ def text_of(result: dict[str, Any]) -> str:
     for reason, examples in result["examples"].items():
         lines += ["", f"{reason}:"]
         lines += [f"  {each['id']} {each['detail']}\n    {each['text']}" for each in examples]
+    if result["near"]:
+        lines += ["", "near duplicates at the limit, from where they differ:"]
+    for pair in result["near"]:
+        lines.append(f"  similarity {pair['jaccard']:.2f}, {_fate(pair)}")
+        sides = (pair["dropped"], pair["kept"])
+        lines += [f"    {side['id']}: {side['text']}" for side in sides]
     return "\n".join(lines)
+
+
+def _fate(pair: dict[str, Any]) -> str:
+    """Say what becomes of the later document of a pair."""
+    is_dropped = pair["jaccard"] >= pair["threshold"]
+    return f"the first one {'goes' if is_dropped else 'stays'}, limit {pair['threshold']:g}"
 
 
 def _measured_text(name: str, rules: dict[str, Any], scales: dict[str, Any]) -> Iterable[str]:

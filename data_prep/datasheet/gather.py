@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 
 from data_prep.clean.normalise import normalise
-from data_prep.config import FiltersConfig, PrepConfig
+from data_prep.config import FiltersConfig, PrepConfig, SourceConfig
 from data_prep.corpus import Progress
 from data_prep.filters.mask import Masker
 from data_prep.metadata import merged, shown
-from data_prep.pieces import read_lines
+from data_prep.pieces import read_documents, read_lines
 from data_prep.readers.items import storable
 from data_prep.stage import INGEST_STAGES, REPEATED_IDS, Done, StageCounts
 from pipeline.config.load import provenance
@@ -46,6 +46,7 @@ SAMPLES = 3
 SAMPLE_CHARS = 200
 _MAX_PIECES = 8  # of a source
 _MAX_BYTES = 8_000_000  # of a piece
+_MAX_PAIRS = 24
 _WINDOW_CHARS = 4000
 # Personal data that the end of the window cuts through is not recognised; the longest number or
 # local part of an address is shorter than this.
@@ -100,6 +101,7 @@ def gather(progress: Progress) -> dict[str, Any]:
         "lengths": distribution(sum(lengths.values(), Counter())),
         "tokenizer_report": json.loads(tokenizer_report.read_bytes()),
         "rejected_samples": collect(corpus.config, files, records["ingest"], rejected),
+        "near_pairs": near_pairs(progress),
         "settings": asdict(corpus.config),
         "provenance": provenance(),
     }
@@ -265,6 +267,58 @@ def collect(
             if not here & wanted[source].keys():
                 break
     return dict(sorted(samples.items()))
+
+
+def near_pairs(progress: Progress) -> list[dict[str, Any]]:
+    """Collect near duplicates that were dropped at the lowest similarity, `SAMPLES` of a source.
+
+    Returns:
+        {"source", "jaccard", "threshold", "dropped", "kept"}; the last two are {"id", "text"}, a
+        document's text from where they begin to differ.
+    """
+    if "near" not in progress.results:
+        return []
+    [done] = progress.results["near"]
+    pieces, config = progress.pieces, progress.corpus.config
+    left = Counter({source.name: SAMPLES for source in config.sources})
+    chosen: list[tuple[int, int, float, SourceConfig]] = []
+    for document, kept, jaccard in sorted(done.result["at_limit"], key=lambda pair: pair[2]):
+        [(piece, _)] = pieces.split(np.array([document]))
+        source = progress.corpus.pieces[piece].source
+        if left[source.name] and len(chosen) < _MAX_PAIRS:
+            left[source.name] -= 1
+            chosen.append((document, kept, jaccard, source))
+    records: dict[int, dict[str, Any]] = {}
+    for piece, numbers in pieces.split(np.unique([pair[:2] for pair in chosen]).astype(np.int64)):
+        rows = set((numbers - pieces.starts[piece]).tolist())
+        found = read_documents(pieces.documents_path(pieces.names[piece]), rows)
+        records.update(zip(numbers.tolist(), found, strict=True))
+    return [
+        {
+            "source": source.name,
+            "jaccard": jaccard,
+            "threshold": config.near_threshold_of(source),
+            **side_by_side(records[document], records[kept], mask_of(config.filters_of(source))),
+        }
+        for document, kept, jaccard, source in chosen
+    ]
+
+
+def side_by_side(
+    dropped: Mapping[str, Any], kept: Mapping[str, Any], mask: Mask
+) -> dict[str, dict[str, str]]:
+    """Return id and text of two similar documents, from the line where they begin to differ."""
+    texts = [dropped["text"], kept["text"]]
+    equal = (one == other for one, other in zip(*texts, strict=False))
+    same = next((i for i, is_equal in enumerate(equal) if not is_equal), min(map(len, texts)))
+    start = texts[0].rfind("\n", 0, same) + 1
+    shown_texts = [beginning({"raw": text[start:]}, False, mask) for text in texts]
+    return {
+        name: {"id": mask(record["id"]), "text": text}
+        for name, record, text in zip(
+            ("dropped", "kept"), (dropped, kept), shown_texts, strict=True
+        )
+    }
 
 
 def _wanted(rejected: dict[str, dict[str, list[int]]]) -> dict[str, Counter[str]]:

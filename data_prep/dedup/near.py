@@ -34,11 +34,12 @@ Stage near writes per piece
 Memory: a signature task holds one batch of documents. A bucket task holds one part of one band,
 about 70 bytes a document of the part: `PART_DOCUMENTS`, or more where a single bucket has more,
 however large the corpus is. A candidate task holds at most about `_RUN_PAIRS` pairs at a time, 60
-bytes each, and the sketches of its later documents. Stage near needs 5 bytes a document of the
+bytes each, and the sketches of its later documents. Stage near needs 7 bytes a document of the
 corpus and a bounded rest.
 """
 
 import functools
+import itertools
 import os
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -86,7 +87,7 @@ from data_prep.stage import (
 from pipeline.errors import DataError
 
 REASON = "near duplicate of an earlier document"
-# A task peaks at 1.0 GB then; the decision takes 5 bytes a document and 1.9 us a pair (`python -m
+# A task peaks at 1.0 GB then; the decision takes 7 bytes a document and 1.9 us a pair (`python -m
 # benchmarks.dedup`).
 PART_DOCUMENTS = 8_000_000
 GROUP_DOCUMENTS = 1_000_000
@@ -100,6 +101,8 @@ _LOW = np.uint64(2**32 - 1)
 _OTHER_KINDS = 1 << 15
 """Is added to the agreements of documents whose kinds of shingles differ."""
 _UNKNOWN = 255
+_LIMIT_PAIRS = 3
+"""Of a piece, for the datasheet."""
 _PAIRS = 15  # candidate pairs a document, for estimates; half of them by chance
 
 
@@ -407,12 +410,28 @@ def run_near(task: StageTask[NearJob]) -> Result:
         save_array(masks[-1], keep)
         listed.append(dropped[: listed_per_piece(pieces)])
     documents = np.concatenate(listed)
-    kept = kept_for[documents]
-    counts_of = place.agreements((documents.astype(np.uint64) << np.uint64(32)) | kept)
+    kept = kept_for[documents].astype(np.int64)
+    counts_of = place.agreements(
+        (documents.astype(np.uint64) << np.uint64(32)) | kept.astype(np.uint64)
+    )
     jaccard = similarity(counts_of & (_OTHER_KINDS - 1))
     path = (task.folder, ".near.jsonl")
-    lists = write_dropped(path, pieces, documents, kept.astype(np.int64), jaccard)
-    return {"near": counts.to_json()}, [*masks, *lists]
+    lists = write_dropped(path, pieces, documents, kept, jaccard)
+    return {"near": counts.to_json(), "at_limit": _at_limit(pieces, documents, kept, jaccard)}, [
+        *masks,
+        *lists,
+    ]
+
+
+def _at_limit(
+    pieces: Pieces, documents: Numbers, kept: Numbers, jaccard: npt.NDArray[np.float64]
+) -> list[tuple[int, int, float]]:
+    """List the least similar pairs of each piece: dropped document, kept one, similarity."""
+    found = []
+    for low, high in itertools.pairwise([0, *np.searchsorted(documents, pieces.ends).tolist()]):
+        least = low + np.argsort(jaccard[low:high], kind="stable")[:_LIMIT_PAIRS]
+        found += [(int(documents[i]), int(kept[i]), round(float(jaccard[i]), 3)) for i in least]
+    return found
 
 
 def estimates(size: Size) -> dict[str, Estimate]:
@@ -423,7 +442,7 @@ def estimates(size: Size) -> dict[str, Estimate]:
     signature_bytes = documents * (8 * bands + SKETCH_BYTES)
     bucket_memory = 100e6 + 70 * documents / parts
     group_memory = 150e6 + documents / groups * (256 + 60 * min(8, _PAIRS))
-    memory = 200e6 + 5 * documents + list_bytes(documents)
+    memory = 200e6 + 7 * documents + list_bytes(documents)
     return {
         "signatures": Estimate(size.pieces, size.text_bytes / 1e6 / 60, signature_bytes, 300e6),
         "buckets": Estimate(bands * parts, documents * bands * 0.3e-6, 8 * pairs, bucket_memory),

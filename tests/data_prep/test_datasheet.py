@@ -18,7 +18,7 @@ from data_prep import corpus, ingest
 from data_prep.config import PrepConfig
 from data_prep.datasheet import gather as samples
 from data_prep.datasheet import page as datasheet
-from data_prep.datasheet.gather import EDGES, QUANTILES, distribution
+from data_prep.datasheet.gather import EDGES, QUANTILES, SAMPLES, distribution
 from data_prep.datasheet.page import bar, histogram, percent, render, short, spark
 from data_prep.pieces import read_documents
 from data_prep.run import run
@@ -202,6 +202,28 @@ def test_lengths_are_those_of_kept_documents(data: Path, report: dict[str, Any])
         ordered = sorted(values, reverse=True)
         half = next(v for i, v in enumerate(ordered) if 2 * sum(ordered[: i + 1]) >= sum(ordered))
         assert lengths["quantiles"]["half_of_text"] == half
+
+
+def test_near_duplicates_at_the_limit_stand_side_by_side(
+    data: Path, report: dict[str, Any]
+) -> None:
+    lines = [
+        json.loads(line)
+        for path in sorted((data / "work" / "near").glob("*.near.jsonl"))
+        for line in path.read_text().splitlines()
+    ]
+    english = sorted(line["jaccard"] for line in lines if line["id"].startswith("english/"))
+    pairs = [pair for pair in report["near_pairs"] if pair["source"] == "english"]
+    assert [pair["jaccard"] for pair in pairs] == english[:SAMPLES]
+    rows = _rows(_section(_parse((data / "datasheet.html").read_text()), "Duplicates")[-1])
+    for pair in pairs:
+        assert pair["threshold"] == 0.33
+        assert {"id": pair["dropped"]["id"], "kept": pair["kept"]["id"]} in [
+            {key: line[key] for key in ("id", "kept")} for line in lines
+        ]
+        assert pair["dropped"]["text"] != pair["kept"]["text"]
+        shown = [f"{pair[side]['id']}: {pair[side]['text']}" for side in ("dropped", "kept")]
+        assert ["english", f"{pair['jaccard']:.2f}", "0.33", *shown] in rows
 
 
 def test_no_personal_data_is_shown(data: Path, report: dict[str, Any]) -> None:

@@ -152,3 +152,40 @@ def test_command(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
         assert limit is not None
     assert run("--id", "pages/none")[0] == 2
     assert run("--documents", "0")[0] == 2
+
+
+def test_pairs_near_the_limit_are_shown(tmp_path: Path) -> None:
+    form = (
+        "The office confirms that your request was received and will be answered in turn. Please "
+        "send no further copies, keep this letter, and name its number whenever you write or call."
+    )
+    letters = [f"{form}\nCase {n}: {' '.join(f'w{n}x{i}' for i in range(15))}" for n in range(4)]
+    prose = [" ".join(f"{n}a{i}" for i in range(80)) for n in range(3)]
+    for name, texts in (("letters", letters), ("prose", [*prose, prose[0] + " and a word"])):
+        lines = [json.dumps({"id": i, "text": text}) for i, text in enumerate(texts)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    (tmp_path / "prep.yaml").write_text(
+        f"output_dir: {tmp_path}/data\ndedup: {{near_duplicates: true, threshold: 0.1}}\nsources:\n"
+        f"- {{name: letters, inputs: [{tmp_path}/letters.jsonl], near_threshold: 0.9}}\n"
+        f"- {{name: prose, inputs: [{tmp_path}/prose.jsonl]}}\n"
+    )
+    found = preview.try_filters(read(tmp_path), 100)
+    by_source = {
+        name: [pair for pair in found["near"] if pair["source"] == name]
+        for name in ("letters", "prose")
+    }
+    [pair] = by_source["prose"]
+    assert (pair["dropped"]["id"], pair["kept"]["id"]) == ("prose/3", "prose/0")
+    assert pair["jaccard"] >= pair["threshold"] == 0.1
+    assert len(by_source["letters"]) >= 5
+    for pair in by_source["letters"]:
+        assert pair["jaccard"] < pair["threshold"] == 0.9
+        # Not the form, in which all are alike.
+        assert [pair[side]["text"][:5] for side in ("dropped", "kept")] == ["Case ", "Case "]
+    text = preview.text_of(found)
+    assert text.count("the first one goes, limit 0.1") == 1
+    assert text.count("the first one stays, limit 0.9") == len(by_source["letters"])
+    preview.write_page(read(tmp_path), found, tmp_path / "try.html")
+    page = "".join(ET.fromstring((tmp_path / "try.html").read_text()).itertext())
+    assert page.count("Case ") == 2 * len(by_source["letters"])
+    assert preview.try_filters(read(tmp_path, "dedup.near_duplicates=false"), 100)["near"] == []
