@@ -114,7 +114,8 @@ class CleanConfig:
     html: Literal["keep", "strip"] = param(
         "keep",
         "remnants of HTML: strip decodes entities and removes tags, comments, scripts and "
-        "styles; text that only looks like a tag stays (rules: data_prep/clean/html_text.py)",
+        "styles, and counts them; code in Markdown, and text that names or only looks like a tag, "
+        "stays (rules: data_prep/clean/html_text.py)",
     )
     newline: Literal["space", "token"] = param(
         "space",

@@ -97,6 +97,7 @@ def run(task: StageTask[IngestJob]) -> Result:
     _warn(job.piece, duplicate_ids, remarks.gb18030_files)
     notes = {
         **{f"masked: {kind}": count for kind, count in sorted(results.masked.items())},
+        **{f"characters of HTML removed: {kind}": n for kind, n in sorted(results.cut.items())},
         REPEATED_IDS: duplicate_ids,
         "files read as GB18030": len(remarks.gb18030_files),
         "long documents that were split": remarks.num_split,
@@ -125,6 +126,7 @@ class _Results:
     def __init__(self, job: IngestJob, writer: PieceWriter) -> None:
         self.counts = {name: StageCounts() for name in INGEST_STAGES}
         self.masked = Counter[str]()
+        self.cut = Counter[str]()
         self.scripts = Counter[str]()
         self.metadata: dict[str, FieldCounts] = {}
         self._source = job.piece.source.name
@@ -143,7 +145,7 @@ class _Results:
         for stage in ("ingest", "normalise"):
             self.counts[stage].take(len(raw))
         self.counts["ingest"].give(len(raw))
-        text = normalise(item.text, self._clean)
+        text = normalise(item.text, self._clean, self.cut)
         if len(text) < self._min_chars:
             reason = f"shorter than {self._min_chars} characters"
             rejected = Rejected(item.id, reason, raw, metadata=item.metadata)

@@ -1,7 +1,12 @@
 """Remnants of HTML in a text: decoded or removed where they certainly are HTML.
 
+Markdown's code stays as it is: fences, and what stands between backticks. So do the words of a
+sentence about HTML, "the <br> tag", "use <b> and </b>", "在 <head> 标签里".
+
 Removed are, in lower or in upper case, never in mixed case:
-- comments, `<!doctype ...>`, and `<script>` and `<style>` with their contents;
+- comments and `<!doctype ...>`;
+- `<script>` and `<style>` with their contents, unless these are prose: Chinese, or seven words in a
+  row, outside strings and comments;
 - closing tags of HTML's elements;
 - opening tags of HTML's elements whose attributes, if any, are `name=value` or one of HTML's own
   without a value. Some of them count in any place (`_ALWAYS`; `<p>` not directly behind an ASCII
@@ -20,6 +25,7 @@ Everything else stays: `a < b and c > d`, `x <b and y> z`, `List<int>`, `<EMAIL>
 
 import html
 import re
+from collections import Counter
 from html.entities import name2codepoint
 
 
@@ -62,11 +68,28 @@ _TAG = re.compile(
     r"\s*(?P<slash>/?)>)",
     re.IGNORECASE,
 )
-_HIDDEN = re.compile(
-    r"<!--.*?-->|<!doctype\b[^<>]*>"
-    r"|<(?P<element>script|style)\b[^<>]*>.*?</(?P=element)\s*>",
-    re.IGNORECASE | re.DOTALL,
+# Whatever begins first counts: a fence in a script is part of it, a script in a fence is code.
+_CODE_OR_HIDDEN = re.compile(
+    r"(?P<code>^[ ]{0,3}(?P<fence>```+|~~~+)[^\n`]*\n(?:.*?\n)??[ ]{0,3}(?P=fence)[`~]*[ ]*$"
+    r"|(?<!`)(?P<ticks>`+)(?!`)(?:(?!\n[ ]*\n).){1,500}?(?<!`)(?P=ticks)(?!`))"
+    r"|<!--.*?-->|<!doctype\b[^<>]*>"
+    r"|<(?P<element>script|style)\b[^<>]*>(?P<content>.*?)</(?P=element)\s*>",
+    re.IGNORECASE | re.DOTALL | re.MULTILINE,
 )
+_STRINGS_AND_COMMENTS = re.compile(
+    r"/\*.*?\*/|<!--|-->|(?<!:)//[^\n]*|\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*'|`(?:[^`\\]|\\.)*`",
+    re.DOTALL,
+)
+_PROSE = re.compile(r"[\u3400-\u9fff]|[A-Za-z']+(?: [A-Za-z']+){6}")
+_NOUN = r"\b(?:tags?|elements?|attributes?)\b"
+_NOUN_CJK = "标签|标记|元素|节点|属性"
+_AND = "[ ]?(?:and|or|和|与|或|、|/)[ ]?"
+_MENTIONED = re.compile(rf"[ ]{_NOUN}|[ ]?(?:{_NOUN_CJK})|{_AND}</?[a-z]", re.IGNORECASE)
+_BEFORE_MENTION = re.compile(
+    rf"(?:{_NOUN}[ ]|\b(?:opening|closing)[ ]|(?:{_NOUN_CJK})[ ]?|>{_AND})$", re.IGNORECASE
+)
+_NEAR = 24
+"""Characters before a tag that are looked at."""
 _ENTITY = re.compile(r"&(?:#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6}|[A-Za-z]{2,8}[1-4]{0,2});")
 _ENTITY_NAMES = {"apos"} | {
     name
@@ -75,31 +98,70 @@ _ENTITY_NAMES = {"apos"} | {
 }
 
 
-def strip(text: str) -> str:
-    """Remove tags and decode entities once; remnants that this uncovers need another call."""
-    if "<" in text:
-        text = _HIDDEN.sub("\n", text)
-        text = _without_tags(text)
-    return _ENTITY.sub(_decoded, text) if "&" in text else text
+def strip(text: str, cut: Counter[str] | None = None) -> str:
+    """Remove tags and decode entities once; remnants that this uncovers need another call.
+
+    `cut` counts the characters that are removed, by kind: "comments", "scripts and styles", "tags".
+    """
+    if "<" not in text and "&" not in text:
+        return text
+    cut = Counter() if cut is None else cut
+    closings = {tag["close"].lower(): tag.start() for tag in _TAG.finditer(text) if tag["close"]}
+    parts, start, place = [], 0, 0
+    while match := _CODE_OR_HIDDEN.search(text, place):
+        if match["element"] and _is_prose(text, match):
+            place = match.start("content")
+            continue
+        parts.append(_plain(text, start, match.start(), closings, cut))
+        start = place = match.end()
+        if match["code"]:
+            parts.append(match[0])
+            continue
+        cut["scripts and styles" if match["element"] else "comments"] += len(match[0])
+        parts.append("\n")
+    return "".join([*parts, _plain(text, start, len(text), closings, cut)])
 
 
-def _without_tags(text: str) -> str:
-    last_closing = {
-        tag["close"].lower(): tag.start() for tag in _TAG.finditer(text) if tag["close"]
-    }
+def _is_prose(text: str, element: re.Match[str]) -> bool:
+    """Return whether a script or a style is a sentence that names their tags."""
+    content = _STRINGS_AND_COMMENTS.sub("", element["content"])
+    mentioned = _MENTIONED.match(text, element.start("content"))
+    return bool(mentioned or _PROSE.search(content))
 
-    def replacement(tag: re.Match[str]) -> str:
-        written = tag["close"] or tag["open"]
-        name = written.lower()
-        if written not in (name, name.upper()):
-            return tag[0]
-        if not (tag["close"] or tag["attributes"] or tag["slash"]):
-            certain = name in _ALWAYS and not (name == "p" and _after_word(text, tag.start()))
-            if not certain and last_closing.get(name, -1) < tag.start():
-                return tag[0]
-        return "\n" if name in _BLOCKS else " " if name in _CELLS else ""
 
-    return _TAG.sub(replacement, text)
+def _plain(text: str, start: int, stop: int, closings: dict[str, int], cut: Counter[str]) -> str:
+    """Remove tags and decode entities between two places with no code between them.
+
+    `closings` has the last place of each closing tag in the whole text.
+    """
+    parts = []
+    for tag in _TAG.finditer(text, start, stop):
+        if (instead := _instead(text, tag, closings)) is not None:
+            cut["tags"] += len(tag[0])
+            parts += [text[start : tag.start()], instead]
+            start = tag.end()
+    plain = "".join([*parts, text[start:stop]])
+    return _ENTITY.sub(_decoded, plain) if "&" in plain else plain
+
+
+def _instead(text: str, tag: re.Match[str], closings: dict[str, int]) -> str | None:
+    """Return what stands in place of a tag; None if it stays."""
+    written = tag["close"] or tag["open"]
+    name = written.lower()
+    if written not in (name, name.upper()):
+        return None
+    if not (tag["attributes"] or tag["slash"]):
+        certain = name in _ALWAYS and not (name == "p" and _after_word(text, tag.start()))
+        is_closed = tag["close"] or closings.get(name, -1) >= tag.start()
+        if _is_mentioned(text, tag) or not (certain or is_closed):
+            return None
+    return "\n" if name in _BLOCKS else " " if name in _CELLS else ""
+
+
+def _is_mentioned(text: str, tag: re.Match[str]) -> bool:
+    """Return whether a sentence is about a tag: "the <br> tag"."""
+    before = text[max(0, tag.start() - _NEAR) : tag.start()]
+    return bool(_MENTIONED.match(text, tag.end()) or _BEFORE_MENTION.search(before))
 
 
 def _after_word(text: str, place: int) -> bool:

@@ -17,6 +17,7 @@ turn 原著 into 原着.
 
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -43,14 +44,17 @@ _TRADITIONAL_SHARE = 0.05
 _MOST_ROUNDS = 10  # real texts never needed more than three
 
 
-def normalise(text: str, clean: CleanConfig = _DEFAULT) -> str:
-    """Return the text as it is deduplicated and tokenised; may be empty."""
+def normalise(text: str, clean: CleanConfig = _DEFAULT, cut: Counter[str] | None = None) -> str:
+    """Return the text as it is deduplicated and tokenised; may be empty.
+
+    `cut` counts the characters of HTML that are removed, by kind: see `html_text.strip`.
+    """
     text = _plain(text, clean)
     if clean.html == "strip":
         from data_prep.clean.html_text import strip
 
         # Tags that were hidden in entities or full-width letters show up in the next round.
-        while (stripped := strip(text)) != text:
+        while (stripped := strip(text, cut)) != text:
             text = _plain(stripped, clean)
     if clean.simplified:
         text = to_simplified(text)

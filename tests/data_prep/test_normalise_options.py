@@ -1,7 +1,9 @@
 """Options of normalisation: hand-checked cases, and that nothing changes the second time."""
 
 import random
+import re
 import unicodedata
+from collections import Counter
 from collections.abc import Iterator
 from itertools import islice, product
 
@@ -117,3 +119,49 @@ def test_normalised_text_stays_as_it_is(clean: CleanConfig, texts: list[str]) ->
     for text in texts:
         once = normalise(text, clean)
         assert normalise(once, clean) == once
+
+
+# Pages about HTML: what they name is text, in prose, in code and in both languages.
+ABOUT_HTML = [
+    'Use `<div>` for blocks and `<span class="x">` for words; `</div>` closes it.',
+    "```html\n<ul>\n  <li>one</li>\n</ul>\n<script>alert('hi')</script>\n```\nThe list has "
+    "an item.",
+    "~~~\n<style>\np { color: red }\n</style>\n~~~\nThis style makes paragraphs red.",
+    "The <script> tag loads code. Authors put it in the head or at the end of the body, so that "
+    "the page is shown first.\n\nThe closing </script> tag is never left out.",
+    "A <style> element holds rules. It stands in the head, and many pages have one of them.\n\n"
+    "After </style> the body follows.",
+    "The <br> tag breaks a line, and the <li> element is an item of a list.",
+    "Set letters in bold with <b> and </b>, in italics with <i> or <em>.",
+    "``a `tick` and <td> in it`` and `<th>`: cells of a table.",
+    "在 Vue 里, `<template>` 和 `<script setup>` 写在一个文件中, `<style scoped>` 只影响本组件。",
+    "使用 <div> 标签可以分块, 使用 <span> 元素可以标记文字。<br> 标签换行。",
+    "浏览器读到 <script> 标签时会停下来执行代码, 所以一般放在最后。\n\n脚本以 </script> 结束。",
+    "```vue\n<template>\n  <p>{{ 消息 }}</p>\n</template>\n\n<script>\nexport "
+    "default {}\n</script>\n```\n以上是一个组件。",
+]
+WORD = re.compile(r"[\u3400-\u9fff]|[A-Za-z0-9]+")
+
+
+@pytest.mark.parametrize("text", [*ABOUT_HTML, "\n\n".join(ABOUT_HTML)])
+def test_pages_about_html_lose_no_words(text: str) -> None:
+    words = WORD.findall(normalise(text))
+    assert words
+    assert WORD.findall(normalise(text, STRIP)) == words
+
+
+def test_real_html_around_code_goes_and_is_counted() -> None:
+    raw = (
+        "<html><head><script>var a = 'seven words that stand in a string'; // and in a comment too"
+        "\n</script><style>p { margin: 0 }</style></head><body><!-- note --><p>Text with `<b>`.</p>"
+        "<p>More <b>text</b>.</p></body></html>"
+    )
+    cut = Counter[str]()
+    assert normalise(raw, STRIP, cut) == "Text with `<b>`.\n\nMore text."
+    assert sum(cut.values()) == len(raw) - len("Text with `<b>`.More text.")
+    assert cut["comments"] == len("<!-- note -->")
+    assert cut["scripts and styles"] == raw.index("</head>") - raw.index("<script>")
+
+
+def test_long_lines_of_ticks_end() -> None:
+    assert normalise("<p>" + "` " * 200_000 + "<script" * 2_000, STRIP).startswith("` `")
