@@ -187,7 +187,7 @@ class DataConfig:
     )
     stage_dir: str | None = param(
         None,
-        "node-local folder that shards are copied to and read from, or that keeps blocks of an "
+        "node-local folder that blocks are copied to and read from, or that keeps those of an "
         "address; null reads shards where they are; environment variables such as $TMPDIR are "
         "filled in, also $POSTNORM_SCRATCH, the `scratch` folder of a cluster profile",
     )
