@@ -28,7 +28,7 @@ check: $(STAMP) ## formatting, lint and types
 	$(BIN)/mypy
 
 # There are as many processes as cores, so each has one thread.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # All but `long` and `slow` follow from a test's fixtures: tests/support/plugin.py.
 LEFT_OUT := process or dist or cluster or browser or interpreter or long or slow
 

@@ -54,6 +54,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for fixture, marker in MARKERS.items():
             if fixture in getattr(item, "fixturenames", ()):
                 item.add_marker(marker)
+    # SLURM waits by minutes: last, it would keep one worker busy and the others idle.
+    items.sort(key=lambda item: item.get_closest_marker("cluster") is None)
 
 
 def _refuse_python(event: str, arguments: tuple[Any, ...]) -> None:
