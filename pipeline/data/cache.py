@@ -106,10 +106,16 @@ class BlockCache:
             if alone:
                 try:
                     if not self._keep(path, data):
-                        self._warn(f"data.stage_gb={self.max_bytes / 1e9:g} has no room")
+                        self._warn(f"{self.max_bytes / 1e9:g} GB have no room{self._remedy}")
                 except OSError as error:
-                    self._warn(f"blocks are not kept: {error}; free space there")
+                    self._warn(f"blocks are not kept: {error}{self._remedy}")
             return data
+
+    @property
+    def _remedy(self) -> str:
+        if self.in_memory:
+            return "; give the job or container more shared memory (docker: --shm-size, --ipc=host)"
+        return "; free space there, or change data.stage_gb"
 
     def fill(
         self, key: bytes, make: Callable[[], Bytes], check: Callable[[Bytes], None], wait_s: float
@@ -143,6 +149,18 @@ class BlockCache:
         with suppress(OSError), (self.folder / _STATE_FILE).open("rb") as file:
             return _read(file.fileno())
         return CacheCounts(0, 0, 0, 0)
+
+    def recounted(self) -> int:
+        """Count the bytes of the files anew, without what killed writers left, and return them.
+
+        Raises:
+            OSError: the folder cannot be used.
+        """
+        with self._locked(_STATE_BYTE, _WAIT_S):
+            kept = sum(size for _, size, _ in self._files())
+            with (self.folder / _STATE_FILE).open("r+b") as file:
+                _write(file.fileno(), _read(file.fileno())._replace(kept_bytes=kept))
+        return kept
 
     def _path(self, key: bytes) -> Path:
         name = key.hex()

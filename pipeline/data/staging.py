@@ -23,6 +23,8 @@ from pipeline.errors import ConfigError, PostnormError, StorageError
 logger = logging.getLogger(__name__)
 
 _PROGRESS_EVERY_S = 10.0
+_NO_BOUND = 2**62
+"""What killed ranks left counts, too: a bound of the dataset's size would remove copies for it."""
 _WAIT_S = 1.0
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST})
@@ -45,7 +47,7 @@ def stage(
     """
     folder = Path(stage_dir) / index.fingerprint[:16]
     total = int(index.blocks.length.sum())
-    staged = replace(index, cache=BlockCache(folder, total))
+    staged = replace(index, cache=BlockCache(folder, _NO_BOUND))
     _Staging(BlockReader(staged), folder, total, heartbeat).run()
     return staged
 
@@ -63,6 +65,8 @@ class _Staging:
         rows = range(len(self.reader.index.blocks))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            assert self.reader.index.cache is not None
+            self.reader.index.cache.recounted()
             self._require_space()
             logger.info(
                 "staging %.3f GB of blocks to %s, %.3f GB are there",

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -160,6 +161,28 @@ def test_a_killed_process_leaves_nothing_that_counts_as_complete(
     stage(dataset, tmp_path)
     assert _copied(caplog.text.splitlines()[-1]) == 0
     assert changed == {path: path.stat().st_ctime_ns for path in tmp_path.rglob("*/*/??*")}
+
+
+def test_what_killed_ranks_left_removes_no_copy(dataset: DatasetIndex, tmp_path: Path) -> None:
+    # As if each of many had been killed while it wrote: counted, and never renamed.
+    folder = tmp_path / dataset.fingerprint[:16]
+    (folder / "ab").mkdir(parents=True)
+    size = int(dataset.blocks.length.sum())
+    for number in range(3):
+        (folder / "ab" / f"{'ab' * 31}{number:02}.part").write_bytes(bytes(size))
+    (folder / "state").write_bytes(struct.pack("<4q", 3 * size, 0, 0, 0))
+    staged = stage(dataset, tmp_path)
+    assert _copies(tmp_path) == _originals(dataset)
+    assert staged.cache is not None
+    assert staged.cache.counts().kept_bytes == size
+    assert not list(tmp_path.rglob("*.part"))
+    # While others copy, a rank that is killed is counted until the next start.
+    (folder / "state").write_bytes(struct.pack("<4q", 9 * size, 0, 0, 0))
+    block = next(path for path in folder.rglob("*") if len(path.name) == 64)
+    block.unlink()
+    BlockReader(staged).block(0)
+    BlockReader(staged).check_all(range(len(dataset.blocks)))
+    assert _copies(tmp_path) == _originals(dataset)
 
 
 def test_damaged_source_is_refused_and_leaves_no_copy(copy: DatasetIndex, tmp_path: Path) -> None:
