@@ -12,6 +12,8 @@ from data_prep.config import PrepConfig
 from data_prep.run import run
 from pipeline.config.load import load
 from pipeline.data.format import DatasetIndex, read_index
+from pipeline.runtime import env
+from tests.support import warm
 from tests.support.browser import Browser, find_browser
 from tests.support.ranks import Ranks, Starter, start
 from tests.support.stores import Store, behind, serve
@@ -25,6 +27,14 @@ settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("any machine")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_scripts() -> Iterator[None]:
+    """Scripts that compare with transformers are forked; a test may set a new program again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(env, "run_script", warm.run_script)
+        yield
 
 
 @pytest.fixture(scope="session")

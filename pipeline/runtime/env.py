@@ -2,6 +2,7 @@
 
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
@@ -174,6 +175,16 @@ def restored() -> Iterator[None]:
 def module_command(name: str) -> list[str]:
     """Get the words that run a module of this code, whatever the current folder."""
     return [sys.executable, str(Path(__file__).with_name("start.py")), name]
+
+
+def run_script(
+    script: str, *words: object, cwd: Path, variables: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """Run a text of Python in a process of its own; what it prints is captured."""
+    command = [sys.executable, "-c", script, *map(str, words)]
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=cwd, env=variables, check=False
+    )
 
 
 def set_default(name: str, value: str) -> None:

@@ -12,8 +12,6 @@ import importlib.util
 import inspect
 import json
 import logging
-import subprocess
-import sys
 import tempfile
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -29,8 +27,7 @@ from pipeline.kernels import attention
 from pipeline.model import encoder, heads, layers, layout
 from pipeline.model.architecture import CONFIG_FILE, WEIGHTS_FILE, read_config
 from pipeline.model.layout import Layout
-from pipeline.runtime import tensors
-from pipeline.runtime.env import child_environment
+from pipeline.runtime import env, tensors
 from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.use import names
 from pipeline.use.folder import (
@@ -431,11 +428,9 @@ def transformers_logits(folder: Path, auto: str, ids: Tensor, mask: Tensor) -> T
     with tempfile.TemporaryDirectory() as name:
         probe, out = Path(name, "probe.pt"), Path(name, "logits.pt")
         torch.save((ids, mask.long()), probe)
-        command = [sys.executable, "-c", _PROBE, str(folder.resolve()), auto, str(probe), str(out)]
-        environment = child_environment(HF_HUB_OFFLINE="1", HF_MODULES_CACHE=name)
-        done = subprocess.run(
-            command, capture_output=True, text=True, cwd=name, env=environment, check=False
-        )
+        variables = env.child_environment(HF_HUB_OFFLINE="1", HF_MODULES_CACHE=name)
+        words = (folder.resolve(), auto, probe, out)
+        done = env.run_script(_PROBE, *words, cwd=Path(name), variables=variables)
         if done.returncode:
             raise CheckpointError(
                 f"transformers cannot load what was written: {done.stderr.strip()[-2000:]}"

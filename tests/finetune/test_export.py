@@ -1,10 +1,7 @@
 """Fine-tuned models in transformers: the same answers, saved and read back, refused by name."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +22,7 @@ from pipeline.use import hf
 from pipeline.use.convert import convert
 from pipeline.use.folder import copy_tokenizer, export, load_model, write_model
 from pipeline.use.model import load, read_model
+from tests.support import warm
 from tests.support.tiny_tasks import rows_of, write_rows
 
 pytestmark = pytest.mark.usefixtures("processes")
@@ -108,11 +106,8 @@ trainer.save_model(out)
 
 
 def _python(script: str, *arguments: Path, cwd: Path) -> None:
-    paths = {"HF_HOME": str(cwd / "home"), "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-    done = subprocess.run(
-        [sys.executable, "-c", script, *map(str, arguments)], capture_output=True, text=True,
-        cwd=cwd, env={"HF_HUB_OFFLINE": "1", "PATH": "/usr/bin:/bin", **paths},
-    )  # fmt: skip
+    variables = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(cwd / "home"), "PATH": "/usr/bin:/bin"}
+    done = warm.run_script(script, *arguments, cwd=cwd, variables=variables)
     assert done.returncode == 0, done.stderr
 
 

@@ -1,16 +1,19 @@
-"""Ranks forked from a process that has imported torch and DeepSpeed, in place of new programs.
+"""Programs forked from a process that has done their imports, in place of new ones.
 
 A rank spends about 2.7 CPU-seconds on imports, most tests' ranks far less on training. `start`
-asks the server of this pytest process, which forks; the fork takes the asked environment, folder
-and output and runs the module as `python -m` does. What is killed is the fork itself.
+asks a server of this pytest process, which forks; the fork takes the asked environment, folder
+and output and runs the module as `python -m` does. What is killed is the fork itself. A script that
+knows transformers alone (`run_script`) is forked by a second server, where this project cannot be
+imported.
 
 A fork shares one seed of Python's hashes with the others, so an order that depends on hashes would
 be the same on all of them. Tests of whole runs (`straight_run`, SLURM, the demo, alone) start real
 programs, which differ in it.
 
-`python -m tests.support.warm FD` is the server; FD is its end of a socket pair.
+`python -m tests.support.warm FD KIND` is a server; FD is its end of a socket pair.
 """
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -24,19 +27,33 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn
 
 ROOT = Path(__file__).parents[2]
-_IMPORTED = (
-    "pipeline.use.pretrain", "pipeline.train.pretraining", "pipeline.sinks.tensorboard",
-    "torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer", "torch.utils.cpp_extension",
-    "deepspeed.module_inject.auto_ep_layer", "deepspeed.ops.op_builder.all_ops",
-    "scipy.linalg", "numba",  # what DeepSpeed and the loader import when they are first used
-    "data_prep.commands", "launch.commands", "studies.commands",  # what the door imports
-)  # fmt: skip
+_RANKS, _TRANSFORMERS = "ranks", "transformers"
+_IMPORTED = {
+    _RANKS: (
+        "pipeline.use.pretrain", "pipeline.train.pretraining", "pipeline.sinks.tensorboard",
+        "torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer", "torch.utils.cpp_extension",
+        "deepspeed.module_inject.auto_ep_layer", "deepspeed.ops.op_builder.all_ops",
+        "scipy.linalg", "numba",  # what DeepSpeed and the loader import when they are first used
+        "data_prep.commands", "launch.commands", "studies.commands",  # what the door imports
+    ),
+    _TRANSFORMERS: (
+        "torch", "numpy", "transformers.pipelines", "transformers.dynamic_module_utils",
+        *(f"transformers.models.{name}.modeling_{name}" for name in ("bert", "roberta", "roformer"))
+    ),
+}  # fmt: skip
+"""By kind of server."""
+ABSENT = ("pipeline", "data_prep", "launch", "postnorm", "deepspeed", "webdataset", "sentencepiece",
+          "google_crc32c")  # fmt: skip
+"""Packages of this project, and those that only it needs: a script cannot import them."""
 _READ_BY_IMPORTS = re.compile(
-    "OMP_|GOMP|ATEN_|ONEDNN|TORCH_LOGS|TRITON_INTERPRET|NUMBA_|LD_"
+    "OMP_|GOMP|ATEN_|ONEDNN|TORCH_LOGS|TRITON_INTERPRET|NUMBA_|LD_|TRANSFORMERS_"
     "|PYTHON(?!PATH|DONTWRITE|UNBUFFERED)"
 )
 """Variables that Python, torch and their like read as they start: a fork has those of its server.
@@ -45,7 +62,7 @@ _MESSAGE_BYTES = 1 << 20
 
 
 class Fork:
-    """A forked rank, with the methods of `subprocess.Popen` that tests call."""
+    """A forked program, with the methods of `subprocess.Popen` that tests call."""
 
     def __init__(self, command: list[str], status: int) -> None:
         self.args = command
@@ -92,15 +109,15 @@ Process = subprocess.Popen[bytes] | Fork
 
 
 class _Server:
-    """The process that forks, from the side of pytest."""
+    """A process that forks, from the side of pytest."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # The server belongs to no test. torch reads the number of threads when it is imported.
         self.variables = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.variables.pop("PYTEST_CURRENT_TEST", None)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(theirs.fileno())],
+            [sys.executable, "-m", __name__, str(theirs.fileno()), kind],
             cwd=ROOT, env=self.variables, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
         )  # fmt: skip
         theirs.close()
@@ -109,7 +126,8 @@ class _Server:
     def start(
         self, words: list[str], variables: dict[str, str], folder: str, files: tuple[int, int, int]
     ) -> Fork:
-        """`files` are stdin, stdout and stderr."""
+        """`words` follow `python`; `files` are stdin, stdout and stderr."""
+        sys.audit("subprocess.Popen", sys.executable, words, folder, None)  # as a new program is
         request = {"words": words, "variables": variables, "folder": folder}
         status, theirs = os.pipe()
         socket.send_fds(self._socket, [json.dumps(request).encode()], [*files, theirs])
@@ -122,18 +140,21 @@ class _Server:
         self.process.wait()
 
 
-_server: _Server | None = None
+_servers: dict[str, _Server] = {}
 
 
 def can_fork(command: list[str], variables: dict[str, str]) -> bool:
     """Whether a command is a module, and its environment is that of the imports."""
-    server = _started()
+    return command[:2] == [sys.executable, "-m"] and _fits(_RANKS, variables)
+
+
+def _fits(kind: str, variables: Mapping[str, str]) -> bool:
+    server = _started(kind)
     changed = {
         name for name in {*variables, *server.variables}
         if variables.get(name) != server.variables.get(name)
     }  # fmt: skip
-    is_other = any(map(_READ_BY_IMPORTS.match, changed))
-    return command[:2] == [sys.executable, "-m"] and not is_other
+    return not any(map(_READ_BY_IMPORTS.match, changed))
 
 
 def start(
@@ -143,50 +164,58 @@ def start(
     folder = str(cwd or Path.cwd())
     with open(os.devnull) as nothing:
         files = (nothing.fileno(), output, output)
-        return _started().start(command[2:], variables, folder, files)
+        return _started(_RANKS).start(command[1:], variables, folder, files)
 
 
 def run(*words: object, cwd: Path = ROOT, stdin: str = "") -> subprocess.CompletedProcess[str]:
     """Run `python -m WORDS` in a fork of one thread, as `subprocess.run` with texts captured."""
-    command = [str(word) for word in words]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return _captured(_RANKS, ["-m", *map(str, words)], os.environ, cwd, stdin)
+
+
+def run_script(
+    script: str, *words: object, cwd: Path, variables: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """Run `python -c SCRIPT WORDS` as `run` does; it can import none of `ABSENT`."""
+    return _captured(_TRANSFORMERS, ["-c", script, *map(str, words)], variables, cwd)
+
+
+def _captured(
+    kind: str, words: list[str], variables: Mapping[str, str], cwd: Path, stdin: str = ""
+) -> subprocess.CompletedProcess[str]:
+    variables = {**variables, "OMP_NUM_THREADS": "1"}
     with contextlib.ExitStack() as stack:
         given, out, err = (stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(3))
         given.write(stdin)
         given.seek(0)
-        if can_fork([sys.executable, "-m"], variables):
+        if _fits(kind, variables):
             files = (given.fileno(), out.fileno(), err.fileno())
-            code = _started().start(command, variables, str(cwd), files).wait()
+            code = _started(kind).start(words, variables, str(cwd), files).wait()
         else:
             code = subprocess.run(
-                [sys.executable, "-m", *command], cwd=cwd, env=variables, stdin=given, stdout=out,
+                [sys.executable, *words], cwd=cwd, env=variables, stdin=given, stdout=out,
                 stderr=err, check=False,
             ).returncode  # fmt: skip
         texts = [(file.seek(0), file.read())[1] for file in (out, err)]
-    return subprocess.CompletedProcess(command, code, *texts)
+    return subprocess.CompletedProcess(words, code, *texts)
 
 
 def running() -> list[int]:
     """Process numbers of the forks that still run."""
-    if _server is None:
-        return []
-    _server.forks = [fork for fork in _server.forks if fork.poll() is None]
-    return [fork.pid for fork in _server.forks]
+    for server in _servers.values():
+        server.forks = [fork for fork in server.forks if fork.poll() is None]
+    return [fork.pid for server in _servers.values() for fork in server.forks]
 
 
 def close() -> None:
-    """End the server."""
-    global _server
-    if _server is not None:
-        _server.end()
-        _server = None
+    """End the servers."""
+    while _servers:
+        _servers.popitem()[1].end()
 
 
-def _started() -> _Server:
-    global _server
-    if _server is None or _server.process.poll() is not None:
-        _server = _Server()
-    return _server
+def _started(kind: str) -> _Server:
+    if kind not in _servers or _servers[kind].process.poll() is not None:
+        _servers[kind] = _Server(kind)
+    return _servers[kind]
 
 
 def _serve(connection: socket.socket) -> dict[str, object]:
@@ -238,12 +267,39 @@ def _report(status_of: dict[int, int]) -> None:
         os.close(status)
 
 
+def _read_again() -> None:
+    """Let the loaded modules of Hugging Face have what the variables say now."""
+    constants = importlib.reload(sys.modules["huggingface_hub.constants"])
+    named = {name: value for name, value in vars(constants).items() if name.startswith("HF_")}
+    modules = os.path.join(constants.HF_HOME, "modules")
+    named["HF_MODULES_CACHE"] = os.environ.get("HF_MODULES_CACHE", modules)
+    for name, module in sys.modules.items():
+        if name.startswith(("huggingface_hub", "transformers")) and module is not constants:
+            vars(module).update({key: named[key] for key in named.keys() & vars(module).keys()})
+
+
+def _run_script(script: str) -> None:
+    """Run it as the main module; returns only by an exception."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+        del sys.modules[name]
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    exec(compile(script, "<string>", "exec"), vars(main))
+    # What Python does at an exit, but freeing all modules, which copies most of the shared memory.
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(0)
+
+
 def _main() -> NoReturn:
-    before = dict(os.environ)
-    for name in _IMPORTED:
+    before, kind = dict(os.environ), sys.argv[2]
+    if kind == _TRANSFORMERS:
+        sys.modules.update(dict.fromkeys(ABSENT))  # type: ignore[arg-type]
+    for name in _IMPORTED[kind]:
         importlib.import_module(name)
-    # numba takes 0.4 s before the first of its functions.
-    sys.modules["pipeline.data.random"].permutation(2, seed=0, purpose=0, epoch=0)
+    if kind == _RANKS:  # numba takes 0.4 s before the first of its functions
+        sys.modules["pipeline.data.random"].permutation(2, seed=0, purpose=0, epoch=0)
     set_by_imports = {name: value for name, value in os.environ.items() if name not in before}
     gc.freeze()
     request = _serve(socket.socket(fileno=int(sys.argv[1])))
@@ -252,11 +308,16 @@ def _main() -> NoReturn:
     assert isinstance(variables, dict)
     os.environ.clear()
     os.environ.update(set_by_imports | variables)
-    sys.path[0] = str(request["folder"])
-    os.chdir(sys.path[0])
+    os.chdir(str(request["folder"]))
+    how, what, *rest = words
     sys.modules["numpy"].random.seed()
-    sys.argv = words
-    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    if how == "-c":
+        sys.path[0], sys.argv = "", ["-c", *rest]
+        _read_again()
+        _run_script(what)
+    else:
+        sys.path[0], sys.argv = os.getcwd(), [what, *rest]
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
     sys.exit()
 
 

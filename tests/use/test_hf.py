@@ -2,8 +2,6 @@
 
 import ast
 import json
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from pipeline.data.format import CLS_ID, SEP_ID
 from pipeline.errors import CheckpointError
 from pipeline.model.architecture import SENTENCEPIECE_FILE
 from pipeline.model.encoder import MaskedLanguageModel
+from pipeline.runtime import env
 from pipeline.tokenizer.sentencepiece import Tokenizer
 from pipeline.use import hf
 from pipeline.use.folder import load_model, load_trained, publishing, write_model
@@ -23,6 +22,7 @@ from tests.model import reference
 from tests.support import warm
 from tests.support.grids import first_in_ci
 
+NEW_PROGRAM = env.run_script  # tests/conftest.py replaces it
 # A process in which nothing of this project, nor what only it needs, can be imported.
 ALONE = """
 import json, sys
@@ -75,10 +75,7 @@ def _alone(folder: Path, tmp_path: Path) -> dict[str, torch.Tensor]:
     out = tmp_path / "out.pt"
     home = str(tmp_path / "home")
     environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": home, "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE, str(folder), str(out)], capture_output=True, text=True,
-        cwd=tmp_path, env=environment,
-    )  # fmt: skip
+    done = env.run_script(ALONE, folder, out, cwd=tmp_path, variables=environment)
     assert done.returncode == 0, done.stderr
     return torch.load(out)  # type: ignore[no-any-return]
 
@@ -116,9 +113,13 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", first_in_ci(KINDS, 3))
-def test_folder_alone_computes_the_same(kind: str, straight_run: Path, tmp_path: Path) -> None:
+def test_folder_alone_computes_the_same(
+    kind: str, straight_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = straight_run
-    if kind != "run":
+    if kind == "run":
+        monkeypatch.setattr(env, "run_script", NEW_PROGRAM)  # as users run it, both times
+    else:
         source = _model_folder(tmp_path / "ours", straight_run, **KINDS[kind])
     assert export_hf(source, tmp_path / "hf").max_abs_diff <= 1e-4
     found = _alone(tmp_path / "hf", tmp_path)

@@ -5,8 +5,6 @@ import json
 import os
 import pydoc_data.topics
 import random
-import subprocess
-import sys
 import unicodedata
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from pipeline.errors import CheckpointError, DataError
 from pipeline.tokenizer.fast import FastTokenizer, build_tokenizer_json
 from pipeline.tokenizer.sentencepiece import Definition, Tokenizer, train
 from pipeline.use.hf_tokenizer import write_hf_tokenizer
+from tests.support import warm
 
 PARAGRAPHS = [
     paragraph
@@ -129,10 +128,11 @@ def test_transformers_alone_loads_it(
 ) -> None:
     tokenizer, folder = exported
     (tmp_path / "in.json").write_text(json.dumps({str(folder): texts}))
-    subprocess.run(
-        [sys.executable, "-c", _IN_TRANSFORMERS, tmp_path / "in.json", tmp_path / "out.json"],
-        check=True, cwd=tmp_path, env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
+    paths, variables = (tmp_path / "in.json", tmp_path / "out.json"), {"HF_HUB_OFFLINE": "1"}
+    done = warm.run_script(
+        _IN_TRANSFORMERS, *paths, cwd=tmp_path, variables={**os.environ, **variables}
+    )
+    done.check_returncode()
     out: dict[str, Any] = json.loads((tmp_path / "out.json").read_text())[str(folder)]
     assert out["ids"] == [[CLS_ID, *tokenizer.encode_with_masks(t), SEP_ID] for t in texts]
     assert out["again"] == out["ids"]
