@@ -34,7 +34,7 @@ from types import ModuleType
 from typing import NoReturn
 
 ROOT = Path(__file__).parents[2]
-_RANKS, _TRANSFORMERS = "ranks", "transformers"
+_RANKS, _TRANSFORMERS = "ranks", "transformers"  # kinds of servers
 _IMPORTED = {
     _RANKS: (
         "pipeline.use.pretrain", "pipeline.train.pretraining", "pipeline.sinks.tensorboard",
@@ -43,12 +43,8 @@ _IMPORTED = {
         "scipy.linalg", "numba",  # what DeepSpeed and the loader import when they are first used
         "data_prep.commands", "launch.commands", "studies.commands",  # what the door imports
     ),
-    _TRANSFORMERS: (
-        "torch", "numpy", "transformers.pipelines", "transformers.dynamic_module_utils",
-        *(f"transformers.models.{name}.modeling_{name}" for name in ("bert", "roberta", "roformer"))
-    ),
+    _TRANSFORMERS: ("transformers.pipelines", "transformers.models.bert.modeling_bert"),
 }  # fmt: skip
-"""By kind of server."""
 ABSENT = ("pipeline", "data_prep", "launch", "postnorm", "deepspeed", "webdataset", "sentencepiece",
           "google_crc32c")  # fmt: skip
 """Packages of this project, and those that only it needs: a script cannot import them."""
@@ -270,12 +266,9 @@ def _report(status_of: dict[int, int]) -> None:
 def _read_again() -> None:
     """Let the loaded modules of Hugging Face have what the variables say now."""
     constants = importlib.reload(sys.modules["huggingface_hub.constants"])
-    named = {name: value for name, value in vars(constants).items() if name.startswith("HF_")}
-    modules = os.path.join(constants.HF_HOME, "modules")
-    named["HF_MODULES_CACHE"] = os.environ.get("HF_MODULES_CACHE", modules)
-    for name, module in sys.modules.items():
-        if name.startswith(("huggingface_hub", "transformers")) and module is not constants:
-            vars(module).update({key: named[key] for key in named.keys() & vars(module).keys()})
+    cache = os.environ.get("HF_MODULES_CACHE", os.path.join(constants.HF_HOME, "modules"))
+    for name in ("utils.hub", "utils", "dynamic_module_utils"):
+        vars(sys.modules[f"transformers.{name}"])["HF_MODULES_CACHE"] = cache
 
 
 def _run_script(script: str) -> None:
@@ -287,8 +280,7 @@ def _run_script(script: str) -> None:
     # What Python does at an exit, but freeing all modules, which copies most of the shared memory.
     threading._shutdown()
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    sys.stdout.flush()
     os._exit(0)
 
 
