@@ -33,11 +33,14 @@ class SourceConfig:
     ] = param(
         "auto", "format of the files; auto goes by the suffix, wiki_NN is WikiExtractor's output"
     )
-    encoding: Literal["utf-8", "gb18030", "auto"] = param(
+    encoding: Literal[
+        "auto", "utf-8", "gb18030", "big5", "shift_jis", "euc-jp", "windows-1252", "utf-16-le",
+        "utf-16-be",
+    ] = param(
         "utf-8",
-        "encoding of txt, jsonl, csv, tsv and wikiextractor files; auto reads a file as GB18030 if "
-        "its first MB is valid GB18030 but not valid UTF-8",
-    )
+        "encoding of txt, jsonl, csv, tsv and wikiextractor files; auto finds each file's own by "
+        "what its bytes would mean; lines that are not valid in it are rejected and counted",
+    )  # fmt: skip
     txt_documents: Literal["blank_line", "line", "file"] = param(
         "blank_line",
         "end of a document in .txt files: a blank line, every line, or the end of the file",

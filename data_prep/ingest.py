@@ -94,12 +94,12 @@ def run(task: StageTask[IngestJob]) -> Result:
                 results.reject("ingest", item, len(item.raw))
     hashes_of_ids = np.array(writer.id_hashes, dtype=np.uint64)
     duplicate_ids = len(hashes_of_ids) - len(np.unique(hashes_of_ids))
-    _warn(job.piece, duplicate_ids, remarks.gb18030_files)
+    _warn(job.piece, duplicate_ids, remarks)
     notes = {
         **{f"masked: {kind}": count for kind, count in sorted(results.masked.items())},
         **{f"characters of HTML removed: {kind}": n for kind, n in sorted(results.cut.items())},
         REPEATED_IDS: duplicate_ids,
-        "files read as GB18030": len(remarks.gb18030_files),
+        **{f"files read as {name}": len(paths) for name, paths in remarks.encodings.items()},
         "long documents that were split": remarks.num_split,
     }
     stages = {name: counts.to_json() for name, counts in results.counts.items()}
@@ -183,7 +183,7 @@ def script_of(encoded: bytes) -> str:
     return "Chinese and Latin" if han + latin >= 0.7 * letters else "other"
 
 
-def _warn(piece: InputPiece, duplicate_ids: int, gb18030_files: list[str]) -> None:
+def _warn(piece: InputPiece, duplicate_ids: int, remarks: ReadStats) -> None:
     where = f"source {piece.source.name}, {piece.files[0].path}"
     if len(piece.files) > 1:
         where += f" and {len(piece.files) - 1} more files"
@@ -194,7 +194,6 @@ def _warn(piece: InputPiece, duplicate_ids: int, gb18030_files: list[str]) -> No
             where,
             duplicate_ids,
         )
-    if gb18030_files:
-        shown = ", ".join(gb18030_files[:3])
-        text = "%s: %d files are not UTF-8 and were read as GB18030, such as %s"
-        logger.warning(text, where, len(gb18030_files), shown)
+    for name, paths in remarks.encodings.items():
+        text = "%s: %d files are read as %s, such as %s"
+        logger.warning(text, where, len(paths), name, ", ".join(paths[:3]))

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from data_prep import embedded
 from data_prep.config import SourceConfig
-from data_prep.readers.text import opened
+from data_prep.readers.encodings import UTF_16, Encoding
+from data_prep.readers.text import detect_encoding, opened
 from pipeline.errors import DataError
 from pipeline.runtime import remote
 
@@ -90,9 +91,25 @@ def format_of(path: str, source: SourceConfig) -> str | None:
     kind = _format_by_name(path)
     if kind == "jsonl" and plain_name(path).endswith(".json"):
         with opened(path, only_head=True) as stream:
-            head = stream.buffer.read(_HEAD_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
+            head = stream.buffer.read(_HEAD_BYTES)
+        head = head.translate(None, codecs.BOM_UTF8 + codecs.BOM_UTF16 + b"\0").lstrip()
         return "json" if head.startswith(b"[") else kind
     return kind
+
+
+def encoding_of(file: InputFile, source: SourceConfig) -> Encoding | None:
+    """Return a file's encoding; looks into the file if the source says `auto`.
+
+    Returns:
+        None if the file is in no encoding that is known.
+    """
+    kind = format_of(file.path, source)
+    # Parquet and WET are UTF-8 by their definition.
+    if source.kind != "files" or source.reader or kind in ("parquet", "wet"):
+        return "utf-8"
+    found = detect_encoding(file.path) if source.encoding == "auto" else source.encoding
+    # So are JSON arrays, if not UTF-16; brackets may be parts of characters in the others.
+    return "utf-8" if kind == "json" and found not in UTF_16 else found
 
 
 def find(source: SourceConfig) -> Listing:
@@ -175,7 +192,7 @@ def _split(source: SourceConfig, file: InputFile, piece_bytes: int) -> list[Inpu
         and not file.path.lower().endswith(COMPRESSED_SUFFIXES)
         and (kind == "jsonl" or (kind == "txt" and source.txt_documents != "file"))
     )
-    if not splittable or file.num_bytes <= piece_bytes:
+    if not splittable or file.num_bytes <= piece_bytes or encoding_of(file, source) in UTF_16:
         return [file]
     count = -(-file.num_bytes // piece_bytes)
     bounds = [file.num_bytes * i // count for i in range(count + 1)]

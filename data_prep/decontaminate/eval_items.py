@@ -1,7 +1,7 @@
 """Texts of evaluation sets in files of several forms.
 
 An item is one text: every string in .json and .jsonl (values of any depth, not keys), every cell of
-.tsv and .csv, every line of .txt. Files are UTF-8, or GB18030 where only that fits. A string
+.tsv and .csv, every line of .txt. The encoding of a file is detected. A string
 without a space and without a Chinese, Japanese or Korean character is not an item: it is a label,
 an id or an address.
 """
@@ -22,7 +22,8 @@ from data_prep.inputs import (
     plain_name,
     refuse_changed,
 )
-from data_prep.readers.items import decode, invalid_line, storable
+from data_prep.readers.encodings import decode, invalid_line, of_lines
+from data_prep.readers.items import storable
 from data_prep.readers.text import detect_encoding, opened
 from pipeline.errors import DataError
 
@@ -87,8 +88,9 @@ def _is_text(text: str) -> bool:
 
 def _lines(file: InputFile, reading: Reading) -> Iterator[tuple[int, str]]:
     """Yield numbers from 1 and texts of all lines, without their ends."""
-    encoding = detect_encoding(file.path)
-    with opened(file.path) as stream:
+    encoding = detect_encoding(file.path) or "utf-8"
+    with opened(file.path, encoding=encoding) as stream:
+        encoding = of_lines(encoding)
         for number, raw in enumerate(stream.buffer, 1):
             line = decode(raw, encoding)
             if line is None:

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from data_prep import embedded
 from data_prep.config import CleanConfig, SourceConfig
-from data_prep.inputs import InputFile, InputPiece, format_of, refuse_changed
+from data_prep.inputs import InputFile, InputPiece, encoding_of, format_of, refuse_changed
 from data_prep.plugins import load_function, raised, source_of
 from data_prep.readers import records, text, wiki
+from data_prep.readers.encodings import Encoding, of_lines
 from data_prep.readers.items import (
     MOST_BYTES,
     BrokenFileError,
     Document,
-    Encoding,
     FileOrigin,
     Rejected,
     storable,
@@ -22,14 +22,15 @@ from data_prep.readers.items import (
 from pipeline.errors import DataError
 
 logger = logging.getLogger(__name__)
+UNKNOWN = "UTF-8, which they are not, nor another encoding that is known"
 
 
 @dataclass
 class ReadStats:
     """What is worth knowing of a piece, but not rejected."""
 
-    gb18030_files: list[str] = field(default_factory=list)
-    """Paths of files that turned out to be GB18030."""
+    encodings: dict[str, list[str]] = field(default_factory=dict)
+    """Encoding that was found, other than UTF-8, or `UNKNOWN` -> paths of the files."""
     num_split: int = 0
     """Documents that were too long."""
 
@@ -89,9 +90,9 @@ def _read(
     if source.kind == "files":
         encoding = encoding_of(file, source)
         # Only the first range of a file counts it.
-        if encoding == "gb18030" and source.encoding == "auto" and not file.start:
-            remarks.gb18030_files.append(file.path)
-        yield from read_file(file, source, max_bytes, encoding, only_head=only_head)
+        if encoding != "utf-8" and source.encoding == "auto" and not file.start:
+            remarks.encodings.setdefault(encoding or UNKNOWN, []).append(file.path)
+        yield from read_file(file, source, max_bytes, encoding or "utf-8", only_head=only_head)
         return
     for place, raw in embedded.documents(Path(file.path), file.name):
         place = f"{source.name}/{place}"
@@ -99,15 +100,6 @@ def _read(
             yield Document(place, raw.decode())
         except UnicodeDecodeError:
             yield Rejected(place, "invalid UTF-8 document", raw)
-
-
-def encoding_of(file: InputFile, source: SourceConfig) -> Encoding:
-    """Return the encoding of a file's lines; looks into the file if the source says `auto`."""
-    if source.encoding != "auto":
-        return source.encoding
-    # Parquet, WET and JSON arrays are UTF-8 by their definition.
-    is_lines = format_of(file.path, source) in ("txt", "jsonl", "csv", "tsv", "wikiextractor")
-    return text.detect_encoding(file.path) if is_lines else "utf-8"
 
 
 def read_file(
@@ -124,9 +116,9 @@ def read_file(
     gzip, xz or zstd) those before that member; then one `Rejected` follows with the beginning of
     the document that the break goes through.
     """
-    place = FileOrigin(source.name, file.path, file.name, max_bytes, encoding)
+    place = FileOrigin(source.name, file.path, file.name, max_bytes, of_lines(encoding))
     try:
-        yield from _items(file, source, place, only_head)
+        yield from _items(file, source, place, encoding, only_head)
     except BrokenFileError as broken:
         logger.warning(
             "%s: %s: %s; the documents before that are used", file.path, broken.reason, broken
@@ -134,7 +126,9 @@ def read_file(
         yield Rejected(f"{source.name}/{file.name}", broken.reason, broken.unfinished)
 
 
-def _items(file: InputFile, source: SourceConfig, place: FileOrigin, only_head: bool) -> text.Items:
+def _items(
+    file: InputFile, source: SourceConfig, place: FileOrigin, encoding: Encoding, only_head: bool
+) -> text.Items:
     if source.reader:
         yield from _own(file, source, place)
         return
@@ -146,7 +140,7 @@ def _items(file: InputFile, source: SourceConfig, place: FileOrigin, only_head: 
 
         yield from parquet.documents(place, fields)
         return
-    with text.opened(file.path, only_head=only_head) as stream:
+    with text.opened(file.path, only_head=only_head, encoding=encoding) as stream:
         if kind == "wet":
             from data_prep.readers import wet
 

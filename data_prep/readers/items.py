@@ -4,8 +4,9 @@ import base64
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
+from data_prep.readers.encodings import Encoding, invalid_line
 from pipeline.errors import DataError
 
 MOST_BYTES = 1_000_000_000
@@ -13,7 +14,6 @@ MOST_BYTES = 1_000_000_000
 CUT_SHORT = "file cut short"
 DAMAGED = "file damaged"
 
-Encoding = Literal["utf-8", "gb18030"]
 Metadata = Mapping[str, Any]
 """Values by the names that `sources[].metadata` gives; JSON can hold them."""
 
@@ -102,19 +102,6 @@ class FileOrigin:
             f"{self.max_bytes // 1_000_000} MB; set clean.on_long_document to split or reject, or "
             "raise clean.max_document_mb (about 25 times as much memory is needed for it)"
         )
-
-
-def decode(raw: bytes, encoding: Encoding) -> str | None:
-    """Decode a line, without a byte-order mark; None if it has invalid bytes."""
-    try:
-        return raw.decode(encoding).removeprefix("\ufeff")
-    except UnicodeDecodeError:
-        return None
-
-
-def invalid_line(encoding: Encoding) -> str:
-    """Return the reason for rejecting a line that cannot be decoded."""
-    return f"invalid {encoding.upper()} line"
 
 
 def storable(text: str) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 import pyarrow as pa  # type: ignore[import-untyped,import-not-found]
 import pyarrow.parquet as pq  # type: ignore[import-untyped,import-not-found]
 
-from data_prep.readers.items import DAMAGED, BrokenFileError, FileOrigin, Metadata, Rejected, decode
+from data_prep.readers.encodings import decode
+from data_prep.readers.items import DAMAGED, BrokenFileError, FileOrigin, Metadata, Rejected
 from data_prep.readers.records import Fields
 from data_prep.readers.text import Items, open_binary, whole_document
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from data_prep.readers.encodings import decode
 from data_prep.readers.items import (
     CUT_SHORT,
     DAMAGED,
@@ -19,7 +20,6 @@ from data_prep.readers.items import (
     FileOrigin,
     Metadata,
     Rejected,
-    decode,
     storable,
 )
 from data_prep.readers.text import Items, Lines, Stream, line_documents

@@ -6,7 +6,6 @@ documents as the whole file.
 """
 
 import bz2
-import codecs
 import io
 import lzma
 import zlib
@@ -18,17 +17,15 @@ from typing import IO, Any
 
 from backports import zstd
 
+from data_prep.readers.encodings import UTF_16, Encoding, as_utf8, decode, detect, invalid_line
 from data_prep.readers.items import (
     CUT_SHORT,
     DAMAGED,
     BrokenFileError,
     Document,
-    Encoding,
     FileOrigin,
     Metadata,
     Rejected,
-    decode,
-    invalid_line,
 )
 from pipeline.runtime import remote
 
@@ -38,7 +35,9 @@ Items = Iterator[Document | Rejected]
 # A damaged stream loses at most one step of output before the damage.
 _STEP = 1 << 14
 _NEWLINE_SEARCH = 1 << 16
-_HEAD_BYTES = 1_000_000
+_HEAD_BYTES = 1 << 18
+_LATER_BYTES = 1 << 16
+_LATER_PARTS = 8
 
 
 class _Gzip:
@@ -179,6 +178,11 @@ class Stream:
         """The reason why the file broke off, known when its last readable byte has been read."""
         return self._decompressed.problem if self._decompressed else None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether any byte can be read without those before it."""
+        return self._decompressed is None
+
 
 def open_binary(path: str) -> IO[bytes]:
     """Open a file of the file system or of a store as it is."""
@@ -186,22 +190,24 @@ def open_binary(path: str) -> IO[bytes]:
 
 
 @contextmanager
-def opened(path: str, *, only_head: bool = False) -> Iterator[Stream]:
+def opened(path: str, *, only_head: bool = False, encoding: Encoding = "utf-8") -> Iterator[Stream]:
     """Open a file, decompressing by its suffix; it breaks off before a damaged member.
 
-    That is not known of a file of which only the head is read.
+    That is not known of a file of which only the head is read. UTF-16 is read as UTF-8.
     """
     suffix = Path(path).suffix.lower()
     with open_binary(path) as file:
         if suffix in _DECODERS:
             damage = None if only_head else _find_damage(path, suffix)
             decompressed = _Decompressed(file, suffix, damage)
-            yield Stream(io.BufferedReader(decompressed, _STEP), decompressed)
+            buffer: IO[bytes] = io.BufferedReader(decompressed, _STEP)
         else:
-            yield Stream(file, None)
+            buffer, decompressed = file, None
+        yield Stream(as_utf8(buffer, encoding) if encoding in UTF_16 else buffer, decompressed)
 
 
-# No byte of a GB18030 character is a line feed, so lines can be told apart before decoding.
+# No character of the encodings but UTF-16 has the byte of a line feed, so lines can be told apart
+# before decoding.
 def lines(stream: Stream, place: FileOrigin, start: int) -> Lines:
     """Yield (byte offset, line without its end).
 
@@ -240,22 +246,21 @@ def _line_start(file: IO[bytes], place: FileOrigin, position: int) -> int:
     return file.seek(0)
 
 
-def detect_encoding(path: str) -> Encoding:
-    """Detect the encoding of a file's first MB: UTF-8, or else GB18030 if that decodes all of it.
+def detect_encoding(path: str) -> Encoding | None:
+    """Detect a file's encoding by its beginning and parts of its rest; None if none fits.
 
-    A character that is cut at the end of the head does not count as invalid. A file that is valid
-    in neither is read as UTF-8 with bad lines.
+    A compressed file is known by its beginning alone.
     """
     with opened(path, only_head=True) as stream:
         head = stream.buffer.read(_HEAD_BYTES)
-    encodings: tuple[Encoding, ...] = ("utf-8", "gb18030")
-    for encoding in encodings:
-        try:
-            codecs.getincrementaldecoder(encoding)().decode(head)
-        except UnicodeDecodeError:
-            continue
-        return encoding
-    return "utf-8"
+        later = []
+        if len(head) == _HEAD_BYTES and stream.is_plain:
+            size = stream.buffer.seek(0, io.SEEK_END)
+            for part in range(_LATER_PARTS):
+                stream.buffer.seek(max(len(head), size * (part + 1) // (_LATER_PARTS + 1)))
+                # Before its first line feed may stand half a character.
+                later.append(stream.buffer.read(_LATER_BYTES).partition(b"\n")[2])
+    return detect(head, later)
 
 
 def whole_document(data: bytes, document_id: str, metadata: Metadata) -> Items:

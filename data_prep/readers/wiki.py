@@ -7,7 +7,8 @@ which WikiExtractor repeats as the first line, is part of the text.
 import html
 import re
 
-from data_prep.readers.items import BrokenFileError, Document, FileOrigin, Rejected, decode
+from data_prep.readers.encodings import decode
+from data_prep.readers.items import BrokenFileError, Document, FileOrigin, Rejected
 from data_prep.readers.records import Fields, json_document
 from data_prep.readers.text import GrowingDocument, Items, Lines
 

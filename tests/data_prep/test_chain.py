@@ -127,7 +127,8 @@ def test_array_tasks_killed_at_random_make_the_same_dataset(
     assert killed > 1.5 * times
     assert _files(output) == _files(whole)
     assert len(list(output.glob("shards/train-*.tar"))) > 1
-    assert not list(output.rglob("*.tmp"))
+    # A lease of 300 bytes may stay that a process had written when it was killed.
+    assert not [path for path in output.rglob("*.tmp") if path.parent.name != "lease"]
     assert not list(output.rglob("*.running.json"))
 
 

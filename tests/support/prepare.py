@@ -7,8 +7,8 @@ from typing import Any
 from data_prep import corpus
 from data_prep.chain import walk
 from data_prep.config import PrepConfig, SourceConfig
-from data_prep.inputs import find
-from data_prep.readers.documents import encoding_of, read_file
+from data_prep.inputs import encoding_of, find
+from data_prep.readers.documents import read_file
 from data_prep.readers.items import Document, Rejected
 from data_prep.stage import Done, Stage, run_tasks
 from pipeline.config.load import load
@@ -46,7 +46,7 @@ def read_source(
     """All items of a file, or of the one file in a folder."""
     source = SourceConfig(name="s", inputs=(str(path),), **settings)
     [file] = find(source).files
-    return list(read_file(file, source, max_bytes, encoding_of(file, source)))
+    return list(read_file(file, source, max_bytes, encoding_of(file, source) or "utf-8"))
 
 
 def texts_of(items: list[Document | Rejected]) -> list[str]:
