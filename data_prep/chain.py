@@ -7,11 +7,12 @@ records.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
-from data_prep import index, ingest, shards
+from data_prep import index, ingest, losses, shards
 from data_prep.config import PrepConfig
 from data_prep.corpus import Corpus, Progress
 from data_prep.decontaminate import stages as evaluated
@@ -54,8 +55,7 @@ def _eval_sets(progress: Progress, folder: Path) -> list[StageTask[Any]]:
 
 
 def _ingest(progress: Progress, folder: Path) -> list[StageTask[Any]]:
-    config = progress.corpus.config
-    return ingest.tasks(progress.corpus.pieces, config.clean, config.filters, folder)
+    return ingest.tasks(progress.corpus.pieces, progress.corpus.config, folder)
 
 
 def _line_parts(progress: Progress, folder: Path) -> list[StageTask[Any]]:
@@ -128,12 +128,18 @@ def steps(config: PrepConfig) -> list[Step]:
     return [step for step in STEPS if step.wanted(config)]
 
 
-def walk(corpus: Corpus, visit: Callable[[Stage], list[Done] | None]) -> bool:
+def walk(
+    corpus: Corpus, visit: Callable[[Stage], list[Done] | None], *, only_look: bool = False
+) -> bool:
     """Go along the chain; return whether the end was reached.
 
     Args:
         corpus: the corpus to prepare.
         visit: receives each stage; returns the records of all its tasks, or None to stop there.
+        only_look: nothing is done, so a corpus from which nothing can be made is no error.
+
+    Raises:
+        DataError: too much of a source could not be read, or no document is left.
     """
     progress = Progress(corpus)
     num_documents = None
@@ -144,7 +150,8 @@ def walk(corpus: Corpus, visit: Callable[[Stage], list[Done] | None]) -> bool:
             return False
         progress.add(step.name, tasks, records, step.produces)
         num_documents = _reconcile(step.name, records, num_documents)
-        if step.name == "ingest":
+        if step.name == "ingest" and not only_look:
+            _check_read(progress)
             _refuse_empty(progress)
     return True
 
@@ -180,8 +187,14 @@ def look(corpus: Corpus) -> list[tuple[Stage, list[Done | None]]]:
         done = [record for record in records if record is not None]
         return done if len(done) == len(records) else None
 
-    walk(corpus, visit)
+    walk(corpus, visit, only_look=True)
     return seen
+
+
+def _check_read(progress: Progress) -> None:
+    records = zip(progress.corpus.pieces, progress.records["ingest"], strict=True)
+    for source, parts in groupby(records, key=lambda part: part[0].source):
+        losses.check(source, (done.result["read"] for _, done in parts))
 
 
 def _refuse_empty(progress: Progress) -> None:

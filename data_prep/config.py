@@ -45,8 +45,11 @@ class SourceConfig:
         "blank_line",
         "end of a document in .txt files: a blank line, every line, or the end of the file",
     )
-    text_field: str = param(
-        "text", "key of the text in JSON, column in tables; a.b is b of the object in a"
+    text_field: str | tuple[str, ...] = param(
+        "text",
+        "key of the text in JSON, column in tables, or a list of such, whose texts are joined by "
+        "line breaks; a.b is b of the object, or of each object of the list, in a; texts of a list "
+        "are joined too",
     )
     weight: float = param(1.0, "share in training, relative to the source's size", gt=0)
     id_field: str = param(
@@ -64,6 +67,13 @@ class SourceConfig:
         "what to do about files, folders and links in an input folder that cannot be read: stop, "
         "or leave them out, listed in the log and counted in the report",
     )
+    max_lost_share: float = param(
+        0.1,
+        "a run stops if a larger share of the source's rows, or of its bytes, cannot be read: not "
+        "valid, in another encoding, or without text",
+        ge=0,
+        le=1,
+    )
     near_threshold: float | None = param(
         None,
         "similarity from which on a document of this source is dropped, in place of "
@@ -78,6 +88,11 @@ class SourceConfig:
         "yields texts, or (id, text), or (id, text, metadata); format, encoding and fields do not "
         "count then",
     )
+    clean: "CleanConfig | None" = param(
+        None,
+        "settings of `clean` for this source in place of the top level's, such as {html: strip}; "
+        "null: the top level's",
+    )
     filters: "FiltersConfig | tuple[FiltersConfig, ...] | None" = param(
         None,
         "rules for this source in place of the top level's: `{from: technical}` (presets: web, "
@@ -85,7 +100,24 @@ class SourceConfig:
         "level's",
     )
 
+    @property
+    def text_fields(self) -> tuple[str, ...]:
+        """Names of the fields whose texts are joined."""
+        return (self.text_field,) if isinstance(self.text_field, str) else self.text_field
+
+    # What says how often text is used, which files there are and what is dropped later is left out.
+    def of_texts(self) -> dict[str, Any]:
+        """Return the settings that the texts of the source depend on, but rules and own code."""
+        settings = dataclasses.asdict(self)
+        for name in ("weight", "on_unreadable", "max_lost_share", "near_threshold"):
+            del settings[name]
+        for name in ("reader", "clean", "filters"):
+            del settings[name]
+        return settings
+
     def __post_init__(self) -> None:
+        if not self.text_fields:
+            raise ConfigError(f"source {self.name!r}: text_field = []; expected names of fields")
         if (self.kind == "files") != bool(self.inputs):
             raise ConfigError(
                 f"source {self.name!r}: kind={self.kind} with inputs={list(self.inputs)}; "
@@ -593,6 +625,23 @@ class PrepConfig:
         names = [source.name for source in self.sources]
         if not names or len(set(names)) < len(names):
             raise ConfigError(f"sources = {names}: expected at least one, each with its own name")
+        # The tokenizer is one of all; texts of evaluation sets are cleaned as the top level says.
+        of_all = ["newline"] + ["nfkc", "simplified"] * bool(self.decontaminate.sets)
+        for source in self.sources:
+            for name in of_all:
+                own, common = getattr(self.clean_of(source), name), getattr(self.clean, name)
+                if own != common:
+                    why = "the same for all sources"
+                    if name != "newline":
+                        why += " where texts of evaluation sets are searched for"
+                    raise ConfigError(
+                        f"source {source.name!r}: clean.{name} = {own}, and {common} at the top "
+                        f"level; it is {why}"
+                    )
+
+    def clean_of(self, source: SourceConfig) -> CleanConfig:
+        """Return how the texts of a source are cleaned."""
+        return self.clean if source.clean is None else source.clean
 
     def near_threshold_of(self, source: SourceConfig) -> float:
         """Return the similarity from which on a document of a source is dropped."""

@@ -56,8 +56,6 @@ class Corpus:
         """Hash of everything that the dataset depends on."""
         settings = asdict(self.config)
         del settings["workers"], settings["output_dir"]
-        if self.config.clean.newline == "space":
-            del settings["clean"]["newline"]  # datasets from before there was a choice stay valid
         given = self.tokenizer and self.tokenizer.sha256
         sets = {name: [asdict(file) for file in files] for name, files in self.eval_sets.items()}
         return make_key(settings, [asdict(piece) for piece in self.pieces], given, sets)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.clean.normalise import normalise
-from data_prep.config import CleanConfig, Filtering, FiltersConfig, rule_sets
+from data_prep.config import CleanConfig, FiltersConfig, PrepConfig
 from data_prep.filters.rules import Chain, Dropped, key_parts
 from data_prep.inputs import InputPiece
 from data_prep.metadata import FieldCounts, count
@@ -58,20 +58,17 @@ class IngestJob:
 
 
 def tasks(
-    pieces: Sequence[InputPiece], clean: CleanConfig, filters: Filtering, folder: Path
+    pieces: Sequence[InputPiece], config: PrepConfig, folder: Path
 ) -> list[StageTask[IngestJob]]:
-    """Make one task per piece; `filters` are for the sources that have none of their own."""
+    """Make one task per piece."""
     made = []
     parts: dict[tuple[FiltersConfig, ...], list[Any]] = {}
     for i, piece in enumerate(pieces):
-        described = asdict(piece)
-        # They say how often text is used, and which files there are, not which text they hold.
-        del described["source"]["weight"], described["source"]["on_unreadable"]
-        del described["source"]["filters"], described["source"]["reader"]
-        if piece.source.reader:
-            key = f"source {piece.source.name!r}: reader"
-            described["source"]["reader"] = digest(piece.source.reader, key)
-        chosen = rule_sets(filters if piece.source.filters is None else piece.source.filters)
+        source = piece.source
+        described = {"source": source.of_texts(), "files": [asdict(file) for file in piece.files]}
+        if source.reader:
+            described["reader"] = digest(source.reader, f"source {source.name!r}: reader")
+        clean, chosen = config.clean_of(source), config.filters_of(source)
         if chosen not in parts:  # reads the files of words and of own rules once
             parts[chosen] = [part for rules in chosen for part in key_parts(rules)]
         key = make_key(described, clean.of_texts(), *parts[chosen])
@@ -105,7 +102,8 @@ def run(task: StageTask[IngestJob]) -> Result:
     stages = {name: counts.to_json() for name, counts in results.counts.items()}
     scripts = dict(sorted(results.scripts.items()))
     metadata = {name: asdict(counts) for name, counts in results.metadata.items()}
-    result = {**stages, "notes": notes, "scripts": scripts, "metadata": metadata}
+    read = remarks.reading.to_json()
+    result = {**stages, "notes": notes, "scripts": scripts, "metadata": metadata, "read": read}
     return result, piece_paths(task)
 
 
@@ -115,7 +113,8 @@ def estimates(size: Size) -> dict[str, Estimate]:
     every = [rules for source in size.config.sources for rules in size.config.filters_of(source)]
     filtered = any(getattr(rules, name).enabled for rules in every for name in names)
     cpu_s = size.text_bytes / 1e6 * (1 / 32 + (1 / 23 if filtered else 0))
-    longest_mb = size.config.clean.max_document_mb if size.largest_bytes > 1e9 else 0
+    longest = max(size.config.clean_of(source).max_document_mb for source in size.config.sources)
+    longest_mb = longest if size.largest_bytes > 1e9 else 0
     memory = 150e6 + 25e6 * longest_mb
     return {"ingest": Estimate(size.pieces, cpu_s, 0.45 * size.text_bytes, memory)}
 

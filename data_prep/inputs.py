@@ -29,6 +29,8 @@ FORMATS = {
     ".parquet": "parquet",
 }
 TEXT_SUFFIXES = tuple(FORMATS)
+RECORDS = ("jsonl", "json", "csv", "tsv", "parquet")
+"""Formats whose documents are records with fields."""
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".xz", ".bz2")
 _HEAD_BYTES = 1 << 12
 _ANY = "any"

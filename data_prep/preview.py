@@ -23,7 +23,7 @@ import numpy as np
 
 from data_prep import inputs
 from data_prep.clean.normalise import normalise
-from data_prep.config import PrepConfig, SourceConfig
+from data_prep.config import CleanConfig, PrepConfig, SourceConfig
 from data_prep.datasheet.gather import Mask, beginning, mask_of, side_by_side
 from data_prep.datasheet.page import colours, fill, percent
 from data_prep.dedup.minhash import agreements, signatures, similarity
@@ -97,12 +97,12 @@ def try_filters(config: PrepConfig, documents: int) -> dict[str, Any]:
             chain = Chain(config.filters_of(source), source.name)
             mask = mask_of(config.filters_of(source))
             for item in sample(config, source, quota):
-                reason, detail = _try(config, chain, item, of)
+                reason, detail = _try(config.clean_of(source), chain, item, of)
                 if reason:
                     shown = {"source": source.name, **_shown(item, mask), "detail": detail}
                     examples[reason].append(shown)
                 elif config.dedup.near_duplicates and isinstance(item, Document):
-                    text = normalise(item.text, config.clean)
+                    text = normalise(item.text, config.clean_of(source))
                     kept.append({"source": source, "id": item.id, "text": text})
                 advance(1)
     scales = _scales(tried.values())
@@ -168,16 +168,16 @@ def _first(config: PrepConfig, source: SourceConfig) -> Iterator[Document | Reje
     count = min(len(pieces), _MAX_PIECES)
     for piece in (pieces[len(pieces) * i // count] for i in range(count)):
         left = _MAX_BYTES // count
-        for item in read_piece(piece, config.clean, ReadStats(), only_head=True):
+        for item in read_piece(piece, config.clean_of(source), ReadStats(), only_head=True):
             yield item
             left -= len(item.text if isinstance(item, Document) else item.raw)
             if left < 0:
                 break
 
 
-def _try(config: PrepConfig, chain: Chain, item: Document | Rejected, of: Tried) -> tuple[str, str]:
+def _try(clean: CleanConfig, chain: Chain, item: Document | Rejected, of: Tried) -> tuple[str, str]:
     """Apply the rules to one document; return the reason to reject it, if any, and the value."""
-    reason, detail = _outcome(config, chain, item, of)
+    reason, detail = _outcome(clean, chain, item, of)
     of.documents += 1
     of.kept += not reason
     of.rejected.update([reason] if reason else [])
@@ -185,13 +185,13 @@ def _try(config: PrepConfig, chain: Chain, item: Document | Rejected, of: Tried)
 
 
 def _outcome(
-    config: PrepConfig, chain: Chain, item: Document | Rejected, of: Tried
+    clean: CleanConfig, chain: Chain, item: Document | Rejected, of: Tried
 ) -> tuple[str, str]:
     if isinstance(item, Rejected):
         return item.reason, item.detail
-    text = normalise(item.text, config.clean)
-    if len(text) < config.clean.min_chars:
-        return f"shorter than {config.clean.min_chars} characters", str(len(text))
+    text = normalise(item.text, clean)
+    if len(text) < clean.min_chars:
+        return f"shorter than {clean.min_chars} characters", str(len(text))
     for rule, value, limit, is_lowest in (c for rules in chain.sets for c in rules.measure(text)):
         measured = of.rules.setdefault(rule, Measured(limit or 0.0, is_lowest))
         measured.values.append(value)
@@ -208,21 +208,21 @@ def document_text(config: PrepConfig, document_id: str) -> str:
     for source in config.sources:
         if not document_id.startswith(f"{source.name}/"):
             continue
-        chain = Chain(config.filters_of(source), source.name)
+        chain, clean = Chain(config.filters_of(source), source.name), config.clean_of(source)
         files = inputs.find(source).files
         for piece in inputs.pieces(source, files, config.piece_mb * 1_000_000):
-            for item in read_piece(piece, config.clean, ReadStats(), only_head=True):
+            for item in read_piece(piece, clean, ReadStats(), only_head=True):
                 if item.id == document_id:
-                    return _one(config, chain, item)
+                    return _one(clean, chain, item)
     raise DataError(
         f"no document has the id {document_id!r}; expected SOURCE/ID, or SOURCE/FILE@OFFSET for "
         "documents without an id of their own, as `prep try CONFIG` shows them"
     )
 
 
-def _one(config: PrepConfig, chain: Chain, item: Document | Rejected) -> str:
+def _one(clean: CleanConfig, chain: Chain, item: Document | Rejected) -> str:
     of = Tried()
-    reason, detail = _try(config, chain, item, of)
+    reason, detail = _try(clean, chain, item, of)
     rows = [("rule", "measured", "", "limit", "")]
     for rule, measured in of.rules.items():
         sign, failed = ">=" if measured.is_lowest else "<=", "rejects" if measured.beyond() else ""

@@ -109,7 +109,7 @@ def _sources(corpus: list[str]) -> tuple[list[SourceConfig], CleanConfig]:
         if resolved.is_file():
             prep = load(PrepConfig, resolved).config
             sources += prep.sources
-            cleans.append(prep.clean)
+            cleans += [prep.clean_of(source) for source in prep.sources]
         else:
             sources.append(SourceConfig(name="corpus", inputs=(text,)))
     if any(clean != cleans[0] for clean in cleans):

@@ -143,16 +143,19 @@ def run_part(task: StageTask[PartJob]) -> Result:
 def rewrite_tasks(progress: Progress, folder: Path) -> list[StageTask[RewriteJob]]:
     """Make one task per piece; `folder` replaces that of ingestion."""
     tasks, records = progress.tasks, progress.records
-    min_chars = progress.corpus.config.clean.min_chars
-    key = make_key([done.digest for done in records["line_parts"]], min_chars)
+    config, pieces = progress.corpus.config, progress.corpus.pieces
+    key = make_key([done.digest for done in records["line_parts"]])
     part_paths = tuple(task.path(".repeated.npy") for task in tasks["line_parts"])
     made = []
     start = 0
-    hashed = zip(tasks["line_hashes"], records["line_hashes"], progress.written, strict=True)
-    for task, own, done in hashed:
+    hashed = (tasks["line_hashes"], records["line_hashes"], progress.written, pieces)
+    for task, own, done, piece in zip(*hashed, strict=True):
         num_lines = own.result["lines"]
+        min_chars = config.clean_of(piece.source).min_chars
         job = RewriteJob(task, part_paths, start, num_lines, min_chars)
-        made.append(StageTask(task.name, folder, make_key(key, done.digest, own.key, start), job))
+        made.append(
+            StageTask(task.name, folder, make_key(key, done.digest, own.key, start, min_chars), job)
+        )
         start += num_lines
     return made
 

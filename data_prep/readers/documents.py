@@ -4,14 +4,17 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from data_prep import embedded
 from data_prep.config import CleanConfig, SourceConfig
-from data_prep.inputs import InputFile, InputPiece, encoding_of, format_of, refuse_changed
+from data_prep.inputs import RECORDS, InputFile, InputPiece, encoding_of, format_of, refuse_changed
+from data_prep.losses import Losses, Reading
 from data_prep.plugins import load_function, raised, source_of
 from data_prep.readers import records, text, wiki
 from data_prep.readers.encodings import Encoding, of_lines
 from data_prep.readers.items import (
+    BEGINNING_BYTES,
     MOST_BYTES,
     BrokenFileError,
     Document,
@@ -33,6 +36,7 @@ class ReadStats:
     """Encoding that was found, other than UTF-8, or `UNKNOWN` -> paths of the files."""
     num_split: int = 0
     """Documents that were too long."""
+    reading: Reading = field(default_factory=Reading)
 
 
 def read_piece(
@@ -47,10 +51,11 @@ def read_piece(
         DataError: a file cannot be read, or a document is too long and `clean` says to stop.
     """
     max_bytes = clean.max_document_mb * 1_000_000
-    most_bytes = max_bytes if clean.on_long_document == "stop" else MOST_BYTES
     for file in piece.files:
+        losses, seen = Losses(), set[str]()
         try:
-            for item in _read(piece.source, file, most_bytes, remarks, only_head):
+            for item in _read(piece.source, file, clean, remarks, seen, only_head):
+                losses.take(item)
                 if isinstance(item, Rejected) or len(item.text) * 4 <= max_bytes:
                     yield item
                     continue
@@ -60,11 +65,14 @@ def read_piece(
                 elif clean.on_long_document == "reject":
                     detail = f"{len(encoded):,} bytes"
                     reason = f"longer than {clean.max_document_mb} MB"
-                    yield Rejected(item.id, reason, encoded, detail, item.metadata)
+                    yield Rejected(item.id, reason, encoded, detail, item.metadata, rows=0)
                 else:
                     remarks.num_split += 1
                     yield from _parts(item, encoded, max_bytes)
             refuse_changed(file)
+            use = {name: name in seen for name in _compared_fields(piece.source, file)}
+            is_read = losses.rows > losses.rows_lost
+            remarks.reading.add_file(file.path, losses, use if is_read else {})
         except OSError as error:
             raise DataError(f"{file.path} cannot be read: {error}") from error
 
@@ -84,15 +92,41 @@ def _parts(document: Document, encoded: bytes, max_bytes: int) -> Iterator[Docum
         start, number = end, number + 1
 
 
+def _compared_fields(source: SourceConfig, file: InputFile) -> tuple[str, ...]:
+    """Name the fields that some files of a source may have and others not."""
+    if source.kind != "files" or source.reader or format_of(file.path, source) not in RECORDS:
+        return ()
+    texts = source.text_fields if len(source.text_fields) > 1 else ()
+    return (*texts, source.id_field, *source.metadata)
+
+
 def _read(
-    source: SourceConfig, file: InputFile, max_bytes: int, remarks: ReadStats, only_head: bool
+    source: SourceConfig,
+    file: InputFile,
+    clean: CleanConfig,
+    remarks: ReadStats,
+    seen: set[str],
+    only_head: bool,
 ) -> text.Items:
     if source.kind == "files":
         encoding = encoding_of(file, source)
         # Only the first range of a file counts it.
         if encoding != "utf-8" and source.encoding == "auto" and not file.start:
             remarks.encodings.setdefault(encoding or UNKNOWN, []).append(file.path)
-        yield from read_file(file, source, max_bytes, encoding or "utf-8", only_head=only_head)
+        # A document that may be long is read up to a limit, and split or rejected by the caller.
+        longer = clean.on_long_document
+        if longer == "split" and format_of(file.path, source) != "txt":
+            longer = "reject"  # nobody can split what has to be parsed as a whole
+        max_bytes = MOST_BYTES if longer != "stop" else clean.max_document_mb * 1_000_000
+        yield from read_file(
+            file,
+            source,
+            max_bytes,
+            encoding or "utf-8",
+            longer=longer,
+            seen=seen,
+            only_head=only_head,
+        )
         return
     for place, raw in embedded.documents(Path(file.path), file.name):
         place = f"{source.name}/{place}"
@@ -108,17 +142,25 @@ def read_file(
     max_bytes: int,
     encoding: Encoding = "utf-8",
     *,
+    longer: Literal["stop", "split", "reject"] = "stop",
+    seen: set[str] | None = None,
     only_head: bool = False,
 ) -> text.Items:
     """Yield, in order, the documents that begin in one file or range of a file.
 
-    A file that is cut short gives all documents before the break, one with a damaged member (of
-    gzip, xz or zstd) those before that member; then one `Rejected` follows with the beginning of
-    the document that the break goes through.
+    `longer` says what becomes of a document of more than `max_bytes`. Names of fields that records
+    have are added to `seen`. A file that is cut short gives all
+    documents before the break, one with a damaged member (of gzip, xz or zstd) those before that
+    member; then one `Rejected` follows with the beginning of the document that the break goes
+    through.
     """
-    place = FileOrigin(source.name, file.path, file.name, max_bytes, of_lines(encoding))
+    lines = of_lines(encoding)
+    place = FileOrigin(source.name, file.path, file.name, max_bytes, lines, longer)
+    fields = records.Fields(
+        source.text_fields, source.id_field, source.metadata, set() if seen is None else seen
+    )
     try:
-        yield from _items(file, source, place, encoding, only_head)
+        yield from _items(file, source, place, fields, encoding, only_head)
     except BrokenFileError as broken:
         logger.warning(
             "%s: %s: %s; the documents before that are used", file.path, broken.reason, broken
@@ -127,13 +169,17 @@ def read_file(
 
 
 def _items(
-    file: InputFile, source: SourceConfig, place: FileOrigin, encoding: Encoding, only_head: bool
+    file: InputFile,
+    source: SourceConfig,
+    place: FileOrigin,
+    fields: records.Fields,
+    encoding: Encoding,
+    only_head: bool,
 ) -> text.Items:
     if source.reader:
         yield from _own(file, source, place)
         return
     kind = format_of(file.path, source)
-    fields = records.Fields(source.text_field, source.id_field, source.metadata)
     if kind == "parquet":
         # Imported here, because it is large and few files need it.
         from data_prep.readers import parquet
@@ -179,10 +225,12 @@ def _own(file: InputFile, source: SourceConfig, place: FileOrigin) -> text.Items
                 raise TypeError(
                     f"yielded {item!r:.80}; expected text, or id and text, or id, text and metadata"
                 )
+            own_id = place.own(given, number)
             if len(document) > place.max_bytes:
-                raise place.too_long(f"document {number}")
+                yield place.too_long(own_id, document[:BEGINNING_BYTES].encode(), len(document))
+                continue
             named = records.Fields(metadata=source.metadata).metadata_of(metadata)
-            yield Document(place.own(given, number), storable(document), named)
+            yield Document(own_id, storable(document), named)
     except DataError:
         raise
     except Exception as error:

@@ -154,14 +154,21 @@ def _share_of_utf_16(head: bytes, encoding: Encoding) -> float:
     return common / (sum(seen.values()) or 1)
 
 
+class LongLine(bytes):
+    """The beginning of a line that is too long to be read; does not decode."""
+
+    num_bytes = 0
+    """Of the whole line."""
+
+
 def decode(raw: bytes, encoding: Encoding) -> str | None:
-    """Decode a line, without a byte-order mark; None if it has invalid bytes.
+    """Decode a line, without a byte-order mark; None if it has invalid bytes, or is too long.
 
     A line of UTF-8 in a file of another encoding is invalid, though its bytes may have a meaning
     there. A short one is taken for what the file is: GB18030 and UTF-8 share some.
     """
     try:
-        if encoding != "utf-8" and _is_surely_utf8(raw):
+        if isinstance(raw, LongLine) or (encoding != "utf-8" and _is_surely_utf8(raw)):
             return None
         return raw.decode(CODECS[encoding]).removeprefix("\ufeff")
     except UnicodeDecodeError:

@@ -4,13 +4,15 @@ import base64
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from data_prep.readers.encodings import Encoding, invalid_line
+from data_prep.readers.encodings import Encoding, LongLine, invalid_line
 from pipeline.errors import DataError
 
 MOST_BYTES = 1_000_000_000
 """What is read of a document to split or reject it."""
+BEGINNING_BYTES = 1000
+"""What is kept of a document that is longer, and not read to be split or rejected."""
 CUT_SHORT = "file cut short"
 DAMAGED = "file damaged"
 
@@ -36,8 +38,10 @@ class Rejected:
     """Counted in reports."""
     raw: bytes
     detail: str = ""
-    """Measured value and limit, such as `0.31 > 0.2`."""
+    """Measured value and limit, such as `0.31 > 0.2`, or what is there instead."""
     metadata: Metadata = field(default_factory=dict)
+    rows: int = 1
+    """Rows that are lost by it; 0 for bytes that are not valid, and where a setting asks for it."""
 
     def to_json(self) -> str:
         """Return one line of JSON; bytes that are not UTF-8 are given in base64."""
@@ -75,6 +79,8 @@ class FileOrigin:
     max_bytes: int
     """Of a document."""
     encoding: Encoding = "utf-8"
+    longer: Literal["stop", "split", "reject"] = "stop"
+    """What becomes of a document longer than `max_bytes`; only lines of text can be split."""
 
     def at(self, offset: int) -> str:
         """Make the id of a document at a byte of the decompressed file (parquet: in a row)."""
@@ -87,21 +93,26 @@ class FileOrigin:
         return f"{self.source}/{storable(str(value))}"
 
     def invalid_line(self, offset: int, raw: bytes) -> Rejected:
-        """Reject a line that cannot be decoded."""
-        return Rejected(self.at(offset), invalid_line(self.encoding), raw)
+        """Reject a line that cannot be decoded, or is too long."""
+        if isinstance(raw, LongLine):
+            return self.too_long(self.at(offset), raw, raw.num_bytes)
+        return Rejected(self.at(offset), invalid_line(self.encoding), raw, rows=0)
 
-    def too_long(self, where: str) -> DataError:
-        """Make the error about a document at `where` that is longer than `max_bytes`."""
-        if self.max_bytes == MOST_BYTES:
-            return DataError(
-                f"{self.path}, {where}: no end of a document within {MOST_BYTES // 1_000_000} MB; "
-                "is the source's format the right one?"
+    def too_long(self, document_id: str, beginning: bytes, num_bytes: int = 0) -> Rejected:
+        """Reject a document that is longer than `max_bytes`.
+
+        Raises:
+            DataError: the run is to stop there.
+        """
+        if self.longer == "stop":
+            raise DataError(
+                f"{self.path}: document {document_id} is longer than clean.max_document_mb = "
+                f"{self.max_bytes // 1_000_000} MB; set clean.on_long_document to split or reject, "
+                "or raise clean.max_document_mb (about 25 times as much memory is needed for it)"
             )
-        return DataError(
-            f"{self.path}, {where}: a document is longer than clean.max_document_mb = "
-            f"{self.max_bytes // 1_000_000} MB; set clean.on_long_document to split or reject, or "
-            "raise clean.max_document_mb (about 25 times as much memory is needed for it)"
-        )
+        reason = f"longer than {self.max_bytes // 1_000_000} MB"
+        detail = f"{num_bytes:,} bytes" if num_bytes else ""
+        return Rejected(document_id, reason, beginning[:BEGINNING_BYTES], detail, rows=0)
 
 
 def storable(text: str) -> str:

@@ -10,8 +10,8 @@ import pyarrow as pa  # type: ignore[import-untyped,import-not-found]
 import pyarrow.parquet as pq  # type: ignore[import-untyped,import-not-found]
 
 from data_prep.readers.encodings import decode
-from data_prep.readers.items import DAMAGED, BrokenFileError, FileOrigin, Metadata, Rejected
-from data_prep.readers.records import Fields
+from data_prep.readers.items import BEGINNING_BYTES, DAMAGED, BrokenFileError, FileOrigin, Metadata
+from data_prep.readers.records import Fields, joined, value_at
 from data_prep.readers.text import Items, open_binary, whole_document
 
 # Rows in memory at a time, and what is read of a column at a time.
@@ -33,18 +33,21 @@ def documents(place: FileOrigin, fields: Fields) -> Items:
             table = pq.ParquetFile(
                 file, buffer_size=_BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True
             )
-            text_field = fields.text
-            if not _is_text(table.schema_arrow, text_field):
-                columns = f"{table.metadata.num_rows} rows of {table.schema_arrow.names}"
-                reason = f"no text in column {text_field!r}"
-                yield Rejected(f"{place.source}/{place.name}", reason, columns.encode())
+            names = tuple(table.schema_arrow.names)
+            columns = _columns(table.schema_arrow, fields)
+            if not any(name in columns for name in fields.text):
+                yield fields.no_text(
+                    "column", f"{place.source}/{place.name}", b"", there=names,
+                    rows=table.metadata.num_rows,
+                )  # fmt: skip
                 return
-            for row, text, own_id, metadata in _rows(table, fields):
+            for row, text, own_id, metadata in _rows(table, fields, columns):
                 if text is None:
-                    yield Rejected(place.at(row), f"no text in column {text_field!r}", b"")
+                    yield fields.no_text("column", place.at(row), b"", there=names)
                     continue
                 if len(text) > place.max_bytes:
-                    raise place.too_long(f"row {row}")
+                    yield place.too_long(place.at(row), text[:BEGINNING_BYTES], len(text))
+                    continue
                 plain_id = decode(own_id, "utf-8") if isinstance(own_id, bytes) else own_id
                 yield from whole_document(text, place.own(plain_id, row), metadata)
         except (pa.ArrowException, OSError) as error:
@@ -53,18 +56,37 @@ def documents(place: FileOrigin, fields: Fields) -> Items:
             raise BrokenFileError(DAMAGED, str(error)) from error
 
 
-def _is_text(schema: Any, name: str) -> bool:
-    kind = _type_at(schema, name)
-    return kind is not None and _binary_type(kind) is not None
+def _columns(schema: Any, fields: Fields) -> dict[str, str]:
+    """Return which top-level column holds each field that is there, and of texts is text."""
+    columns = {}
+    for name in fields.wanted:
+        kind, root = _type_at(schema, name)
+        if kind is not None and (name not in fields.text or _holds_text(kind)):
+            columns[name] = root
+    return columns
 
 
-def _type_at(schema: Any, name: str) -> Any:
-    """Return the type of a column, `a.b` being b of the structures in a; None if there is none."""
+def _type_at(schema: Any, name: str) -> tuple[Any, str]:
+    """Return a field's type and top-level column; `a.b` is b of the structures, or lists, in a."""
     if schema.get_field_index(name) >= 0:
-        return schema.field(name).type
+        return schema.field(name).type, name
     first, _, rest = name.partition(".")
     kind = schema.field(first).type if rest and schema.get_field_index(first) >= 0 else None
-    return _type_at(pa.schema(kind), rest) if kind and pa.types.is_struct(kind) else None
+    while kind is not None and _is_list(kind):
+        kind = kind.value_type
+    inner = _type_at(pa.schema(kind), rest)[0] if kind and pa.types.is_struct(kind) else None
+    return inner, first
+
+
+def _is_list(kind: Any) -> bool:
+    names = ("list", "large_list", "fixed_size_list", "list_view", "large_list_view")
+    return any(getattr(pa.types, f"is_{name}")(kind) for name in names)
+
+
+def _holds_text(kind: Any) -> bool:
+    while _is_list(kind):
+        kind = kind.value_type
+    return _binary_type(kind) is not None
 
 
 def _binary_type(kind: Any) -> Any:
@@ -77,40 +99,46 @@ def _binary_type(kind: Any) -> Any:
 
 
 def _rows(
-    table: Any, fields: Fields
+    table: Any, fields: Fields, columns: dict[str, str]
 ) -> Iterator[tuple[int, bytes | None, bytes | int | None, Metadata]]:
-    wanted = (fields.text, fields.id, *fields.metadata)
-    columns = [name for name in wanted if _type_at(table.schema_arrow, name)]
     row = 0
     # Group by group, so that a damaged one costs nothing of those before it.
     for group in range(table.num_row_groups):
         for batch in table.iter_batches(
-            batch_size=_ROWS, row_groups=[group], columns=columns, use_threads=False
-        ):
-            values = {name: _column(batch, name) for name in columns}
+            batch_size=_ROWS, row_groups=[group], columns=list({*columns.values()}),
+            use_threads=False,
+        ):  # fmt: skip
+            values = {root: _column(batch.column(root)) for root in columns.values()}
             for i in range(batch.num_rows):
-                given = {k: values[k][i].as_py() for k in fields.metadata if k in values}
+                record = {root: column[i].as_py() for root, column in values.items()}
+                given = {name: value_at(record, name) for name in columns}
+                there = {name: value for name, value in given.items() if value is not None}
+                fields.seen.update(there)
+                texts = [joined(there[name], b"\n") for name in fields.text if name in there]
+                known = [text for text in texts if text is not None]
                 yield (
                     row,
-                    values[fields.text][i].as_py(),
-                    values[fields.id][i].as_py() if fields.id in values else None,
-                    _for_json({k: value for k, value in given.items() if value is not None}),
+                    b"\n".join(known) if known else None,
+                    there.get(fields.id),
+                    _for_json({k: there[k] for k in fields.metadata if k in there}),
                 )
                 row += 1
 
 
-def _column(batch: Any, name: str) -> Any:
-    """Return a column, texts as bytes."""
-    if batch.schema.get_field_index(name) >= 0:
-        column = batch.column(name)
-        if pa.types.is_dictionary(column.type):
-            column = column.dictionary_decode()
-        binary = _binary_type(column.type)
-        return column.cast(binary) if binary else column
-    first, _, rest = name.partition(".")
-    inner = batch.column(first)
-    # Unlike `field`, `flatten` gives null where the structure is null.
-    return _column(pa.RecordBatch.from_arrays(inner.flatten(), schema=pa.schema(inner.type)), rest)
+def _column(column: Any) -> Any:
+    """Return a column, texts as bytes, of any depth."""
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    return column.cast(_as_binary(column.type))
+
+
+def _as_binary(kind: Any) -> Any:
+    """Return a type with texts as bytes, of any depth, since bytes that are no text are counted."""
+    if _is_list(kind):
+        return pa.large_list(_as_binary(kind.value_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([part.with_type(_as_binary(part.type)) for part in kind])
+    return _binary_type(kind) or kind
 
 
 def _for_json(values: dict[str, Any]) -> Metadata:

@@ -8,11 +8,12 @@ import csv
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, AnyStr
 
-from data_prep.readers.encodings import decode
+from data_prep.readers.encodings import LongLine, decode
 from data_prep.readers.items import (
+    BEGINNING_BYTES,
     CUT_SHORT,
     DAMAGED,
     BrokenFileError,
@@ -28,34 +29,65 @@ _STEP = 1 << 16
 _STRUCTURE = re.compile(rb'["\[\]{},]')
 _IN_STRING = re.compile(rb'["\\]')
 _JSON_SPACE = b" \t\r\n"
+_SHOWN_FIELDS = 12
 
 
 @dataclass(frozen=True)
 class Fields:
     """Names of the values of a record that are used; `a.b` is `b` of `a`, if no key is `a.b`."""
 
-    text: str = "text"
+    text: tuple[str, ...] = ("text",)
+    """Joined by line feeds, without those that a record has not."""
     id: str = "id"
     metadata: tuple[str, ...] = ()
+    seen: set[str] = field(default_factory=set)
+    """Those that a record had."""
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """Names of all fields."""
+        return (*self.text, self.id, *self.metadata)
 
     def metadata_of(self, record: Mapping[str, Any]) -> Metadata:
         """Return the named values that the record has."""
-        found = {name: value_at(record, name) for name in self.metadata}
-        return {name: value for name, value in found.items() if value is not None}
+        values = {name: value_at(record, name) for name in self.metadata}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def text_of(self, record: Any) -> str | None:
+        """Return the text of a record; None if it has none."""
+        texts = {name: joined(value_at(record, name), "\n") for name in self.text}
+        there = {name: text for name, text in texts.items() if text is not None}
+        self.seen.update(there)
+        return "\n".join(there.values()) if there else None
 
     def document(
         self, record: Any, raw: bytes, place: FileOrigin, offset: int
     ) -> Document | Rejected:
         """Return the document of a record, or why there is none."""
-        text = value_at(record, self.text)
-        if not isinstance(text, str):
-            return Rejected(place.at(offset), f"no text in field {self.text!r}", raw)
-        own_id = place.own(value_at(record, self.id), offset)
-        return Document(own_id, text, self.metadata_of(record))
+        text = self.text_of(record)
+        if text is None:
+            return self.no_text("field", place.at(offset), raw, there=record)
+        given = value_at(record, self.id)
+        metadata = self.metadata_of(record)
+        self.seen.update(metadata, () if given is None else (self.id,))
+        return Document(place.own(given, offset), text, metadata)
+
+    def no_text(
+        self, what: str, document_id: str, raw: bytes, *, there: Any, rows: int = 1
+    ) -> Rejected:
+        """Reject rows without text; the detail says which fields or columns are there."""
+        names = ", ".join(list(there)[:_SHOWN_FIELDS]) if isinstance(there, (dict, tuple)) else ""
+        more = ", ..." if names and len(there) > _SHOWN_FIELDS else ""
+        detail = f"{what}s there: {names}{more}" if names else f"no {what} is there"
+        reason = f"no text in {what} {', '.join(map(repr, self.text))}"
+        return Rejected(document_id, reason, raw, detail, rows=rows)
 
 
 def value_at(record: Any, name: str) -> Any:
-    """Return the value of a field, None if there is none."""
+    """Return the value of a field, None if there is none; of a list, those of its elements."""
+    if isinstance(record, list):
+        values = [value_at(element, name) for element in record]
+        return [value for value in values if value is not None] or None
     if not isinstance(record, Mapping):
         return None
     if name in record:
@@ -64,20 +96,37 @@ def value_at(record: Any, name: str) -> Any:
     return value_at(record.get(first), rest) if dot else None
 
 
+def joined(value: Any, newline: AnyStr) -> AnyStr | None:
+    """Return a text, or the texts of a list, of any depth, on lines; None for all else."""
+    if isinstance(value, list):
+        texts = [joined(element, newline) for element in value if element is not None]
+        there = [text for text in texts if text is not None]
+        return newline.join(there) if there and len(there) == len(texts) else None
+    return value if isinstance(value, type(newline)) else None
+
+
 def json_document(
     line: str, raw: bytes, place: FileOrigin, offset: int, fields: Fields
 ) -> Document | Rejected:
     """Return the document of one JSON object, or why there is none."""
+    # Only an escape can bring in a lone surrogate: the line itself is valid text.
+    hook = _storable if "\\u" in line else None
     try:
-        # Only an escape can bring in a lone surrogate: the line itself is valid text.
-        record = json.loads(line, object_hook=_storable if "\\u" in line else None)
+        record = json.loads(line, object_hook=hook)
     except (ValueError, RecursionError):
-        return Rejected(place.at(offset), "invalid JSON line", raw)
+        try:  # Python reads no numbers of more than 4,300 digits, which JSON may have
+            record = json.loads(line, object_hook=hook, parse_int=str)
+        except (ValueError, RecursionError):
+            return Rejected(place.at(offset), "invalid JSON line", raw)
     return fields.document(record, raw, place, offset)
 
 
-def _storable(record: dict[str, Any]) -> dict[str, Any]:
-    return {k: storable(v) if isinstance(v, str) else v for k, v in record.items()}
+def _storable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _storable(v) if isinstance(v, (str, list)) else v for k, v in value.items()}
+    if isinstance(value, list):
+        return [_storable(element) for element in value]
+    return storable(value) if isinstance(value, str) else value
 
 
 def json_documents(lines: Lines, place: FileOrigin, fields: Fields) -> Items:
@@ -107,12 +156,17 @@ def _elements(stream: Stream, place: FileOrigin) -> Lines:
     # What is read, its place in the file, and the place of the current element in it.
     text, at, start = b"", 0, 0
     position, depth, in_string = 0, 0, False
+    long: LongLine | None = None  # of an element that is too long, without what was read of it
     while True:
         found = (_IN_STRING if in_string else _STRUCTURE).search(text, position)
         if found is None:
             data = stream.buffer.read(_STEP)
             if len(text) - start > place.max_bytes:
-                raise place.too_long(f"byte {at + start}")
+                place.too_long(place.at(at + start), text[start : start + BEGINNING_BYTES])
+                if long is None:
+                    long = LongLine(text[start : start + BEGINNING_BYTES])
+                long.num_bytes += len(text) - start
+                start = len(text)
             if not data:
                 problem = stream.problem or BrokenFileError(CUT_SHORT, "the array has no end")
                 problem.unfinished = text[start:]
@@ -135,10 +189,8 @@ def _elements(stream: Stream, place: FileOrigin) -> Lines:
         elif mark in b"]}" or depth == 1:
             depth -= mark != b","
             if depth == 0 or mark == b",":
-                element = text[start : position - 1]
-                lead = len(element) - len(element.lstrip(_JSON_SPACE))
-                if element.strip(_JSON_SPACE):
-                    yield at + start + lead, element.strip(_JSON_SPACE)
+                yield from _element(at + start, text[start : position - 1], long)
+                long = None
                 start = position
             if depth == 0:
                 break
@@ -147,6 +199,15 @@ def _elements(stream: Stream, place: FileOrigin) -> Lines:
         raise stream.problem
     if rest.strip(_JSON_SPACE):
         raise BrokenFileError(DAMAGED, f"text behind the array, at byte {at + position}", rest)
+
+
+def _element(offset: int, rest: bytes, long: LongLine | None) -> Lines:
+    """Yield an element, if there is one before a comma; of a long one `rest` is its last part."""
+    if long is not None:
+        long.num_bytes += len(rest)
+        yield offset + len(rest) - long.num_bytes, long
+    elif element := rest.lstrip(_JSON_SPACE):
+        yield offset + len(rest) - len(element), element.rstrip(_JSON_SPACE)
 
 
 def table_documents(lines: Lines, place: FileOrigin, fields: Fields, *, tabs: bool) -> Items:
@@ -171,9 +232,16 @@ def table_documents(lines: Lines, place: FileOrigin, fields: Fields, *, tabs: bo
                 yield place.invalid_line(offset, raw)
             elif columns is None:
                 columns = [cell.removeprefix("\ufeff").strip() for cell in cells]
-                if fields.text not in columns:
-                    reason = f"no column {fields.text!r}"
-                    yield Rejected(f"{place.source}/{place.name}", reason, raw)
+                twice = [name for name in fields.wanted if columns.count(name) > 1]
+                if twice or not any(name in columns for name in fields.text):
+                    rows_lost = sum(1 for cells in rows if cells not in ([], [""]))
+                    document_id = f"{place.source}/{place.name}"
+                    refused = fields.no_text(
+                        "column", document_id, raw, there=tuple(columns), rows=rows_lost
+                    )
+                    if twice:
+                        refused = replace(refused, reason=f"two columns {twice[0]!r}")
+                    yield refused
                     return
             elif len(cells) != len(columns):
                 detail = f"{len(cells)} cells, {len(columns)} columns"
@@ -205,4 +273,5 @@ class _RowLines:
     def take(self) -> tuple[int, bytes]:
         """Return the place and the bytes of the lines since the last call."""
         taken, self._taken = self._taken, []
-        return taken[0][0] if taken else 0, b"\n".join(raw for _, raw in taken)
+        long = next((raw for _, raw in taken if isinstance(raw, LongLine)), None)
+        return taken[0][0] if taken else 0, long or b"\n".join(raw for _, raw in taken)

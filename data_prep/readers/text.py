@@ -17,8 +17,17 @@ from typing import IO, Any
 
 from backports import zstd
 
-from data_prep.readers.encodings import UTF_16, Encoding, as_utf8, decode, detect, invalid_line
+from data_prep.readers.encodings import (
+    UTF_16,
+    Encoding,
+    LongLine,
+    as_utf8,
+    decode,
+    detect,
+    invalid_line,
+)
 from data_prep.readers.items import (
+    BEGINNING_BYTES,
     CUT_SHORT,
     DAMAGED,
     BrokenFileError,
@@ -209,26 +218,49 @@ def opened(path: str, *, only_head: bool = False, encoding: Encoding = "utf-8") 
 # No character of the encodings but UTF-16 has the byte of a line feed, so lines can be told apart
 # before decoding.
 def lines(stream: Stream, place: FileOrigin, start: int) -> Lines:
-    """Yield (byte offset, line without its end).
+    """Yield (byte offset, line without its end), of a line that is not read a `LongLine`.
 
     If `start` is not 0, the first line is the one that holds byte `start - 1`: readers of a range
-    need to see the text before it.
+    need to see the text before it. Parts of a line that is split are lines of their own.
 
     Raises:
-        DataError: a line is longer.
+        DataError: a line is longer, and the run is to stop there.
         BrokenFileError: the file is cut or damaged here.
     """
     offset = _line_start(stream.buffer, place, start - 1) if start else 0
-    while line := stream.buffer.readline(place.max_bytes + 1):
-        if len(line) > place.max_bytes:
-            raise place.too_long(f"byte {offset}")
-        if stream.problem and not line.endswith(b"\n"):
+    rest = b""
+    while line := rest + stream.buffer.readline(place.max_bytes + 1 - len(rest)):
+        size, rest = len(line), b""
+        if size > place.max_bytes and place.longer == "split":
+            size = _end_of_part(line, place.max_bytes)
+            line, rest = line[:size], line[size:]
+        elif size > place.max_bytes:
+            place.too_long(place.at(offset), line)
+            line, size = _skip_line(stream.buffer, line)
+        if stream.problem and not (rest or line.endswith(b"\n")):
             stream.problem.unfinished = line
             break
-        yield offset, line.rstrip(b"\r\n")
-        offset += len(line)
+        yield offset, line if isinstance(line, LongLine) else line.rstrip(b"\r\n")
+        offset += size
     if stream.problem:
         raise stream.problem
+
+
+def _end_of_part(line: bytes, most_bytes: int) -> int:
+    """Find where to split: behind a space, or else at the beginning of a character of UTF-8."""
+    end = line.rfind(b" ", 0, most_bytes) + 1 or most_bytes
+    while end > 1 and line[end] & 0xC0 == 0x80:
+        end -= 1
+    return end
+
+
+def _skip_line(file: IO[bytes], line: bytes) -> tuple[LongLine, int]:
+    """Read on to the end of a line, keeping only its beginning; returns its bytes, too."""
+    long, size = LongLine(line[:BEGINNING_BYTES]), len(line)
+    while not line.endswith(b"\n") and (line := file.readline(_NEWLINE_SEARCH)):
+        size += len(line)
+    long.num_bytes = size
+    return long, size
 
 
 def _line_start(file: IO[bytes], place: FileOrigin, position: int) -> int:
@@ -241,7 +273,9 @@ def _line_start(file: IO[bytes], place: FileOrigin, position: int) -> int:
         if newline >= 0:
             return file.seek(begin + newline + 1)
         if position - begin > place.max_bytes:
-            raise place.too_long(f"around byte {position}")
+            place.too_long(place.at(begin), b"")
+            if place.longer == "reject":  # by the range in which it begins
+                return file.seek(begin)
         end = begin
     return file.seek(0)
 
@@ -269,7 +303,7 @@ def whole_document(data: bytes, document_id: str, metadata: Metadata) -> Items:
     for raw in data.split(b"\n"):
         line = decode(raw, "utf-8")
         if line is None:
-            yield Rejected(document_id, invalid_line("utf-8"), raw)
+            yield Rejected(document_id, invalid_line("utf-8"), raw, rows=0)
         else:
             kept.append(line)
     if kept:
@@ -309,27 +343,49 @@ class GrowingDocument:
         self._parts: list[str] = []
         self._first = 0
         self._size = 0
+        self._too_long: Rejected | None = None
 
     def add(self, offset: int, raw: bytes, line: str | None) -> Items:
-        """Add a line, or yield it back as rejected if it could not be decoded."""
+        """Add a line, or yield it back as rejected if it could not be decoded.
+
+        Yields what there is of a document that is too long and is to be split.
+        """
         if line is None:
-            yield self._place.invalid_line(offset, raw)
+            rejected = self._place.invalid_line(offset, raw)
+            if isinstance(raw, LongLine):
+                self._too_long = rejected
+            else:
+                yield rejected
             return
+        size = self._size + len(raw) + 1
+        if self._parts and size > self._place.max_bytes and self._place.longer == "split":
+            yield from self.finish()
+            size = len(raw) + 1
         if not self._parts:
             self._first = offset
-        self._parts.append(line)
-        self._size += len(raw) + 1
-        if self._size > self._place.max_bytes:
-            raise self._place.too_long(f"byte {self._first}")
+        self._size = size
+        if not self._too_long:
+            self._parts.append(line)
+            if size > self._place.max_bytes and self._place.longer != "split":
+                self._too_long = self._place.too_long(
+                    self._place.at(self._first), self.text()[:BEGINNING_BYTES].encode()
+                )
+                del self._parts[1:]
 
     def text(self) -> str:
-        """Join the lines so far."""
+        """Join the lines so far; of a document that is too long there is only the first."""
         return "\n".join(self._parts)
+
+    def take(self, document_id: str, metadata: Metadata) -> Document | Rejected:
+        """Return the document, and begin a new one."""
+        made = self._too_long or Document(document_id, self.text(), metadata)
+        self.clear()
+        return made
 
     def finish(self) -> Items:
         """Yield the document if it is not blank."""
-        if (text := self.text()).strip():
-            yield Document(self._place.at(self._first), text)
+        if self._too_long or self.text().strip():
+            yield self.take(self._place.at(self._first), {})
         self.clear()
 
     def keep_in(self, broken: BrokenFileError) -> None:

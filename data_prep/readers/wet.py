@@ -68,7 +68,9 @@ def _record(record: Any, records: Any, place: FileOrigin, metadata: tuple[str, .
             yield Rejected(document_id, reason, address.encode(errors="replace"))
         return
     if int(length) > place.max_bytes:
-        raise place.too_long(f"record {own_id}")
+        yield place.too_long(document_id, b"", int(length))
+        _read(record, int(length), keep=False)
+        return
     values = {name: headers.get_header(_HEADERS.get(name, name)) for name in metadata}
     given = {name: storable(value) for name, value in values.items() if value}
     yield from whole_document(_read(record, int(length), keep=True), document_id, given)

@@ -8,7 +8,7 @@ import html
 import re
 
 from data_prep.readers.encodings import decode
-from data_prep.readers.items import BrokenFileError, Document, FileOrigin, Rejected
+from data_prep.readers.items import BrokenFileError, FileOrigin, Rejected
 from data_prep.readers.records import Fields, json_document
 from data_prep.readers.text import GrowingDocument, Items, Lines
 
@@ -37,9 +37,7 @@ def documents(lines: Lines, place: FileOrigin, metadata: tuple[str, ...]) -> Ite
                 attributes = {k: html.unescape(v) for k, v in _ATTRIBUTE.findall(tag[1])}
                 opening = attributes["id"], offset
             elif opening and line is not None and line.strip() == _CLOSING:
-                own = fields.metadata_of(attributes)
-                yield Document(place.own(*opening), draft.text(), own)
-                draft.clear()
+                yield draft.take(place.own(*opening), fields.metadata_of(attributes))
                 opening = None
             elif opening:
                 yield from draft.add(offset, raw, line)

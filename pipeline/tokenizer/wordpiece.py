@@ -7,7 +7,7 @@ written in a text are plain text.
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -21,6 +21,8 @@ from pipeline.errors import DataError
 from pipeline.tokenizer.fast import BertOptions, FastTokenizer, split_lines, word_piece
 from pipeline.tokenizer.sentencepiece import Spelling, Tokenizer
 
+_SPACE, _ALONE, _PART = 1, 2, 3
+_MOST_CHARS = 1 << 23  # of all words that are remembered: about 100 bytes of memory each
 CONTINUES = "##"
 """Prefix of a piece inside a word."""
 
@@ -33,11 +35,26 @@ class WordPieceTokenizer(FastTokenizer):
         # Not the file's decoder: its clean-up makes "don't" of "do not".
         return " ".join(self.piece(token) for token in ids).replace(f" {CONTINUES}", "")
 
-    def spell(self, text: str) -> tuple[list[int], Spelling]:
+    def spell(self, text: str) -> tuple[npt.NDArray[np.int32], Spelling]:
         """Encode a text like `encode` and return how the tokens spell it."""
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        offsets = np.array([start for start, _ in encoding.offsets], dtype=np.int64)
-        return encoding.ids, _Spelling(text, offsets, self._continues)
+        if self._words:
+            ids, places = self._words.spell(text)
+        else:
+            encoded, spans = self.encode_with_offsets(text)
+            ids = np.array(encoded, dtype=np.int32)
+            places = np.array([start for start, _ in spans], dtype=np.int64)
+        return ids, _Spelling(text, places, self._continues)
+
+    @cached_property
+    def _words(self) -> "_Words | None":
+        """None where runs of Chinese characters are words, of which few come twice."""
+        is_split = len(self._split("\u4e2d\u6587")) == 2
+        return _Words(self._split, self.encode_with_offsets) if is_split else None
+
+    def _split(self, text: str) -> list[str]:
+        """Split a text into the words in which pieces are looked up, in the pieces' form."""
+        parts = self._tokenizer.pre_tokenizer.pre_tokenize_str(self.normalise(text))
+        return [part for part, _ in parts]
 
     @cached_property
     def _continues(self) -> npt.NDArray[np.bool_]:
@@ -80,8 +97,104 @@ class WordPieceTokenizer(FastTokenizer):
         word = "a" + piece[len(CONTINUES) :] if len(piece) > 2 and piece[:2] == CONTINUES else piece
         if self.normalise(word).strip() != word:
             return False
-        split = self._tokenizer.pre_tokenizer.pre_tokenize_str(word)
-        return [part for part, _ in split] == [word]
+        return self._split(word) == [word]
+
+
+class _Words:
+    """Words of BERT's split, each of which `tokenizers` sees once.
+
+    Most text is a few words again and again, and in Chinese a character is one, so nearly all is
+    done by tables of code points and of words: see benchmarks/results/data_prep.md.
+    """
+
+    def __init__(
+        self,
+        split: Callable[[str], list[str]],
+        encode: Callable[[str], tuple[list[int], list[tuple[int, int]]]],
+    ) -> None:
+        self._split, self._encode = split, encode
+        self._clear()
+
+    def _clear(self) -> None:
+        # By code point: a `_SPACE`, one that is `_ALONE` in a word, or a `_PART` of one; 0: not yet
+        # known. A part may be anything that is not certainly a boundary.
+        self._kinds = np.zeros(0x110000, dtype=np.uint8)
+        self._alone = np.zeros(0x110000, dtype=np.int32)
+        self._numbers: dict[str, int] = {}
+        self._num_chars = 0
+        # By number of a word: its first token and how many there are. By token: id, and offset of
+        # its first character in the word.
+        self._first, self._count, self._ids, self._offsets = (_Column() for _ in range(4))
+
+    def spell(self, text: str) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+        """Return (n,) ids of a text, and the (n,) places in it where its tokens start."""
+        if self._num_chars > _MOST_CHARS:
+            self._clear()
+        codes = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
+        kinds = self._kinds.take(codes)
+        if not kinds.all():
+            for code in np.unique(codes[kinds == 0]).tolist():
+                self._classify(code)
+            kinds = self._kinds.take(codes)
+        word_at = np.full(len(codes), -1, dtype=np.int32)
+        alone = np.flatnonzero(kinds == _ALONE)
+        word_at[alone] = self._alone.take(codes[alone])
+        inside = np.zeros(len(codes) + 2, dtype=bool)
+        np.equal(kinds, _PART, out=inside[1:-1])
+        bounds = np.flatnonzero(inside[1:] != inside[:-1])
+        words = [
+            text[a:b] for a, b in zip(bounds[::2].tolist(), bounds[1::2].tolist(), strict=True)
+        ]
+        known = [self._numbers.get(word) for word in words]
+        word_at[bounds[::2]] = [
+            self._add(word) if number is None else number
+            for word, number in zip(words, known, strict=True)
+        ]
+        places = np.flatnonzero(word_at >= 0)
+        numbers = word_at[places]
+        count = self._count.values.take(numbers)
+        start_of = self._first.values.take(numbers) - (np.cumsum(count) - count)
+        tokens = np.arange(count.sum()) + np.repeat(start_of, count)
+        starts = np.repeat(places, count) + self._offsets.values.take(tokens)
+        return self._ids.values.take(tokens), starts.astype(np.int64)
+
+    def _classify(self, code: int) -> None:
+        parts = self._split(f"a{chr(code)}a")
+        if parts == ["a", "a"]:
+            self._kinds[code] = _SPACE
+        elif len(parts) > 1 and parts[0] == parts[-1] == "a":
+            self._kinds[code], self._alone[code] = _ALONE, self._add(chr(code))
+        else:
+            self._kinds[code] = _PART
+
+    def _add(self, word: str) -> int:
+        number = self._numbers.get(word)  # the word may stand twice in a text
+        if number is None:
+            ids, spans = self._encode(word)
+            number = self._numbers[word] = len(self._numbers)
+            self._num_chars += len(word)
+            self._first.extend([len(self._ids)])
+            self._count.extend([len(ids)])
+            self._ids.extend(ids)
+            self._offsets.extend([start for start, _ in spans])
+        return number
+
+
+class _Column:
+    """A growing array of int32."""
+
+    def __init__(self) -> None:
+        self.values, self._size = np.zeros(1 << 10, dtype=np.int32), 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def extend(self, values: list[int]) -> None:
+        end = self._size + len(values)
+        if end > len(self.values):
+            self.values = np.concatenate([self.values, np.zeros(end, dtype=np.int32)])
+        self.values[self._size : end] = values
+        self._size = end
 
 
 class _Spelling:

@@ -13,7 +13,7 @@ import pytest
 from backports import zstd
 
 from data_prep import ingest
-from data_prep.config import CleanConfig, FiltersConfig, SourceConfig
+from data_prep.config import PrepConfig, SourceConfig
 from data_prep.inputs import find, pieces
 from data_prep.pieces import read_documents, read_lines
 from data_prep.readers.items import Rejected
@@ -141,7 +141,7 @@ def test_breaks_are_counted_and_the_run_goes_on(tmp_path: Path) -> None:
     (tmp_path / "c.txt").write_bytes("天地之间有很多人，也有大海\n".encode("gb18030"))
     source = SourceConfig(name="s", inputs=(str(tmp_path),), encoding="auto")
     [piece] = pieces(source, find(source).files, 10**9)
-    [task] = ingest.tasks([piece], CleanConfig(), FiltersConfig(), tmp_path / "out")
+    [task] = ingest.tasks([piece], PrepConfig(output_dir="", sources=(source,)), tmp_path / "out")
     task.folder.mkdir()
     result, paths = ingest.run(task)
     assert result["ingest"]["rejected"]["file cut short"][0] == 1

@@ -64,7 +64,7 @@ def test_bad_lines_of_text_are_left_out(tmp_path: Path) -> None:
     path.write_bytes("一二三\n".encode("gb18030") + bad + "\n四𠀀\n".encode("gb18030"))
     items = read_source(path, encoding="gb18030")
     assert texts_of(items) == ["一二三\n四𠀀"]
-    assert items[0] == Rejected("s/a.txt@7", "invalid GB18030 line", bad)
+    assert items[0] == Rejected("s/a.txt@7", "invalid GB18030 line", bad, rows=0)
 
 
 @pytest.mark.parametrize(("name", "content", "mode"), [
@@ -73,7 +73,7 @@ def test_bad_lines_of_text_are_left_out(tmp_path: Path) -> None:
 ])  # fmt: skip
 def test_too_long_text_names_limit(tmp_path: Path, name: str, content: bytes, mode: str) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=rf"{name}, byte 0: .*clean\.max_document_mb"):
+    with pytest.raises(DataError, match=rf"{name}: document s/{name}@0 .*clean\.max_document_mb"):
         read_source(tmp_path / name, max_bytes=4000, txt_documents=mode)
 
 

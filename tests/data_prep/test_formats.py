@@ -33,7 +33,7 @@ def test_parquet_columns(tmp_path: Path, kind: Any) -> None:
     items = read_source(path, text_field="body", id_field="key")
     assert items == [
         Document("s/k1", "一"),
-        Rejected("s/a.parquet@1", "no text in column 'body'", b""),
+        Rejected("s/a.parquet@1", "no text in column 'body'", b"", "columns there: n, body, key"),
         Document("s/a.parquet@2", "b\nc"),
     ]
     assert [item.id for item in read_source(path, text_field="body")] == [
@@ -42,7 +42,7 @@ def test_parquet_columns(tmp_path: Path, kind: Any) -> None:
     [item] = read_source(path, text_field="n")
     assert isinstance(item, Rejected)
     assert item.reason == "no text in column 'n'"
-    assert item.raw == b"3 rows of ['n', 'body', 'key']"
+    assert (item.rows, item.detail) == (3, "columns there: n, body, key")
 
 
 def test_parquet_that_is_broken_or_no_text(tmp_path: Path) -> None:
@@ -51,10 +51,10 @@ def test_parquet_that_is_broken_or_no_text(tmp_path: Path) -> None:
     strings = pa.Array.from_buffers(pa.string(), 3, raw.buffers())  # unchecked, as many writers do
     pq.write_table(pa.table({"text": strings, "id": pa.array([7, 8, 9])}), path)
     assert read_source(path) == [
-        Document("s/7", "good"), Rejected("s/8", "invalid UTF-8 line", b"bad \xff"),
-        Document("s/8", "one\ntwo"), Rejected("s/9", "invalid UTF-8 line", b"\xff"),
+        Document("s/7", "good"), Rejected("s/8", "invalid UTF-8 line", b"bad \xff", rows=0),
+        Document("s/8", "one\ntwo"), Rejected("s/9", "invalid UTF-8 line", b"\xff", rows=0),
     ]  # fmt: skip
-    with pytest.raises(DataError, match=r"a\.parquet, row 1: .*clean\.max_document_mb"):
+    with pytest.raises(DataError, match=r"document s/a\.parquet@1 .*clean\.max_document_mb"):
         read_source(path, max_bytes=10)
     path = tmp_path / "a.parquet"
     texts = [f"text {i} {i**7}" for i in range(4000)]
@@ -123,7 +123,7 @@ def _warc(compressed: bool, texts: list[bytes]) -> bytes:
 TEXTS = ["第一\n\npage".encode(), b"WARC/1.0\r\n\r\n", b"", b"good\n\xff\nline", b"last"]
 WET_ITEMS = [
     Document("s/urn:uuid:0", "第一\n\npage"), Document("s/urn:uuid:1", "WARC/1.0\r\n\r\n"),
-    Document("s/urn:uuid:2", ""), Rejected("s/urn:uuid:3", "invalid UTF-8 line", b"\xff"),
+    Document("s/urn:uuid:2", ""), Rejected("s/urn:uuid:3", "invalid UTF-8 line", b"\xff", rows=0),
     Document("s/urn:uuid:3", "good\nline"), Document("s/urn:uuid:4", "last"),
 ]  # fmt: skip
 
@@ -132,7 +132,7 @@ WET_ITEMS = [
 def test_wet_records(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(_warc(name.endswith(".gz"), TEXTS))
     assert read_source(tmp_path / name) == WET_ITEMS
-    with pytest.raises(DataError, match=r"record urn:uuid:0: .*clean\.max_document_mb"):
+    with pytest.raises(DataError, match=r"document s/urn:uuid:0 .*clean\.max_document_mb"):
         read_source(tmp_path / name, max_bytes=5)
 
 
@@ -209,7 +209,7 @@ def test_wikiextractor(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(gzip.compress(WIKI) if name.endswith(".gz") else WIKI)
     place = f"s/{name}@"
     assert read_source(tmp_path) == [
-        Rejected(f"{place}{WIKI.index(b'bad')}", "invalid UTF-8 line", b"bad \xff"),
+        Rejected(f"{place}{WIKI.index(b'bad')}", "invalid UTF-8 line", b"bad \xff", rows=0),
         Document(
             "s/12", 'A "quoted" &lt;title&gt;\n\nFirst paragraph.\n\nSecond {paragraph}.\n'
         ),
@@ -228,5 +228,5 @@ def test_wikiextractor_json_and_limits(tmp_path: Path) -> None:
     path.write_text("\n".join(lines))
     assert read_source(path) == [Document(f"s/{i}", f"t\n{i}") for i in range(3)]
     path.write_text('<doc id="1" url="" title="">\n' + "some words\n" * 500 + "</doc>\n")
-    with pytest.raises(DataError, match=r"wiki_00, byte 29: .*clean\.max_document_mb"):
+    with pytest.raises(DataError, match=r"document s/wiki_00@29 .*clean\.max_document_mb"):
         read_source(path, max_bytes=1000)

@@ -162,7 +162,7 @@ def test_each_source_has_its_own_rules(folder: Path) -> None:
     assert [rules.reads for rules in pages] == ["text"]
     assert [rules.reads for rules in manuals] == ["prose", "text"]
     assert (manuals[0].quality.enabled, manuals[0].quality.min_words) == (False, 30)
-    tasks = ingest.tasks(corpus.find(config).pieces, config.clean, config.filters, folder / "out")
+    tasks = ingest.tasks(corpus.find(config).pieces, config, folder / "out")
     for task in tasks:
         task.folder.mkdir(exist_ok=True)
     rejected = [ingest.run(task)[0]["filter"]["rejected"] for task in tasks]
@@ -174,7 +174,7 @@ def test_a_change_of_rules_repeats_the_tasks_of_their_source(folder: Path) -> No
     def keys(*overrides: str) -> list[str]:
         config = read(folder, *overrides)
         pieces = corpus.find(config).pieces
-        return [task.key for task in ingest.tasks(pieces, config.clean, config.filters, folder)]
+        return [task.key for task in ingest.tasks(pieces, config, folder)]
 
     pages, manuals = keys()
     assert keys("sources.1.filters.0.quality.min_words=4")[0] == pages
@@ -271,7 +271,7 @@ def told(path):
 
     def key() -> str:
         config = read(folder, f"sources=[{source}]", "filters={}")
-        [task] = ingest.tasks(corpus.find(config).pieces, config.clean, config.filters, folder)
+        [task] = ingest.tasks(corpus.find(config).pieces, config, folder)
         return task.key
 
     before = key()

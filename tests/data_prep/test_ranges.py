@@ -87,5 +87,5 @@ def test_too_long_line_is_an_error_in_every_range(tmp_path: Path, name: str) -> 
     found = pieces(source, find(source).files, 50_000)
     assert len(found) == 7
     for piece in found:
-        with pytest.raises(DataError, match=rf"{name}, .*byte \d+: .*clean\.max_document_mb"):
+        with pytest.raises(DataError, match=rf"{name}@\d+ .*clean\.max_document_mb"):
             list(read_file(piece.files[0], source, 10_000))

@@ -14,7 +14,7 @@ import pytest
 
 from data_prep.config import CleanConfig, PrepConfig, SourceConfig
 from data_prep.export import export
-from data_prep.inputs import InputPiece, find
+from data_prep.inputs import InputPiece, find, pieces
 from data_prep.metadata import FieldCounts, count, merged, shown
 from data_prep.pieces import read_lines
 from data_prep.readers import records
@@ -103,7 +103,7 @@ def test_tables(tmp_path: Path) -> None:
     path.write_text("body\nx\n")
     [none] = read_source(path)
     assert isinstance(none, Rejected)
-    assert none.reason == "no column 'text'"
+    assert none.reason == "no text in column 'text'"
 
 
 def test_nested_fields_of_json_and_parquet(tmp_path: Path) -> None:
@@ -214,15 +214,102 @@ def test_long_documents(tmp_path: Path) -> None:
     assert [getattr(item, "reason", "") for item in items] == [long, "", long]
 
 
-def test_an_endless_document_stops_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+_LINES = ["short", "山 水 " * 300_000, "雪" * 900_000, "last"]  # 2.4 MB and 2.7 MB
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.csv", "wiki_00", "a.wet"])
+@pytest.mark.parametrize("how", ["reject", "split"])
+def test_what_is_longer_than_is_read_is_split_or_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, how: Any
+) -> None:
     monkeypatch.setattr("data_prep.readers.documents.MOST_BYTES", 2_000_000)
-    monkeypatch.setattr("data_prep.readers.items.MOST_BYTES", 2_000_000)
-    path = tmp_path / "a.txt"
-    path.write_bytes(b"x" * 2_000_001)
-    source = SourceConfig(name="s", inputs=(str(path),))
-    clean = CleanConfig(max_document_mb=1, on_long_document="split")
-    with pytest.raises(DataError, match=r"a\.txt, byte 0: .* 2 MB"):
-        list(read_piece(InputPiece(source, find(source).files), clean, ReadStats()))
+    rows = [{"text": line, "id": str(i)} for i, line in enumerate(_LINES)]
+    encoded = [line.encode() for line in _LINES]
+    (tmp_path / name).write_bytes({
+        "a.txt": b"\n".join(encoded) + b"\n",
+        "a.jsonl": "".join(json.dumps(row) + "\n" for row in rows).encode(),
+        "a.json": json.dumps(rows, ensure_ascii=False).encode(),
+        "a.csv": b"id,text\n" + b"".join(b"%d,%s\n" % pair for pair in enumerate(encoded)),
+        "wiki_00": b"".join(b'<doc id="%d">\n%s\n</doc>\n' % pair for pair in enumerate(encoded)),
+        "a.wet": b"".join(
+            b"WARC/1.0\r\nWARC-Type: conversion\r\nWARC-Record-ID: <%d>\r\n"
+            b"Content-Length: %d\r\n\r\n%s\r\n\r\n" % (i, len(line), line)
+            for i, line in enumerate(encoded)
+        ),
+    }[name])  # fmt: skip
+    source = SourceConfig(name="s", inputs=(str(tmp_path),), txt_documents="line")
+    clean = CleanConfig(max_document_mb=1, on_long_document=how)
+    for piece_bytes in (10**9, 700_000):
+        items = [
+            item for piece in pieces(source, find(source).files, piece_bytes)
+            for item in read_piece(piece, clean, ReadStats())
+        ]  # fmt: skip
+        texts = texts_of(items)
+        rejected = [item for item in items if isinstance(item, Rejected)]
+        if name == "a.txt" and how == "split":
+            assert not rejected
+            assert max(len(text.encode()) for text in texts) <= 1_000_000
+            assert "".join(texts) == "".join(_LINES)
+            assert len({item.id for item in items}) == len(items) == 8
+            continue
+        assert texts == ["short", "last"]
+        assert reasons_of(items) == ["longer than 2 MB"] * 2
+        assert [item.rows for item in rejected] == [0, 0]  # it was asked for
+        assert all(len(item.raw) <= 1000 for item in rejected)
+
+
+@pytest.mark.parametrize(("name", "content"), [
+    ("a.jsonl", b'{"text": "' + b"x" * 2_000_000 + b'"}'), ("a.json", b'["' + b"x" * 2_000_000),
+    ("a.txt", b"x\n" * 1_000_001), ("a.csv", b"text\n" + b"x" * 2_000_001),
+])  # fmt: skip
+def test_a_document_longer_than_is_allowed_stops_a_run(
+    tmp_path: Path, name: str, content: bytes
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    source = SourceConfig(name="s", inputs=(str(tmp_path),))
+    piece = InputPiece(source, find(source).files)
+    with pytest.raises(DataError, match=rf"{name}: document s/{name}@\d+ .*max_document_mb = 2"):
+        list(read_piece(piece, CleanConfig(max_document_mb=2), ReadStats()))
+
+
+_NESTED = {"段落": [{"内容": "一", "行号": 0}, {"内容": "二"}, {"行号": 2}], "title": "头"}
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet"])
+def test_fields_of_lists_and_joined_fields(tmp_path: Path, name: str) -> None:
+    rows = [
+        {**_NESTED, "body": ["b", "c"], "id": "0"},
+        {"段落": [], "title": None, "body": [], "id": "1"},
+        {"段落": None, "title": "only", "body": ["d", None, "e"], "id": "2"},
+    ]
+    if name == "a.parquet":
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / name)
+    else:
+        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+        text = f"[{','.join(lines)}]" if name == "a.json" else "\n".join(lines)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+
+    def texts(*fields: str) -> dict[str, str]:
+        given = fields if len(fields) > 1 else fields[0]
+        items = read_source(tmp_path / name, text_field=given)
+        return {item.id: item.text for item in items if isinstance(item, Document)}
+
+    assert texts("段落.内容") == {"s/0": "一\n二"}
+    assert texts("body") == {"s/0": "b\nc", "s/2": "d\ne"}
+    assert texts("title", "段落.内容") == {"s/0": "头\n一\n二", "s/2": "only"}
+    assert texts("body", "title", "nosuch") == {"s/0": "b\nc\n头", "s/2": "d\ne\nonly"}
+    [refused] = read_source(tmp_path / name, text_field="段落")[:1]
+    assert isinstance(refused, Rejected)  # objects are no text
+    assert {"段落", "title", "body"} <= set(refused.detail.partition(": ")[2].split(", "))
+
+
+def test_a_column_that_is_there_twice_and_numbers_of_many_digits(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,id,text\na,1,b\nc,2,d\n")
+    [refused] = read_source(tmp_path / "a.csv")
+    assert isinstance(refused, Rejected)
+    assert (refused.reason, refused.rows) == ("two columns 'text'", 2)
+    (tmp_path / "b.jsonl").write_text('{"text": "a", "n": ' + "7" * 5000 + "}\n")
+    assert texts_of(read_source(tmp_path / "b.jsonl")) == ["a"]
 
 
 def test_counts_of_metadata_add_up_in_any_order() -> None:

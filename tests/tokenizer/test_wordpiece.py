@@ -62,13 +62,48 @@ def test_ids_are_those_of_transformers(tmp_path: Path, options: BertOptions) -> 
         tmp_path / "reference", local_files_only=True
     )
     expected = reference(TEXTS, add_special_tokens=False).input_ids
-    assert [tokenizer.spell(text)[0] for text in TEXTS] == expected
+    assert [tokenizer.spell(text)[0].tolist() for text in TEXTS] == expected
     assert [tokenizer.encode(text) for text in TEXTS] == expected
     flat = list(itertools.chain(*expected))
     assert len(flat) > 10_000
     assert 0.001 < flat.count(tokenizer.unk_id) / len(flat) < 0.2
     ids = {name: getattr(tokenizer.vocabulary, name) for name in bert_vocabulary.IDS}
     assert ids == bert_vocabulary.IDS
+
+
+_MARKS = [
+    *"的一是 abc,.!？。éüñ\t\n\xa0\0",
+    "\u0301",
+    "\u200d",
+    "\u0130",
+    "\u1fef",
+    "\u2260",
+    "\uf900",
+]
+
+
+@pytest.mark.parametrize("options", [
+    BertOptions(), BertOptions(do_lower_case=False), BertOptions(strip_accents=False),
+    BertOptions(tokenize_chinese_chars=False),
+])  # fmt: skip
+def test_ids_and_places_of_random_text_are_those_of_the_package(
+    tmp_path: Path, options: BertOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wordpiece, "_MOST_CHARS", 2000)  # so words are forgotten now and then
+    tokenizer = _tokenizer(tmp_path, options)
+    draw = random.Random(0)
+    unicode = [code for code in range(0x110000) if not 0xD800 <= code < 0xE000]
+    for _ in range(1500):
+        parts = [
+            draw.choice(_MARKS) if draw.random() < 0.7
+            else chr(draw.choice(unicode[: draw.choice((0x3000, len(unicode)))]))
+            for _ in range(draw.randrange(60))
+        ]  # fmt: skip
+        text = "".join(parts) * draw.choice((1, 1, 1, 3))
+        ids, spans = tokenizer.encode_with_offsets(text)
+        found, spelling = tokenizer.spell(text)
+        assert found.tolist() == ids, ascii(text)
+        assert spelling.surface(found)[1].tolist() == [start for start, _ in spans], ascii(text)
 
 
 def test_special_tokens_in_text_are_plain_text(uncased: WordPieceTokenizer) -> None:
