@@ -9,6 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from data_prep.readers.encodings import Encoding
 from pipeline.config.schema import REQUIRED, param, path_param, section
 from pipeline.errors import ConfigError
 from pipeline.runtime.remote import is_address
@@ -33,14 +34,11 @@ class SourceConfig:
     ] = param(
         "auto", "format of the files; auto goes by the suffix, wiki_NN is WikiExtractor's output"
     )
-    encoding: Literal[
-        "auto", "utf-8", "gb18030", "big5", "shift_jis", "euc-jp", "windows-1252", "utf-16-le",
-        "utf-16-be",
-    ] = param(
+    encoding: Literal["auto", Encoding] = param(
         "utf-8",
         "encoding of txt, jsonl, csv, tsv and wikiextractor files; auto finds each file's own by "
         "what its bytes would mean; lines that are not valid in it are rejected and counted",
-    )  # fmt: skip
+    )
     txt_documents: Literal["blank_line", "line", "file"] = param(
         "blank_line",
         "end of a document in .txt files: a blank line, every line, or the end of the file",

@@ -80,7 +80,7 @@ class FieldUse:
 
 
 @dataclass
-class Reading:
+class ReadReport:
     """What was read, of a piece or of a source."""
 
     total: Losses = field(default_factory=Losses)
@@ -94,9 +94,9 @@ class Reading:
             name: FieldUse(1) if is_there else FieldUse(0, 1, losses.rows, path)
             for name, is_there in seen.items()
         }
-        self.add(Reading(losses, {path: losses} if losses.share else {}, fields))
+        self.add(ReadReport(losses, {path: losses} if losses.share else {}, fields))
 
-    def add(self, other: "Reading") -> None:
+    def add(self, other: "ReadReport") -> None:
         """Add another part of the source."""
         self.total.add(other.total)
         for path, losses in other.files.items():
@@ -115,7 +115,7 @@ class Reading:
         }
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "Reading":
+    def from_json(cls, values: dict[str, Any]) -> "ReadReport":
         """Make it from what `to_json` returned."""
         files = {path: _losses(counts) for path, counts in values["files"].items()}
         fields = {name: FieldUse(**use) for name, use in values["fields"].items()}
@@ -137,16 +137,17 @@ def check(source: SourceConfig, parts: Iterable[dict[str, Any]]) -> None:
     Raises:
         DataError: more than the source's `max_lost_share` was lost; names the files and reasons.
     """
-    reading = Reading()
+    reading = ReadReport()
     for part in parts:
-        reading.add(Reading.from_json(part))
+        reading.add(ReadReport.from_json(part))
     for name, use in reading.fields.items():
         if use.files and use.files_without:
-            logger.warning(
+            text = (
                 "source %s: field %r is in none of the %d rows of %d files, such as %s, and in %d "
-                "others",
-                source.name, name, use.rows_without, use.files_without, use.example, use.files,
-            )  # fmt: skip
+                "others"
+            )
+            where = (use.rows_without, use.files_without, use.example, use.files)
+            logger.warning(text, source.name, name, *where)
     worst = sorted(reading.files.items(), key=lambda file: -file[1].share)
     told = [f"{path}: {losses.text()}" for path, losses in worst[:_SHOWN]]
     if reading.total.share > source.max_lost_share:

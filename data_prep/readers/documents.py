@@ -9,7 +9,7 @@ from typing import Literal
 from data_prep import embedded
 from data_prep.config import CleanConfig, SourceConfig
 from data_prep.inputs import RECORDS, InputFile, InputPiece, encoding_of, format_of, refuse_changed
-from data_prep.losses import Losses, Reading
+from data_prep.losses import Losses, ReadReport
 from data_prep.plugins import load_function, raised, source_of
 from data_prep.readers import records, text, wiki
 from data_prep.readers.encodings import Encoding, of_lines
@@ -36,7 +36,7 @@ class ReadStats:
     """Encoding that was found, other than UTF-8, or `UNKNOWN` -> paths of the files."""
     num_split: int = 0
     """Documents that were too long."""
-    reading: Reading = field(default_factory=Reading)
+    reading: ReadReport = field(default_factory=ReadReport)
 
 
 def read_piece(

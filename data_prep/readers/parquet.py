@@ -36,10 +36,8 @@ def documents(place: FileOrigin, fields: Fields) -> Items:
             names = tuple(table.schema_arrow.names)
             columns = _columns(table.schema_arrow, fields)
             if not any(name in columns for name in fields.text):
-                yield fields.no_text(
-                    "column", f"{place.source}/{place.name}", b"", there=names,
-                    rows=table.metadata.num_rows,
-                )  # fmt: skip
+                whole, num_rows = f"{place.source}/{place.name}", table.metadata.num_rows
+                yield fields.no_text("column", whole, b"", there=names, rows=num_rows)
                 return
             for row, text, own_id, metadata in _rows(table, fields, columns):
                 if text is None:
@@ -102,13 +100,13 @@ def _rows(
     table: Any, fields: Fields, columns: dict[str, str]
 ) -> Iterator[tuple[int, bytes | None, bytes | int | None, Metadata]]:
     row = 0
+    roots = list({*columns.values()})
     # Group by group, so that a damaged one costs nothing of those before it.
     for group in range(table.num_row_groups):
         for batch in table.iter_batches(
-            batch_size=_ROWS, row_groups=[group], columns=list({*columns.values()}),
-            use_threads=False,
-        ):  # fmt: skip
-            values = {root: _column(batch.column(root)) for root in columns.values()}
+            batch_size=_ROWS, row_groups=[group], columns=roots, use_threads=False
+        ):
+            values = {root: _column(batch.column(root)) for root in roots}
             for i in range(batch.num_rows):
                 record = {root: column[i].as_py() for root, column in values.items()}
                 given = {name: value_at(record, name) for name in columns}

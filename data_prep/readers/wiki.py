@@ -20,8 +20,10 @@ _CLOSING = "</doc>"
 def documents(lines: Lines, place: FileOrigin, metadata: tuple[str, ...]) -> Items:
     """Yield the documents, with the named ones of their attributes, such as url and title.
 
+    A document with a line that is too long is rejected as a whole.
+
     Raises:
-        DataError: one is too long.
+        DataError: a document is too long, and the run is to stop there.
         BrokenFileError: the file is cut or damaged here.
     """
     draft = GrowingDocument(place)

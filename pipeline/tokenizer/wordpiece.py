@@ -37,8 +37,8 @@ class WordPieceTokenizer(FastTokenizer):
 
     def spell(self, text: str) -> tuple[npt.NDArray[np.int32], Spelling]:
         """Encode a text like `encode` and return how the tokens spell it."""
-        if self._words:
-            ids, places = self._words.spell(text)
+        if self._word_table:
+            ids, places = self._word_table.spell(text)
         else:
             encoded, spans = self.encode_with_offsets(text)
             ids = np.array(encoded, dtype=np.int32)
@@ -46,10 +46,10 @@ class WordPieceTokenizer(FastTokenizer):
         return ids, _Spelling(text, places, self._continues)
 
     @cached_property
-    def _words(self) -> "_Words | None":
+    def _word_table(self) -> "_WordTable | None":
         """None where runs of Chinese characters are words, of which few come twice."""
         is_split = len(self._split("\u4e2d\u6587")) == 2
-        return _Words(self._split, self.encode_with_offsets) if is_split else None
+        return _WordTable(self._split, self.encode_with_offsets) if is_split else None
 
     def _split(self, text: str) -> list[str]:
         """Split a text into the words in which pieces are looked up, in the pieces' form."""
@@ -100,7 +100,7 @@ class WordPieceTokenizer(FastTokenizer):
         return self._split(word) == [word]
 
 
-class _Words:
+class _WordTable:
     """Words of BERT's split, each of which `tokenizers` sees once.
 
     Most text is a few words again and again, and in Chinese a character is one, so nearly all is

@@ -60,7 +60,10 @@ def _write(path: Path, texts: list[str], *raw: bytes) -> Path:
 def _config(folder: Path, sources: dict[str, Path], **changes: Any) -> PrepConfig:
     settings = {
         "output_dir": str(folder / "data"), "workers": 1, "piece_mb": 1,
-        "sources": [{"name": name, "inputs": [str(path)]} for name, path in sources.items()],
+        "sources": [
+            {"name": name, "inputs": [str(path)], "max_lost_share": 1}
+            for name, path in sources.items()
+        ],
         "tokenizer": {"vocab_size": 1800, "model_type": "bpe", "character_coverage": 0.99},
         "shards": {"block_tokens": 20_000, "shard_mb": 1, "eval_fraction": 0.1}, **changes,
     }  # fmt: skip
@@ -246,7 +249,7 @@ def test_samples_are_masked(tmp_path: Path, kind: str, masked: bool) -> None:
     raw, secrets = PRIVATE[kind]
     filters = {"mask": {"enabled": masked}, "shape": {"enabled": True, "min_chars": 100}}
     config = _config(tmp_path, {"one": _write(tmp_path / "a.jsonl", [], raw)}, filters=filters)
-    tasks = ingest.tasks(corpus.find(config).pieces, config.clean, config.filters, tmp_path)
+    tasks = ingest.tasks(corpus.find(config).pieces, config, tmp_path)
     [done] = run_tasks(Stage("ingest", tasks, ingest.run), workers=1)
     [reason] = [r for stage in INGEST_STAGES for r in done.result[stage]["rejected"]]
     pieces = [("one", tasks[0].path(".rejected.jsonl.zst"))]

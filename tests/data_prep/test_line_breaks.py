@@ -1,7 +1,7 @@
 """`clean.newline: token` through all stages: tokens, what is repeated, given tokenizers."""
 
 import shutil
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,6 @@ from data_prep.config import CleanConfig, TokenizerConfig
 from data_prep.export import export
 from data_prep.pieces import read_lines
 from data_prep.run import run
-from data_prep.stage import make_key
 from data_prep.tokenizer.existing_tokenizer import read_given
 from pipeline.data.format import DatasetIndex, read_index
 from pipeline.data.reader import BlockReader
@@ -84,15 +83,11 @@ def test_only_tokenizer_and_shards_differ(broken: DatasetIndex, dataset: Dataset
     assert "are spaces" in text
 
 
-def test_the_default_changes_no_key(prep_config: Path, corpus: Path, tmp_path: Path) -> None:
-    """Keys are those of the time before the setting: datasets and work folders stay valid."""
-    before = {field.name for field in fields(CleanConfig)} - {"newline"}
-    assert set(CleanConfig().of_texts()) == before
+def test_line_breaks_are_the_tokenizers_matter(
+    prep_config: Path, corpus: Path, tmp_path: Path
+) -> None:
+    assert "newline" not in CleanConfig().of_texts()  # no text is read again for it
     given = corpora.find(config_of(prep_config, tmp_path, corpus))
-    settings = asdict(given.config)
-    for section, name in (("", "workers"), ("", "output_dir"), ("clean", "newline")):
-        del (settings[section] if section else settings)[name]
-    assert given.key == make_key(settings, [asdict(piece) for piece in given.pieces], None, {})
     clean = replace(given.config.clean, newline="token")
     assert replace(given, config=replace(given.config, clean=clean)).key != given.key
 

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep.config import PrepConfig
-from data_prep.losses import Losses, Reading
+from data_prep.losses import Losses, ReadReport
 from data_prep.readers.items import Rejected
 from data_prep.run import run
 from data_prep.show import status
@@ -127,14 +127,14 @@ def test_counts_add_up_in_any_order_and_stay_few() -> None:
     for i in range(60):
         losses = Losses(rows=i + 2)
         losses.take(lost)
-        reading = Reading()
+        reading = ReadReport()
         reading.add_file(f"f{i}", losses, {"id": i % 2 == 0})
         parts.append(reading.to_json())
     totals = []
     for order in (parts, parts[::-1]):
-        total = Reading()
+        total = ReadReport()
         for part in order:
-            total.add(Reading.from_json(json.loads(json.dumps(part))))
+            total.add(ReadReport.from_json(json.loads(json.dumps(part))))
         assert sorted(total.files) == sorted(f"f{i}" for i in range(20))  # those that lost most
         assert (total.fields["id"].files, total.fields["id"].files_without) == (30, 30)
         totals.append({path: losses.share for path, losses in total.files.items()})

@@ -56,7 +56,7 @@ def result(folder: Path) -> dict[str, Any]:
 def test_counts_are_those_of_a_run(folder: Path, result: dict[str, Any]) -> None:
     """With samples of whole sources, each reason has as many documents as stage ingest counts."""
     config = read(folder)
-    tasks = ingest.tasks(corpus.find(config).pieces, config.clean, config.filters, folder / "out")
+    tasks = ingest.tasks(corpus.find(config).pieces, config, folder / "out")
     (folder / "out").mkdir()
     for task, source in zip(tasks, ("pages", "songs"), strict=True):
         ran, tried = ingest.run(task)[0], result["sources"][source]
