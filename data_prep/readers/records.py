@@ -54,7 +54,9 @@ class Fields:
         return {name: value for name, value in values.items() if value is not None}
 
     def text_of(self, record: Any) -> str | None:
-        """Return the text of a record; None if it has none."""
+        """Return the text of a record; None if it has none. A string is all text."""
+        if isinstance(record, str):
+            return record
         texts = {name: joined(value_at(record, name), "\n") for name in self.text}
         there = {name: text for name, text in texts.items() if text is not None}
         self.seen.update(there)
@@ -109,23 +111,22 @@ def json_document(
     line: str, raw: bytes, place: FileOrigin, offset: int, fields: Fields
 ) -> Document | Rejected:
     """Return the document of one JSON object, or why there is none."""
-    # Only an escape can bring in a lone surrogate: the line itself is valid text.
-    hook = _storable if "\\u" in line else None
     try:
-        record = json.loads(line, object_hook=hook)
+        record = json.loads(line)
     except (ValueError, RecursionError):
         try:  # Python reads no numbers of more than 4,300 digits, which JSON may have
-            record = json.loads(line, object_hook=hook, parse_int=str)
+            record = json.loads(line, parse_int=str)
         except (ValueError, RecursionError):
             return Rejected(place.at(offset), "invalid JSON line", raw)
-    return fields.document(record, raw, place, offset)
+    # Only an escape can bring in a lone surrogate: the line itself is valid text.
+    return fields.document(_storable(record) if "\\u" in line else record, raw, place, offset)
 
 
 def _storable(value: Any) -> Any:
     if isinstance(value, dict):
-        return {k: _storable(v) if isinstance(v, (str, list)) else v for k, v in value.items()}
+        return {name: _storable(part) for name, part in value.items()}
     if isinstance(value, list):
-        return [_storable(element) for element in value]
+        return [_storable(part) for part in value]
     return storable(value) if isinstance(value, str) else value
 
 

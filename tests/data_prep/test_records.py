@@ -303,6 +303,15 @@ def test_fields_of_lists_and_joined_fields(tmp_path: Path, name: str) -> None:
     assert {"段落", "title", "body"} <= set(refused.detail.partition(": ")[2].split(", "))
 
 
+def test_strings_are_texts(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('["one", "two\\ud800", 3, ["x"]]')
+    (tmp_path / "b.jsonl").write_text('"one"\n"two\\ud800"\n3\n["x"]\n')
+    for name in ("a.json", "b.jsonl"):
+        items = read_source(tmp_path / name)
+        assert texts_of(items) == ["one", "two\ufffd"]
+        assert reasons_of(items) == ["no text in field 'text'"] * 2
+
+
 def test_a_column_that_is_there_twice_and_numbers_of_many_digits(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("text,id,text\na,1,b\nc,2,d\n")
     [refused] = read_source(tmp_path / "a.csv")
