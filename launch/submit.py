@@ -114,6 +114,7 @@ def prepare_training(
         raise ConfigError(f"this run cannot start as configured:{lines}")
     roots = [task.data.root or "" for task in probe_tasks(config.monitor, source.work_dir).values()]
     run_dir = Path(source.work_dir, config.run_dir)
+    RunFolder(run_dir).refuse_foreign()
     file = submission_folder(run_dir, next_number(run_dir)) / CONFIG_FILE
     words = ("pipeline", PRETRAIN, str(file))
     draft = _draft(PRETRAIN, run_dir, words, cluster, source, [config.data.dir, *roots])

@@ -26,6 +26,8 @@ _OTHER_KINDS = {
 """Files that tell what kind of folder was given in place of a run's."""
 
 
+_BESIDE_A_RUN = (".yaml", ".yml", ".sh", ".py", ".md", ".log", ".out", ".err")
+"""Suffixes of what people may put into a run's folder before its first start."""
 _FOR_GOOD = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ELOOP}
 )
@@ -99,6 +101,28 @@ class RunFolder:
             f"run_dir={self.path} cannot be written ({why}). Choose another run_dir, or make the "
             "folder writable on every node"
         )
+
+    def refuse_foreign(self) -> None:
+        """Check that a folder without a start holds no files but configs, scripts and notes.
+
+        Raises:
+            RunFolderError: it does, such as texts or a dataset.
+        """
+        if self.has_started or not self.path.is_dir():
+            return
+        own = {entry._name for entry in vars(RunFolder).values() if isinstance(entry, _Inside)}
+        others = sorted(
+            path.name
+            for path in self.path.iterdir()
+            if path.is_file() and not path.name.startswith(".")
+            if path.name not in own and path.suffix not in _BESIDE_A_RUN
+        )
+        if others:
+            raise RunFolderError(
+                f"run_dir={self.path} is not the folder of a run: it holds "
+                f"{', '.join(others[:3])}{' and more' if len(others) > 3 else ''}. Choose a new or "
+                "an empty folder"
+            )
 
     def refusal(self, expected: str = A_STARTED_RUN) -> RunFolderError:
         """Build the error that explains why this folder is not a started run."""

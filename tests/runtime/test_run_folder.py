@@ -39,6 +39,30 @@ def test_each_other_folder_is_named(tmp_path: Path, names: tuple[str, ...], said
         RunFolder.started(tmp_path / "x")
 
 
+@pytest.mark.parametrize(("names", "named"), [
+    (("a.txt", "b.jsonl.gz"), "a.txt, b.jsonl.gz"), (("index.json", "shards/x.tar"), "index.json"),
+    (("config.json", "model.safetensors", "tokenizer.json", "vocab.txt"), "and more"),
+    ((), None), (("train.yaml", "submit.sh", "NOTES.md", "slurm-1.out"), None), ((".x.tmp",), None),
+    (("launch/0001/submission.json", "logs/rank-00000.log", "lock", "resolved.yaml"), None),
+    (("attempts.jsonl", "anything.bin"), None),
+], ids=str)  # fmt: skip
+def test_a_folder_of_something_else_is_no_runs(
+    tmp_path: Path, names: tuple[str, ...], named: str | None
+) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text('{"attempt": 1}\n')
+    run = RunFolder(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    if named is None:
+        run.refuse_foreign()
+    else:
+        with pytest.raises(RunFolderError, match=f"run_dir=.*{named}.*Choose a new"):
+            run.refuse_foreign()
+    assert sorted(tmp_path.rglob("*")) == before
+    RunFolder(tmp_path / "new").refuse_foreign()
+
+
 def test_a_started_run_opens_whatever_follows_its_first_start(tmp_path: Path) -> None:
     (tmp_path / "attempts.jsonl").write_text('{"attempt": 1}\n{"attempt": 2, "ran')
     assert RunFolder.started(tmp_path).path == tmp_path
