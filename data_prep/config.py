@@ -578,6 +578,17 @@ class TokenizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WordsConfig:
+    """Words of Chinese text, which masking takes as a whole."""
+
+    dictionary: str | None = path_param(
+        None,
+        "UTF-8 file of words that jieba's dictionary lacks, such as medical terms: one a line, "
+        "with its frequency behind a space if that is known",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShardsConfig:
     """Blocks, shards and the held-out split."""
 
@@ -611,6 +622,7 @@ class PrepConfig:
         DecontaminateConfig, "removal of text of evaluation sets, off without sets"
     )
     tokenizer: TokenizerConfig = section(TokenizerConfig, "sentencepiece, or a given one")
+    words: WordsConfig = section(WordsConfig, "words of Chinese text, by jieba and own ones")
     shards: ShardsConfig = section(ShardsConfig, "blocks, shards and the held-out split")
 
     def __post_init__(self) -> None:

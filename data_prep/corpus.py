@@ -12,6 +12,7 @@ from data_prep.decontaminate import eval_items
 from data_prep.pieces import Pieces
 from data_prep.stage import Done, StageTask, make_key
 from data_prep.tokenizer.existing_tokenizer import GivenTokenizer, read_given
+from data_prep.word_boundaries import JIEBA, Words, read_words
 from pipeline.config.strict_yaml import read_file
 from pipeline.errors import DataError
 
@@ -35,6 +36,8 @@ class Corpus:
     eval_sets: dict[str, tuple[inputs.InputFile, ...]]
     unreadable: tuple[str, ...] = ()
     """What is left out because it cannot be read."""
+    words: Words = JIEBA
+    """Of the user's dictionary."""
 
     @property
     def output(self) -> Path:
@@ -58,7 +61,8 @@ class Corpus:
         del settings["workers"], settings["output_dir"]
         given = self.tokenizer and self.tokenizer.sha256
         sets = {name: [asdict(file) for file in files] for name, files in self.eval_sets.items()}
-        return make_key(settings, [asdict(piece) for piece in self.pieces], given, sets)
+        own = [self.words.sha256] if self.words.entries else []
+        return make_key(settings, [asdict(piece) for piece in self.pieces], given, sets, *own)
 
 
 def find(config: PrepConfig) -> Corpus:
@@ -72,6 +76,7 @@ def find(config: PrepConfig) -> Corpus:
     _refuse_foreign(output)
     inputs.refuse_inside(output, (text for one in config.sources for text in one.inputs))
     inputs.refuse_inside(output, (text for one in config.decontaminate.sets for text in one.inputs))
+    dictionary = config.words.dictionary
     pieces: list[inputs.InputPiece] = []
     unreadable: list[str] = []
     for source in config.sources:
@@ -96,6 +101,7 @@ def find(config: PrepConfig) -> Corpus:
         read_given(config.tokenizer, config.clean.newline),
         eval_items.find(config.decontaminate),
         tuple(unreadable),
+        read_words(Path(dictionary), config.clean) if dictionary else JIEBA,
     )
 
 

@@ -32,7 +32,7 @@ from data_prep.stage import (
     replacing,
     save_array,
 )
-from data_prep.word_boundaries import word_starts_of
+from data_prep.word_boundaries import Words, word_starts_of
 from pipeline.data.format import MEMBERS, SPLITS, token_dtype
 from pipeline.tokenizer.sentencepiece import Spelling
 from pipeline.tokenizer.wordpiece import DatasetTokenizer, load_tokenizer
@@ -51,6 +51,7 @@ class ShardJob:
     pieces: Pieces
     tokenizer_path: Path
     config: ShardsConfig
+    words: Words
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def plan(kept_bytes: list[int], shard_mb: int) -> list[list[int]]:
 
 def tasks(progress: Progress, folder: Path) -> list[StageTask[ShardJob]]:
     """Make one task per group of `plan`; shards belong to the dataset, not to work/."""
-    pieces = progress.pieces
+    pieces, words = progress.pieces, progress.corpus.words
     config = _holding_out_one(progress.corpus.config.shards, pieces)
     kept_bytes = [int(pieces.kept_sizes(name).sum()) for name in pieces.names]
     made = []
@@ -95,8 +96,9 @@ def tasks(progress: Progress, folder: Path) -> list[StageTask[ShardJob]]:
             [progress.kept.files[f"{name}.keep.npy"] for name in names],
             progress.records["tokenizer"][0].digest,
             asdict(config),
+            *filter(None, [words.sha256]),
         )
-        job = ShardJob(replace(pieces, names=names), progress.tokenizer_path, config)
+        job = ShardJob(replace(pieces, names=names), progress.tokenizer_path, config, words)
         made.append(StageTask(f"{number:06d}", progress.corpus.output / SHARD_FOLDER, key, job))
     return made
 
@@ -137,7 +139,7 @@ def run(task: StageTask[ShardJob]) -> Result:
         documents = _counted(texts, tokenizer, counts, sources[split])
         blocks = _blocks(documents, job.config.block_tokens)
         with replacing(path) as temporary:
-            for block in _write_tar(temporary, path.stem, blocks, tokenizer.vocab_size):
+            for block in _write_tar(temporary, path.stem, blocks, tokenizer.vocab_size, job.words):
                 sources[split][block[0].source]["blocks"] += 1
                 if split == "train":
                     frequencies += np.bincount(_tokens(block), minlength=len(frequencies))
@@ -170,13 +172,13 @@ def estimates(size: Size) -> dict[str, Estimate]:
 
 
 def _write_tar(
-    path: Path, stem: str, blocks: Iterator[_Block], vocab_size: int
+    path: Path, stem: str, blocks: Iterator[_Block], vocab_size: int, words: Words
 ) -> Iterator[_Block]:
     """Write blocks to a tar and yield each; closes the tar after the last."""
     # Not webdataset's TarWriter: that of 1.0.2 imports torch and ignores `format`.
     with tarfile.open(path, mode="w", format=tarfile.USTAR_FORMAT) as tar:
         for number, block in enumerate(blocks):
-            for name, content in _members(block, vocab_size).items():
+            for name, content in _members(block, vocab_size, words).items():
                 # Headers hold neither times nor owners, so that a rebuilt shard is the same.
                 info = tarfile.TarInfo(f"{stem}-{number:04d}.{name}")
                 info.size = len(content)
@@ -282,7 +284,7 @@ def _tokens(block: _Block) -> npt.NDArray[np.unsignedinteger]:
     return np.concatenate([document.tokens for document in block])
 
 
-def _members(block: _Block, vocab_size: int) -> dict[str, bytes]:
+def _members(block: _Block, vocab_size: int, words: Words) -> dict[str, bytes]:
     """Return the contents of a block's members, by name."""
     tokens = _tokens(block)
     meta = {
@@ -294,7 +296,7 @@ def _members(block: _Block, vocab_size: int) -> dict[str, bytes]:
     contents = (
         _npy(tokens.astype(token_dtype(vocab_size))),
         _npy(np.cumsum([len(document.tokens) for document in block], dtype=np.int64)),
-        _npy(np.packbits(word_starts_of([(d.spelling, d.tokens) for d in block]))),
+        _npy(np.packbits(word_starts_of([(d.spelling, d.tokens) for d in block], words))),
         json.dumps(meta, ensure_ascii=False).encode(),
     )
     return dict(zip(MEMBERS, contents, strict=True))

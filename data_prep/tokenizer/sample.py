@@ -235,6 +235,7 @@ def _vocabulary(tokenizer: DatasetTokenizer, used: npt.NDArray[np.bool_]) -> dic
         "size": tokenizer.vocab_size,
         "special": len(tokenizer.vocabulary.special),
         "never_in_text": tokenizer.vocab_size - len(ids) - len(tokenizer.vocabulary.special),
+        "words_never_in_text": _words_of_no_text(tokenizer, ids),
         "bytes": int(np.count_nonzero(tokenizer.is_byte)),
         "pieces": len(pieces),
         "unused_in_sample_share": _ratio(int(np.count_nonzero(~used[ids])), len(ids)),
@@ -242,6 +243,13 @@ def _vocabulary(tokenizer: DatasetTokenizer, used: npt.NDArray[np.bool_]) -> dic
         "scripts": dict(scripts),
         "longest": sorted(pieces, key=lambda piece: (-len(piece), piece))[:_LISTED],
     }
+
+
+def _words_of_no_text(tokenizer: DatasetTokenizer, ids: npt.NDArray[np.int64]) -> list[str]:
+    """List words of several Chinese characters that the tokenizer splits before it looks."""
+    never = np.setdiff1d(np.arange(tokenizer.vocab_size), ids).tolist()
+    pieces = [tokenizer.piece(token).removeprefix(CONTINUES) for token in never]
+    return [piece for piece in pieces if len(piece) > 1 and set(map(script, piece)) == {"Han"}]
 
 
 def script(piece: str) -> str:

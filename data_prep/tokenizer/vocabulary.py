@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from data_prep.config import DEFAULT_VOCAB_SIZE, SourceConfig, TokenizerConfig
 from data_prep.corpus import Progress
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 # Sentencepiece skips longer lines without a warning; 4 bytes a character at most.
 _MAX_LINE_CHARS = 10_000
 _MEASURED_BYTES = 4_000_000  # of each source
+_MOST_UNKNOWN = 0.01  # Chinese web text has 0.1% with BERT's Chinese vocabulary
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,9 @@ def run(task: StageTask[VocabularyJob]) -> Result:
         write_atomic(path, _train(job, training))
     made = load_tokenizer(path)
     report_path = task.path(".report.json")
-    write_json_atomic(report_path, sample.measure(made, job.pieces, others, training))
+    report = sample.measure(made, job.pieces, others, training)
+    write_json_atomic(report_path, report)
+    _warn(report)
     of_sources = {
         part.source: {
             "documents": len(part.documents),
@@ -87,6 +91,27 @@ def run(task: StageTask[VocabularyJob]) -> Result:
     sample_bytes = sum(part.num_bytes for part in training)
     result = {"sample_bytes": sample_bytes, "sample": of_sources, "vocab_size": made.vocab_size}
     return result, [path, report_path]
+
+
+def _warn(report: dict[str, Any]) -> None:
+    """Warn of a vocabulary that does not go with the text."""
+    for name, source in report["sources"].items():
+        if source["unknown_share"] > _MOST_UNKNOWN:
+            examples = ", ".join(repr(text) for text, _ in source["unknown_texts"][:5])
+            logger.warning(
+                "source %s: %.1f%% of its tokens are unknown, such as %s; take a vocabulary for "
+                "this text, or check tokenizer.lowercase and the source's encoding",
+                name,
+                100 * source["unknown_share"],
+                examples,
+            )
+    if words := report["vocabulary"]["words_never_in_text"]:
+        logger.warning(
+            "tokenizer.file: %d words of several Chinese characters can be in no text, such as "
+            "%s: each character is a token; remove them, or set tokenizer.split_chinese=false",
+            len(words),
+            ", ".join(words[:5]),
+        )
 
 
 def _train(job: VocabularyJob, training: list[sample.Sample]) -> bytes:

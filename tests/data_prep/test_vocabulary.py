@@ -16,7 +16,7 @@ from pipeline.config.load import load
 from pipeline.data.format import DatasetIndex, read_index
 from pipeline.errors import ConfigError, DataError
 from tests.support import bert_vocabulary, near_texts
-from tests.support.prepare import write_texts
+from tests.support.prepare import config_of, write_texts
 
 TEXTS = [*near_texts.english()[:60], *near_texts.chinese(np.random.default_rng(1), 20)]
 
@@ -208,7 +208,8 @@ def test_report_by_hand(prep_config: Path, tmp_path: Path) -> None:
     path = tmp_path / "data/work/tokenizer/tokenizer.report.json"
     made = json.loads(path.read_text())
     assert made["vocabulary"] == {
-        "kind": "wordpiece", "size": 114, "special": 5, "never_in_text": 101, "bytes": 0,
+        "kind": "wordpiece", "size": 114, "special": 5, "never_in_text": 101,
+        "words_never_in_text": [], "bytes": 0,
         "pieces": 8, "unused_in_sample_share": 0.125, "single_character_share": 0.5,
         "scripts": {"Han": 2, "Latin": 4, "digits": 1, "other": 1},
         "longest": ["unused", "model", "the", "12", ".", "s", "中", "文"],
@@ -243,3 +244,19 @@ def test_sentencepiece_report_counts_bytes_and_scripts(dataset: DatasetIndex) ->
     assert measured["round_trip_differences"] == []
     found = [script(piece) for piece in ("中", "层a", "é", "x1", "12", ".", "ω", "の")]
     assert found == ["Han", "Han", "Latin", "Latin", "digits", "other", "other", "other"]
+
+
+def test_a_vocabulary_that_does_not_go_with_the_text_is_warned_of(
+    prep_config: Path, corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pieces = [*bert_vocabulary.SPECIALS, *"abcdefghijklmnopqrst", "机器学习", "中", "##a"]
+    given = bert_vocabulary.write(tmp_path / "vocab.txt", pieces)
+    with caplog.at_level(logging.WARNING):
+        run(config_of(prep_config, tmp_path / "data", corpus, f"tokenizer={{file: {given}}}"))
+    [unknown] = [text for text in caplog.messages if "tokens are unknown" in text]
+    assert unknown.startswith("source topics: ")
+    [never] = [text for text in caplog.messages if "can be in no text" in text]
+    assert "1 words of several Chinese characters" in never
+    assert "机器学习" in never
+    report = json.loads((tmp_path / "data/report.json").read_bytes())
+    assert report["tokenizer_report"]["vocabulary"]["words_never_in_text"] == ["机器学习"]

@@ -2,13 +2,23 @@
 
 import itertools
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 import rjieba
 
 from data_prep import word_boundaries
-from data_prep.word_boundaries import HAN, word_starts, word_starts_of
+from data_prep.config import CleanConfig
+from data_prep.word_boundaries import (
+    HAN,
+    JIEBA,
+    Words,
+    read_words,
+    word_starts,
+    word_starts_of,
+)
+from pipeline.errors import DataError
 from pipeline.tokenizer.sentencepiece import Tokenizer, train
 
 CHINESE = (
@@ -29,9 +39,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(path)
 
 
-def _words(tokenizer: Tokenizer, text: str) -> list[str]:
+def _words(tokenizer: Tokenizer, text: str, words: Words = JIEBA) -> list[str]:
     ids = np.array(tokenizer.encode(text), dtype=np.uint16)
-    bounds = [*np.flatnonzero(word_starts(tokenizer, ids)).tolist(), len(ids)]
+    bounds = [*np.flatnonzero(word_starts(tokenizer, ids, words)).tolist(), len(ids)]
     surface, offsets = tokenizer.surface(ids)
     places = [*offsets.tolist(), len(surface)]
     return [surface[places[a] : places[b]] for a, b in itertools.pairwise(bounds)]
@@ -76,7 +86,7 @@ def test_random_text_against_jieba_on_the_text_itself(tokenizer: Tokenizer) -> N
 
 def _jieba_words(text: str) -> list[str]:
     """Cuts where `words` has a word begin at a Chinese character."""
-    han, begins = word_boundaries._chinese(text)
+    han, begins = word_boundaries._chinese(text, rjieba.cut)
     bounds = [0, *(np.flatnonzero(han & begins).tolist()), len(text)]
     return [text[a:b] for a, b in itertools.pairwise(dict.fromkeys(bounds))]
 
@@ -103,7 +113,7 @@ def test_words_depend_on_chinese_runs_only(monkeypatch: pytest.MonkeyPatch, chun
         pools = (other, joined, chinese, chinese, " ，。\n")
         text = "".join(rng.choice(rng.choice(pools)) for _ in range(rng.randint(1, 40)))
         begins = {0, *itertools.accumulate(map(len, rjieba.cut(text)))}
-        han, found = word_boundaries._chinese(text)
+        han, found = word_boundaries._chinese(text, rjieba.cut)
         for i, character in enumerate(text):
             assert han[i] == any(a <= ord(character) <= b for a, b in HAN)
             if han[i]:
@@ -135,3 +145,37 @@ def test_spelling_is_that_of_encode(tokenizer: Tokenizer) -> None:
         np.testing.assert_array_equal(found_offsets, expected_offsets)
         fast += spelling is not tokenizer
     assert 1000 <= fast < 1900  # both ways were taken
+
+
+_TERMS = ["小细胞肺癌", "阿司匹林肠溶片", "1抑制剂"]  # the tokenizer parts Latin letters
+_MEDICAL = "患者被诊断为小细胞肺癌,每天服用阿司匹林肠溶片,随后使用PD-1抑制剂治疗。"
+
+
+def test_words_of_a_dictionary_are_whole(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = tmp_path / "terms.txt"
+    path.write_text(
+        "# medicine\n小细胞肺癌\n\n阿司匹林肠溶片 3\nＰＤ－１抑制剂\n", encoding="utf-8"
+    )
+    words = read_words(path, CleanConfig())
+    assert words.entries == (("小细胞肺癌", None), ("阿司匹林肠溶片", 3), ("PD-1抑制剂", None))
+
+    assert set(_TERMS).isdisjoint(_words(tokenizer, _MEDICAL))
+    assert set(_TERMS) <= set(_words(tokenizer, _MEDICAL, words))
+    assert set(_TERMS).isdisjoint(_words(tokenizer, _MEDICAL))  # others' words are as before
+    path.write_text(path.read_text(encoding="utf-8") + "肺癌 9\n", encoding="utf-8")
+    assert read_words(path, CleanConfig()) != words
+
+
+@pytest.mark.parametrize(("content", "named"), [
+    ("肺癌\nlung\n", "line 2: 'lung'"), ("肺,癌\n", "line 1"), ("肺癌 many\n", "line 1"),
+    ("肺癌 1 n\n", "line 1"), ("肺癌\n".encode("gb18030"), "cannot be read"),
+    (None, "cannot be read"),
+])  # fmt: skip
+def test_what_is_no_dictionary_is_refused(
+    tmp_path: Path, content: str | bytes | None, named: str
+) -> None:
+    path = tmp_path / "terms.txt"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError, match=f"words.dictionary = .*terms.txt.*{named}"):
+        read_words(path, CleanConfig())
