@@ -1,7 +1,8 @@
 """Data preparation: speed beside other tools, by part, memory, storage, and the cost of 280 GB.
 
     python benchmarks/data_prep.py CORPUS.jsonl.gz [--peers-python VENV/bin/python] [--large]
-        [--rounds 3] [--vocab 50000 32000] [--markdown benchmarks/results/data_prep.md]
+        [--rounds 3] [--vocab 50000 32000] [--wordpiece vocab.txt] [--only-blocks]
+        [--markdown benchmarks/results/data_prep.md]
 
 The corpus is JSON lines with `id` and `text`, plain or .gz. MB are 10^6 UTF-8 bytes of its text,
 seconds are CPU seconds, of all threads and of child processes. One JSON line comes out.
@@ -16,7 +17,11 @@ Beside it, in turns, `--rounds` times, with the same pieces as a Hugging Face fa
 Unigram model, rules and splitting that transformers' converter would give it), in one thread:
 - "datatrove": JsonlReader and DocumentTokenizer, without shuffling, over the same lines;
 - "hf": `encode_batch_fast` alone, over the same texts.
-Ratios are medians over the rounds. The peers' python needs datatrove and xxhash<4.
+Ratios are medians over the rounds. With `--wordpiece` the same for BERT's tokenizer with a
+published vocabulary, which the peers get as the tokenizer.json that a dataset has; ids are compared
+in tests. The peers' python:
+
+    python3 -m venv PEERS && PEERS/bin/pip install datatrove 'xxhash<4' orjson
 
 "stages" are those of configs/prep/web.yaml with near duplicates, over one copy: CPU seconds and the
 peak memory of a process that did nothing else. `--large` adds a file of 1 GB and a line of 200 MB.
@@ -196,16 +201,18 @@ def _peer(python: str, kind: str, lines: Path, tokenizer: Path) -> dict[str, Any
 
 
 def _side_by_side(
-    arguments: argparse.Namespace, folder: Path, lines: dict[int, tuple[Path, float]], model: Path
+    arguments: argparse.Namespace, folder: Path, lines: dict[int, tuple[Path, float]], given: Path
 ) -> dict[str, Any]:
     """Blocks and peers in turns: MB a CPU-second of every round, medians, median ratios."""
     (one, one_mb), (many, many_mb) = lines[1], lines[arguments.copies]
     rounds: dict[str, list[float]] = {"blocks": []}
     found: dict[str, Any] = {"tokens": {}}
-    fast = _write_fast_tokenizer(model)
     for number in range(arguments.rounds):
-        output = folder / f"blocks-{model.parents[2].name}-{number}"
-        measured = _prepare(output, many, [*_PLAIN, f"tokenizer={{file: {model}}}"])
+        output = folder / f"blocks-{given.stem}-{given.parents[2].name}-{number}"
+        measured = _prepare(output, many, [*_PLAIN, f"tokenizer={{file: {given.resolve()}}}"])
+        fast = output / "tokenizer.json"
+        if not fast.exists():
+            fast = _write_fast_tokenizer(given)
         seconds = {name: measured[name]["cpu_s"] for name in ("ingest", "shards")}
         rounds["blocks"].append(many_mb / sum(seconds.values()))
         for name, value in seconds.items():
@@ -362,11 +369,13 @@ def _markdown(result: dict[str, Any]) -> str:
         "| vocabulary | blocks | ingest | shards | datatrove | HF fast | times datatrove "
         "| times HF | tars / 2 bytes a token |", "|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
-    for size, found in result["blocks"].items():
+    for size, found in result["blocks"].items():  # a number, or the name of a vocabulary
         rates = found["mb_per_cpu_s"]
         cells = [rates.get(k, "-") for k in ("blocks", "ingest", "shards", "datatrove", "hf")]
         cells += [found["times_datatrove"], found["times_hf"], found["tars_over_tokens"]]
         lines.append(f"| {size} | " + " | ".join(str(cell) for cell in cells) + " |")
+    if "parts" not in result:
+        return "\n".join([*lines, ""])
     lines += ["", "| part | MB/CPU-s |", "|---|---|"]
     lines += [f"| {name} | {rate} |" for name, rate in result["parts"].items()]
     hours, stages = result["for_280_gb"]["core_hours"], result["stages"]
@@ -397,6 +406,20 @@ def _measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         size: _side_by_side(arguments, folder, lines, model)
         for size, (model, _) in trained.items()
     }  # fmt: skip
+    blocks |= {
+        str(path): _side_by_side(arguments, folder, lines, path) for path in arguments.wordpiece
+    }
+    packages = ("numpy", "sentencepiece", "rjieba", "backports.zstd", "tokenizers")
+    result: dict[str, Any] = {
+        "versions": {
+            "python": platform.python_version(), "machine": platform.machine(),
+            **{name: version(name) for name in packages},
+        },
+        "mb": round(one_mb, 1), "documents": len(records), "copies": arguments.copies,
+        "blocks": blocks,
+    }  # fmt: skip
+    if arguments.only_blocks:
+        return result
     model, training = trained[arguments.vocab[0]]
     web = [f"tokenizer={{file: {model}}}", "dedup.near_duplicates=true"]
     stages = _prepare(folder / "web", one, web)
@@ -413,14 +436,8 @@ def _measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         {k: v for k, v in languages.items() if v}, settings_of(DedupConfig())
     ).items():
         parts[f"signatures, {language}"] = part["whole_step_mb_per_cpu_s"]
-    packages = ("numpy", "sentencepiece", "rjieba", "backports.zstd", "tokenizers")
-    result = {
-        "versions": {
-            "python": platform.python_version(), "machine": platform.machine(),
-            **{name: version(name) for name in packages},
-        },
-        "mb": round(one_mb, 1), "documents": len(records), "copies": arguments.copies,
-        "blocks": blocks, "parts": parts,
+    result |= {
+        "parts": parts,
         "training_cpu_s_per_mb": {size: round(rate, 2) for size, (_, rate) in trained.items()},
         "stages": {
             name: {key: round(value, 2) for key, value in measured.items()}
@@ -440,7 +457,9 @@ def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("corpus", type=Path)
-    parser.add_argument("--vocab", type=int, nargs="+", default=[50_000, 32_000])
+    parser.add_argument("--vocab", type=int, nargs="*", default=[50_000, 32_000])
+    parser.add_argument("--wordpiece", type=Path, nargs="+", default=[], help="vocab.txt of BERT")
+    parser.add_argument("--only-blocks", action="store_true", help="leave out parts and stages")
     parser.add_argument("--copies", type=int, default=4, help="of the corpus, in a task of shards")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peers-python", help="python of a venv with datatrove and xxhash<4")
