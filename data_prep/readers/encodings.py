@@ -2,7 +2,7 @@
 
 A file is in the encoding in which most of its characters beyond ASCII are common ones of Chinese,
 Japanese or English. `python -m benchmarks.encodings` compares that with the detectors of other
-packages; results: benchmarks/results/data_prep.md.
+packages; results: benchmarks/results/encodings.md.
 """
 
 import codecs
