@@ -11,6 +11,7 @@ import pytest
 
 from pipeline.data.format import DatasetIndex
 from pipeline.errors import EXIT_FAILED_RETRY, EXIT_PREEMPTED
+from tests.support.grids import first_in_ci
 from tests.support.processes import wait_until
 from tests.support.ranks import CONFIG, Ranks, losses, records
 
@@ -49,7 +50,7 @@ def _attempts(run_dir: Path) -> list[tuple[int, int | None]]:
     return [(record["world_size"], record["resumed_from_step"]) for record in found]
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize("zero_stage", first_in_ci([0, 1]))
 def test_alone_is_as_a_launched_one(zero_stage: int, dataset: DatasetIndex, tmp_path: Path) -> None:
     words = (*_SIX_STEPS, f"train.zero_stage={zero_stage}")
     Ranks(tmp_path / "launched", dataset, *words, world_size=1).ended()
