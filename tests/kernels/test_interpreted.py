@@ -1,4 +1,4 @@
-"""The fused kernels in Triton's interpreter: one process for all, since its imports take seconds."""
+"""The fused kernels in Triton's interpreter: one process, since its start takes seconds."""
 
 from tests.support.triton import MARKED, NEEDS_TRITON, Interpreter
 
