@@ -10,7 +10,8 @@ from tests.support.ranks import Ranks, losses
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 SETTINGS = ("data.seq_len=32", "model.num_layers=3", "model.num_heads=1",
-            "model.attention_dropout=0", "model.dropout=0", "train.precision=fp32", "train.num_steps=3", "train.warmup_steps=1",
+            "model.attention_dropout=0", "model.dropout=0", "train.precision=fp32",
+            "train.num_steps=3", "train.warmup_steps=1",
             "train.alpha_warmup_steps=2", "train.zero_stage=0", "train.global_batch=2",
             "monitor.eval_every_steps=3", "monitor.eval_sequences=2")  # fmt: skip
 PARTS = {"attention": "attention", "residual_norm": "residual and norm"}

@@ -26,8 +26,8 @@ class Group:
         self._outputs = [meeting.with_suffix(f".{rank}") for rank in range(world_size)]
         self.processes = []
         for rank, path in enumerate(self._outputs):
-            command = [sys.executable, "-m", "tests.train.batch_log_main", str(rank),
-                       str(world_size), str(meeting), str(run_dir), *map(str, arguments)]  # fmt: skip
+            command = [sys.executable, "-m", "tests.train.batch_log_main",
+                       *map(str, [rank, world_size, meeting, run_dir, *arguments])]  # fmt: skip
             with path.open("w") as file:
                 self.processes.append(warm.start(command, dict(os.environ), file.fileno()))
 
