@@ -14,12 +14,6 @@ from tests.support.processes import python
 NEEDS_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 
-MARKED = pytest.mark.parametrize(
-    "marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)]
-)
-"""Runs in the interpreter: CI's, and the night's."""
-
-
 Interpreter = Callable[..., None]  # of the fixture `interpreter`: `run_interpreted`
 
 
