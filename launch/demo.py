@@ -48,7 +48,7 @@ class DemoError(PostnormError):
 def demo(out: str, *, corpus: str | None, quick: bool = False) -> int:
     """Run the demo and write `OUT/summary.json`; an earlier demo in `out` is replaced.
 
-    `quick` is a tenth of the training, which shows that everything works.
+    `quick` is less training, which shows that everything works.
     Without a `corpus`, a file, folder or glob of text, the embedded one is taken.
     """
     folder = Path(out)

@@ -84,7 +84,7 @@ _LENGTHS = st.one_of(st.integers(1, 40), st.integers(1, 3_000), st.integers(1, 1
 
 
 @pytest.mark.long
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_within_an_epoch_every_token_comes_once(data: st.DataObject) -> None:
     num_sources = data.draw(st.integers(1, 4))

@@ -213,7 +213,7 @@ def test_shard_plan_keeps_order_and_size() -> None:
     assert plan([5], shard_mb=100) == [[0]]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_embedded_corpus_has_ten_megabytes_of_prose() -> None:
     total, kinds, of = 0, set(), 20
     for path, name in embedded.find()[::of]:

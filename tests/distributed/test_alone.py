@@ -11,8 +11,8 @@ import pytest
 
 from pipeline.data.format import DatasetIndex
 from pipeline.errors import EXIT_FAILED_RETRY, EXIT_PREEMPTED
-from tests.support.processes import wait_until
-from tests.support.ranks import CONFIG, Ranks, losses, records
+from tests.support.grids import first_in_ci
+from tests.support.ranks import CONFIG, Ranks, losses
 
 pytestmark = pytest.mark.usefixtures("processes")
 
@@ -49,7 +49,7 @@ def _attempts(run_dir: Path) -> list[tuple[int, int | None]]:
     return [(record["world_size"], record["resumed_from_step"]) for record in found]
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize("zero_stage", first_in_ci([0, 1]))
 def test_alone_is_as_a_launched_one(zero_stage: int, dataset: DatasetIndex, tmp_path: Path) -> None:
     words = (*_SIX_STEPS, f"train.zero_stage={zero_stage}")
     Ranks(tmp_path / "launched", dataset, *words, world_size=1).ended()
@@ -61,18 +61,17 @@ def test_alone_is_as_a_launched_one(zero_stage: int, dataset: DatasetIndex, tmp_
 
 
 def test_two_processes_do_not_share_a_folder(dataset: DatasetIndex, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    with _start(run_dir, dataset, "train.num_steps=1000000") as first:
-        try:
-            wait_until(lambda: records(run_dir), first)
-            second = _start(run_dir, dataset, "train.num_steps=1000000")
-            said = _end(second, EXIT_FAILED_RETRY)
-            assert f"{run_dir} is in use by another running process" in said
-            assert first.poll() is None
-            first.send_signal(signal.SIGTERM)
-            _end(first, EXIT_PREEMPTED)
-        finally:
-            first.kill()
+    run_dir, endless = tmp_path / "run", "train.num_steps=1000000"
+    first = Ranks(run_dir, dataset, endless, world_size=1)
+    try:
+        first.wait_for_step(1)
+        second = Ranks(run_dir, dataset, endless, world_size=1).ended(EXIT_FAILED_RETRY)
+        assert f"{run_dir} is in use by another running process" in second.output
+        assert first.processes[0].poll() is None
+        first.signal(signal.SIGTERM)
+        first.ended(EXIT_PREEMPTED)
+    finally:
+        first.kill()
     assert _attempts(run_dir) == [(1, None)]
     saved = sorted((run_dir / "checkpoints").glob("step-*"))[-1]
     assert int(saved.name[5:]) == max(losses(run_dir))

@@ -142,6 +142,7 @@ def sourced(
     return run_dir
 
 
+@pytest.mark.slow
 def test_a_plateau_is_told_once(tmp_path: Path, dataset: DatasetIndex, train: Train) -> None:
     run_dir, entropy = tmp_path / "run", dataset.unigram_entropy_nats
     train("run", "train.num_steps=212", "train.global_batch=16", "train.micro_batch=8",

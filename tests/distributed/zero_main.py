@@ -1,8 +1,8 @@
 """`python -m tests.distributed.zero_main FOLDER JOB ...`: training at several ZeRO stages.
 
-A job is SAVED:STAGE, such as `1-2:3` (load what 1 rank saved at stage 2, go on at stage 3), or
-`:STAGE`, from the start. It leaves, for each precision, as `save_state` writes them:
-    NAME/loaded, NAME/10 and NAME/20: the state when it was loaded, after 10 steps and after 20
+A job is PRECISION:SAVED:STAGE, such as `fp32:1-2:3` (load what 1 rank saved at stage 2, go on at
+stage 3), or `fp32::3`, from the start. It leaves, as `save_state` writes them:
+    NAME/loaded, NAME/5 and NAME/10: the state when it was loaded, after 5 steps and after 10
 where NAME is PRECISION/RANKS-STAGE from the start, and PRECISION/SAVED:RANKS-STAGE after a load;
 NAME/results-RANK.json: loss and gradient norm by step; and, where a rank has whole parameters,
 NAME/used-RANK.pt: those that forward passes would use next.
@@ -25,10 +25,10 @@ from tests.distributed import engine_main as case
 from tests.distributed.engine_main import as_rank
 from tests.support.checkpoints import save_state
 
-NUM_STEPS = 20
-SAVED_AFTER = 10
-POISONED_STEP = 15
-GRAD_CLIP = 3.0
+NUM_STEPS = 10
+SAVED_AFTER = 5
+POISONED_STEP = 7
+GRAD_CLIP = 3.5
 PRECISIONS = ("fp32", "bf16")
 
 
@@ -48,8 +48,8 @@ def micro_batches(step: int) -> list[MicroBatch]:
     return [case.micro_batch(step % len(case.LENGTHS), 100 * step + n, rows=2) for n in range(4)]
 
 
-def main(folder: Path, job: str, precision: str, process: ProcessInfo) -> None:
-    saved, stage = job.split(":")
+def main(folder: Path, job: str, process: ProcessInfo) -> None:
+    precision, saved, stage = job.split(":")
     place = f"{process.world_size}-{stage}"
     folder = folder / precision / (f"{saved}:{place}" if saved else place)
     folder.mkdir(parents=True, exist_ok=True)
@@ -83,5 +83,4 @@ def main(folder: Path, job: str, precision: str, process: ProcessInfo) -> None:
 if __name__ == "__main__":
     with as_rank() as this:
         for each in sys.argv[2:]:
-            for kind in PRECISIONS:
-                main(Path(sys.argv[1]), each, kind, this)
+            main(Path(sys.argv[1]), each, this)

@@ -1,4 +1,4 @@
-"""Residual and RMSNorm in one pass, interpreted, against float64; run by `test_norm.py`.
+"""Residual and RMSNorm in one pass, interpreted, against float64; run by `test_interpreted.py`.
 
 A process of its own: the interpreter must be asked for before Triton is imported. All buffers are
 full of NaN before the kernels write to them.
@@ -226,6 +226,7 @@ def test_dropout_depends_on_the_place_alone(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.equal(_kept(SEED, 7, 96, 0.3), kept[:7])
 
 
+@pytest.mark.slow
 def test_dropout_looks_random() -> None:
     kept = np.stack([_kept(SEED + n, 64, 768, 0.1).double().numpy() for n in range(2)])
     # 98,304 draws: the deviation of their mean is 0.3 / sqrt(98,304) = 0.00096.
@@ -388,7 +389,7 @@ COSTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("dropout", "dtype"), first_in_ci([(0.1, torch.bfloat16), (0.0, torch.float32)])
 )
-@pytest.mark.parametrize("name", COSTS)
+@pytest.mark.parametrize("name", first_in_ci(COSTS, 2))
 def test_activations_are_what_autograd_keeps(name: str, dropout: float, dtype: torch.dtype) -> None:
     config = ModelConfig(
         vocab_size=300, num_layers=3, hidden_size=64, num_heads=2, ffn_size=96, max_positions=64,

@@ -1,4 +1,4 @@
-"""The fused kernels without a GPU: interpreted, in a process of their own, and compiled ahead.
+"""The fused kernels without a GPU, compiled ahead of time; `test_interpreted.py` runs them.
 
 Without a GPU nothing here says how fast they are.
 """
@@ -14,15 +14,9 @@ from pipeline.config.train import Implementation, KernelsConfig
 from pipeline.errors import ConfigError
 from pipeline.kernels.choose import choose
 from tests.support.grids import first_in_ci
-from tests.support.triton import MARKED, NEEDS_TRITON, Interpreter
+from tests.support.triton import NEEDS_TRITON
 
 CPU = torch.device("cpu")
-
-
-@NEEDS_TRITON
-@MARKED
-def test_interpreted_kernels(interpreter: Interpreter, marked: str) -> None:
-    interpreter("tests/kernels/interpreted_carried.py", marked)
 
 
 # Capability, longest window, head size and dropout: each tile that is chosen.

@@ -1,6 +1,6 @@
 """The loss by chunks against autograd through all logits in float64.
 
-`test_in_the_interpreter` runs this file once more, with the fused kernel instead of plain PyTorch.
+`test_interpreted.py` runs this file once more, with the fused kernel instead of plain PyTorch.
 """
 
 import os
@@ -22,19 +22,12 @@ from pipeline.kernels.loss import rows_of_chunk, vocabulary_loss
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layout import padded
 from tests.support.grids import first_in_ci
-from tests.support.triton import MARKED, NEEDS_TRITON, Interpreter
+from tests.support.triton import NEEDS_TRITON
 
 FUSED = os.environ.get("TRITON_INTERPRET") == "1"
 BY_ROWS = module._by_kernel if FUSED else module._by_torch
 EXACT = 2e-6  # relative error in fp32, of losses and (Frobenius) of gradients
 OF_PLAIN = 1.1  # errors in bf16 over those of plain PyTorch; 1.05 was the largest found
-
-
-@NEEDS_TRITON
-@MARKED
-@pytest.mark.skipif(FUSED, reason="is this run")
-def test_in_the_interpreter(interpreter: Interpreter, marked: str) -> None:
-    interpreter("tests/kernels/test_loss.py", marked)
 
 
 def make(num_rows: int, width: int, size: int, dtype: torch.dtype, bias: bool) -> list[Tensor]:

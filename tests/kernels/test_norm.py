@@ -1,4 +1,4 @@
-"""Residual and RMSNorm in one pass, without a GPU: interpreted, and compiled ahead of time."""
+"""Residual and RMSNorm in one pass, compiled ahead of time; `test_interpreted.py` runs them."""
 
 import sys
 from typing import Any
@@ -11,14 +11,7 @@ from pipeline.config.train import Implementation, KernelsConfig
 from pipeline.errors import ConfigError
 from pipeline.kernels.choose import choose, expected_on_gpu
 from tests.support.grids import first_in_ci
-from tests.support.triton import MARKED, NEEDS_TRITON, Interpreter
-
-
-@NEEDS_TRITON
-@MARKED
-def test_interpreted_kernels(interpreter: Interpreter, marked: str) -> None:
-    interpreter("tests/kernels/interpreted_norm.py", marked)
-
+from tests.support.triton import NEEDS_TRITON
 
 # Hidden size, dropout and dtype: the sizes of the models, and the ends.
 SIZES = [(768, 0.1, torch.bfloat16), (4096, 0.1, torch.float32), (40, 0.1, torch.bfloat16),

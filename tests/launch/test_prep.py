@@ -330,6 +330,7 @@ def test_early_stage_waits_and_one_after_a_failure_ends(tmp_path: Path, slurm: F
         assert "started\n" not in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("processes")
 def test_command_prepares_the_dataset_that_one_machine_prepares(
     tmp_path: Path, slurm: FakeSlurm, corpus: Path, prep_config: Path

@@ -246,6 +246,7 @@ def test_array_has_an_element_a_run(sweeps: Sweeps) -> None:
         assert sweeps.launch("logs", f"runs/lr/{name}") == f"log of {name}\n"
 
 
+@pytest.mark.slow
 def test_runs_side_by_side_and_a_second_call(sweeps: Sweeps) -> None:
     sweeps.write(grid={"train.lr": [1e-3, 1e-30]})
     said = json.loads(sweeps.sweep("--local", "--json"))

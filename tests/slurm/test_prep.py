@@ -230,6 +230,7 @@ def test_chain_makes_the_same_dataset(
     # More parts than an array of this site may have.
     assert int(str(SETTINGS["MaxArraySize"])) < PIECES
     assert len(dying.jobs["ingest"]) == 2
+    assert dying.submit() == {}
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ class Sweep:
         (folder / "train.yaml").write_text(text)
         self._profile.write_text(json.dumps({**PROFILE, "nodes": 1, "ranks_per_node": 1}))
 
-    def submit(self, *seeds: int, steps: int = 40) -> dict[str, Any]:
+    def submit(self, *seeds: int, steps: int = 12) -> dict[str, Any]:
         values = {"verb": "pretrain", "config": "train.yaml", "dir": str(self.dir), "jobs": 2,
                   "runs": [{"seed": seed, "train.num_steps": steps} for seed in seeds],
                   "metric": {"name": "held_out_loss", "best": "min"}}  # fmt: skip
@@ -40,7 +40,7 @@ class Sweep:
         runs = json.loads(self.launch("status", self.dir, "--json"))["runs"]
         return {run["name"]: run["state"] for run in runs}
 
-    def folder(self, seed: int, steps: int = 40) -> Path:
+    def folder(self, seed: int, steps: int = 12) -> Path:
         return self.dir / f"seed={seed}+train.num_steps={steps}"
 
 
@@ -82,7 +82,7 @@ def test_array_ends_and_more_can_follow(
     job = sweep.submit(1, 2)["job"]
     for index in range(2):
         cluster.wait_for(f"{job}_{index}", "COMPLETED", timeout_s=240)
-        assert len(losses(sweep.folder(index + 1))) == 40
+        assert len(losses(sweep.folder(index + 1))) == 12
     assert set(sweep.states().values()) == {"finished"}
     said = sweep.submit(3, 2, 1)
     assert said["runs"] == [sweep.folder(3).name]

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.data.format import DatasetIndex
+from tests.support.ranks import Ranks
 from tests.support.slurm import SlurmCluster
 from tests.support.slurm_faults import suffer
 from tests.support.slurm_runs import SlurmRun, assert_same, run_locally
@@ -16,7 +17,7 @@ STEPS = ("train.num_steps=140", "checkpoint.every_steps=20", "monitor.eval_every
 def straight(tmp_path_factory: pytest.TempPathFactory, dataset: DatasetIndex) -> Path:
     """Never interrupted, on this machine."""
     run_dir = tmp_path_factory.mktemp("straight") / "run"
-    run_locally(run_dir, dataset, *STEPS)
+    Ranks(run_dir, dataset, *STEPS).ended()
     return run_dir
 
 

@@ -14,17 +14,11 @@ from tests.support.processes import python
 NEEDS_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 
-MARKED = pytest.mark.parametrize(
-    "marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)]
-)
-"""Runs of a file in the interpreter: CI's, and the night's."""
-
-
 Interpreter = Callable[..., None]  # of the fixture `interpreter`: `run_interpreted`
 
 
-def run_interpreted(tests: str, marked: str = "") -> None:
-    """Runs tests of a file under the interpreter, those that pytest's -m names; all must pass."""
+def run_interpreted(*files: str, marked: str = "") -> None:
+    """Runs tests of files under the interpreter, those that pytest's -m names; all must pass."""
     options = ("-q", "-p", "no:cacheprovider", "-m", marked)
     asked = {**os.environ, "TRITON_INTERPRET": "1"}
-    assert " passed" in python("-m", "pytest", *options, tests, env=asked)
+    assert " passed" in python("-m", "pytest", *options, *files, env=asked)

@@ -1,7 +1,7 @@
 """The log of batches: real ranks, killed writers, lines cut anywhere, damage in the middle."""
 
+import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from pipeline.data.record import BatchRecord, read_batches
 from pipeline.errors import DataError
 from pipeline.train.batch_log import BatchLog
+from tests.support import warm
 from tests.train.batch_log_main import part_of_hash
 
 
@@ -22,18 +23,18 @@ class Group:
     def __init__(self, run_dir: Path, *arguments: int, world_size: int = 2) -> None:
         run_dir.mkdir(exist_ok=True)
         meeting = run_dir.parent / f"meeting-{time.monotonic_ns()}"
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.train.batch_log_main", str(rank), str(world_size),
-                 str(meeting), str(run_dir), *map(str, arguments)],
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            )
-            for rank in range(world_size)
-        ]  # fmt: skip
+        self._outputs = [meeting.with_suffix(f".{rank}") for rank in range(world_size)]
+        self.processes = []
+        for rank, path in enumerate(self._outputs):
+            command = [sys.executable, "-m", "tests.train.batch_log_main",
+                       *map(str, [rank, world_size, meeting, run_dir, *arguments])]  # fmt: skip
+            with path.open("w") as file:
+                self.processes.append(warm.start(command, dict(os.environ), file.fileno()))
 
     def ended(self, code: int = 0) -> list[str]:
-        outputs = [process.communicate(timeout=100)[0] for process in self.processes]
-        assert {process.returncode for process in self.processes} == {code}, outputs
+        codes = {process.wait(100) for process in self.processes}
+        outputs = [path.read_text() for path in self._outputs]
+        assert codes == {code}, outputs
         return outputs
 
 
