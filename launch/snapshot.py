@@ -1,6 +1,7 @@
 """A copy of the code in the run's folder, so that a job that waits runs what was submitted."""
 
 import hashlib
+import os
 import shutil
 from pathlib import Path
 
@@ -48,10 +49,13 @@ def snapshot(folder: Path, root: Path = _ROOT) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         copy = temporary_beside(target)
         try:
-            for path in _files(root):
+            # numba's machine code holds for files of the same time, and saves each start 15 s.
+            for path in (*_files(root), *_machine_code(root)):
                 to = copy / path.relative_to(root)
                 to.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, to)
+                time = path.stat().st_mtime_ns
+                os.utime(to, ns=(time, time))
             (copy / REVISION_FILE).write_text(f"{git_revision()}\n", encoding="utf-8")
             copy.rename(target)
         finally:
@@ -75,3 +79,8 @@ def _files(root: Path) -> list[Path]:
     """List the files of the packages in a fixed order, without Python's compiled ones."""
     every = {path for folder in _FOLDERS for path in (root / folder).rglob("*")}
     return sorted(path for path in every if path.is_file() and "__pycache__" not in path.parts)
+
+
+def _machine_code(root: Path) -> list[Path]:
+    """List what numba compiled of the packages, if anything."""
+    return [path for folder in _FOLDERS for path in (root / folder).rglob("__pycache__/*.nb?")]

@@ -44,6 +44,24 @@ def test_job_runs_the_copy_inside_an_edited_checkout(checkout: Path, tmp_path: P
     assert shown == str(code / "pipeline" / "runtime" / "probe_me.py")
 
 
+@pytest.mark.usefixtures("processes")
+def test_a_copy_has_the_machine_code_of_numba(checkout: Path, tmp_path: Path) -> None:
+    script = (
+        "from pipeline.data import random; random.permutation(2, seed=0, purpose=0, epoch=0); "
+        "print(random.__file__, sum(random._sort_keys.stats.cache_hits.values()))"
+    )
+
+    def loaded(code: Path) -> int:
+        place, number = python("-c", script, cwd=code).split()
+        assert place == f"{code}/pipeline/data/random.py"
+        return int(number)
+
+    assert loaded(checkout) == 0
+    assert loaded(snapshot(tmp_path / "before", checkout)) == 1
+    (checkout / "pipeline/data/random.py").touch()  # as an edit does
+    assert loaded(snapshot(tmp_path / "after", checkout)) == 0
+
+
 def test_second_submission_uses_the_same_copy(checkout: Path, tmp_path: Path) -> None:
     first = snapshot(tmp_path / "code", checkout)
     (first / "pipeline" / "__pycache__").mkdir()  # what the job's Python leaves there
