@@ -1,7 +1,6 @@
 """A copy of the code in the run's folder, so that a job that waits runs what was submitted."""
 
 import hashlib
-import os
 import shutil
 from pathlib import Path
 
@@ -49,13 +48,11 @@ def snapshot(folder: Path, root: Path = _ROOT) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         copy = temporary_beside(target)
         try:
-            # numba's machine code holds for files of the same time, and saves each start 15 s.
+            # numba's machine code, which holds for files of this content, saves each start 15 s.
             for path in (*_files(root), *_machine_code(root)):
                 to = copy / path.relative_to(root)
                 to.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, to)
-                time = path.stat().st_mtime_ns
-                os.utime(to, ns=(time, time))
             (copy / REVISION_FILE).write_text(f"{git_revision()}\n", encoding="utf-8")
             copy.rename(target)
         finally:

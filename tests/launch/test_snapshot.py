@@ -58,7 +58,8 @@ def test_a_copy_has_the_machine_code_of_numba(checkout: Path, tmp_path: Path) ->
 
     assert loaded(checkout) == 0
     assert loaded(snapshot(tmp_path / "before", checkout)) == 1
-    (checkout / "pipeline/data/random.py").touch()  # as an edit does
+    with (checkout / "pipeline/data/random.py").open("a") as file:
+        file.write("# another content\n")
     assert loaded(snapshot(tmp_path / "after", checkout)) == 0
 
 
