@@ -57,7 +57,7 @@ def run(task: StageTask[Progress]) -> Result:
 def estimates(size: Size) -> dict[str, Estimate]:
     """Estimate the cost of this stage."""
     text_bytes = size.text_bytes
-    return {"index": Estimate(1, 5 + text_bytes / 1e9, 0.001 * text_bytes, 500e6)}
+    return {"index": Estimate(1, 5 + text_bytes / 1e9, 0.001 * text_bytes, 500e6, 1)}
 
 
 def _remove_stale(folder: Path, current: set[str]) -> None:

@@ -20,7 +20,7 @@ from data_prep.config import CleanConfig, FiltersConfig, PrepConfig
 from data_prep.filters.rules import Chain, Dropped, key_parts
 from data_prep.inputs import InputPiece
 from data_prep.metadata import FieldCounts, count
-from data_prep.pieces import PieceWriter, id_hash, piece_paths, piece_writer
+from data_prep.pieces import PIECE_FILES, PieceWriter, id_hash, piece_paths, piece_writer
 from data_prep.plugins import digest
 from data_prep.readers.documents import ReadStats, read_piece
 from data_prep.readers.items import Document, Rejected
@@ -115,8 +115,8 @@ def estimates(size: Size) -> dict[str, Estimate]:
     cpu_s = size.text_bytes / 1e6 * (1 / 32 + (1 / 23 if filtered else 0))
     longest = max(size.config.clean_of(source).max_document_mb for source in size.config.sources)
     longest_mb = longest if size.largest_bytes > 1e9 else 0
-    memory = 150e6 + 25e6 * longest_mb
-    return {"ingest": Estimate(size.pieces, cpu_s, 0.45 * size.text_bytes, memory)}
+    memory, files = 150e6 + 25e6 * longest_mb, (PIECE_FILES + 1) * size.pieces
+    return {"ingest": Estimate(size.pieces, cpu_s, 0.45 * size.text_bytes, memory, files)}
 
 
 class _Results:

@@ -43,6 +43,7 @@ _SUFFIXES = (
     ".ids.jsonl.zst",
     ".id_hashes.npy",
 )
+PIECE_FILES = len(_SUFFIXES)
 BATCH_CHARS = 1 << 18
 _BATCH_DOCUMENTS = 1 << 12
 LISTED = 500_000

@@ -168,7 +168,7 @@ def estimates(size: Size) -> dict[str, Estimate]:
     pieces = [int(size.text_bytes / size.pieces)] * size.pieces
     groups = plan(pieces, size.config.shards.shard_mb)
     cpu_s, disk_bytes = size.text_bytes / 1e6 / 10, 0.6 * size.text_bytes
-    return {"shards": Estimate(len(groups), cpu_s, disk_bytes, 500e6)}
+    return {"shards": Estimate(len(groups), cpu_s, disk_bytes, 500e6, 4 * len(groups))}
 
 
 def _write_tar(

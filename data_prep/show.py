@@ -41,6 +41,8 @@ _REMEDIES = {
 # Bytes of text in a byte of a file.
 _EXPANSION = {".gz": 3.0, ".zst": 3.3, ".xz": 4.0, ".bz2": 4.0, ".parquet": 2.2}
 _DOCUMENT_BYTES = 4000
+_MANY_FILES, _MANY_IN_A_FOLDER = 300_000, 10_000  # what file systems of clusters take easily
+_LONG_TASK_HOURS = 12
 _SECONDS_PER_HOUR = 3600
 
 
@@ -49,9 +51,10 @@ def plan(config: PrepConfig) -> dict[str, Any]:
 
     Returns:
         {"files", "pieces", "text_gb", "stages": [{"name", "tasks", "max_tasks", "core_hours",
-        "disk_gb", "memory_gb", "todo"}], "core_hours", "disk_gb"}; `max_tasks` is the number of
-        parts of the stage that can run at a time, `memory_gb` the memory of one task, `todo` has
-        the numbers of unfinished tasks, or is None until the stages before are complete.
+        "disk_gb", "memory_gb", "files", "todo"}], "core_hours", "disk_gb", "files_made"};
+        `max_tasks` is the number of parts of the stage that can run at a time, `memory_gb` the
+        memory of one task, `files` those that it leaves in its folder, `todo` has the numbers of
+        unfinished tasks, or is None until the stages before are complete.
 
     Raises:
         DataError: an input does not exist or has no text files.
@@ -71,6 +74,7 @@ def plan(config: PrepConfig) -> dict[str, Any]:
             "core_hours": _figure(made.cpu_s / _SECONDS_PER_HOUR),
             "disk_gb": _figure(made.disk_bytes / 1e9),
             "memory_gb": round(made.memory_bytes / 1e9, 2),
+            "files": made.files,
             "todo": todo.get(name),
         }
         for name, made in costs.items()
@@ -82,31 +86,52 @@ def plan(config: PrepConfig) -> dict[str, Any]:
         "stages": stages,
         "core_hours": _figure(sum(e.cpu_s for e in costs.values()) / _SECONDS_PER_HOUR),
         "disk_gb": _figure(sum(e.disk_bytes for e in costs.values()) / 1e9),
+        "files_made": sum(e.files for e in costs.values()),
     }
 
 
 def plan_text(made: dict[str, Any], cores: int) -> str:
     """Format a plan as a table, for a number of cores."""
-    rows = [("stage", "tasks", "core-hours", f"hours on {cores}", "disk GB", "GB a task")]
+    rows = [("stage", "tasks", "core-hours", f"hours on {cores}", "disk GB", "GB a task", "files")]
     total_hours = 0.0
     for stage in made["stages"]:
         hours = stage["core_hours"] / min(cores, stage["max_tasks"])
         total_hours += hours
         rows.append((
             stage["name"], f"{stage['tasks']:,}", _cell(stage["core_hours"], 2), _cell(hours, 2),
-            _cell(stage["disk_gb"], 1), f"{stage['memory_gb']:.2f}",
+            _cell(stage["disk_gb"], 1), f"{stage['memory_gb']:.2f}", f"{stage['files']:,}",
         ))  # fmt: skip
     total = _cell(made["core_hours"], 2), _cell(total_hours, 2), _cell(made["disk_gb"], 1)
     lines = [
         f"{made['files']:,} files, about {_gb_text(made['text_gb'])} of text, in "
         f"{made['pieces']:,} pieces",
         "",
-        *table([*rows, ("total", "", *total, "")], right=range(1, 6)),
+        *table([*rows, ("total", "", *total, "", f"{made['files_made']:,}")], right=range(1, 7)),
         "",
         "Estimates from file sizes and measured rates (benchmarks/data_prep.py); they count text",
         "that stages drop in full. work/ may be deleted when the dataset is complete.",
+        *_warnings(made),
     ]
     return "\n".join(lines)
+
+
+def _warnings(made: dict[str, Any]) -> Iterator[str]:
+    """Say what a file system or a job's time limit may refuse."""
+    fullest = max(made["stages"], key=lambda stage: stage["files"])
+    if made["files_made"] > _MANY_FILES or fullest["files"] > _MANY_IN_A_FOLDER:
+        yield (
+            f"warning: {made['files_made']:,} files, {fullest['files']:,} of them in the folder of "
+            f"{fullest['name']}: check the quota of inodes, or raise piece_mb (a task's memory "
+            "grows with it) and shards.shard_mb"
+        )
+    for stage in made["stages"]:
+        hours = stage["core_hours"] / stage["tasks"]
+        if hours > _LONG_TASK_HOURS:
+            yield (
+                f"warning: stage {stage['name']}: a task takes about {hours:,.0f} hours and starts "
+                "anew if it is ended before: give its job more time (prep.time_limit of the "
+                "cluster profile)" + ("" if stage["tasks"] == 1 else ", or lower piece_mb")
+            )
 
 
 def _figure(value: float) -> float:

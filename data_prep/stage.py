@@ -226,6 +226,8 @@ class Estimate:
     """Size of the results."""
     memory_bytes: float
     """Peak of one task."""
+    files: int
+    """That the stage leaves in its folder, records of its tasks among them."""
 
 
 def make_key(*parts: Any) -> str:

@@ -229,9 +229,13 @@ def estimates(size: Size) -> dict[str, Estimate]:
     text, evaluated, documents = size.text_bytes, size.eval_bytes, size.documents
     memory = 100e6 + 10 * documents / size.pieces
     return {
-        "eval_sets": Estimate(1, evaluated / 1e6 / 4, 4 * evaluated, 100e6 + 12 * evaluated),
-        "overlaps": Estimate(size.pieces, text / 1e6 / 50, 0.001 * text, 200e6 + 6 * evaluated),
-        "decontaminate": Estimate(1, documents * 1e-6, documents, memory),
+        "eval_sets": Estimate(
+            1, evaluated / 1e6 / 4, 4 * evaluated, 100e6 + 12 * evaluated, len(ARRAYS) + 2
+        ),
+        "overlaps": Estimate(
+            size.pieces, text / 1e6 / 50, 0.001 * text, 200e6 + 6 * evaluated, 2 * size.pieces
+        ),
+        "decontaminate": Estimate(1, documents * 1e-6, documents, memory, 2 * size.pieces + 1),
     }
 
 

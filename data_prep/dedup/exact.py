@@ -136,8 +136,10 @@ def estimates(size: Size) -> dict[str, Estimate]:
     documents, parts = size.documents, 1 + int(size.documents) // PART_DOCUMENTS
     memory = 150e6 + list_bytes(documents)
     return {
-        "exact": Estimate(parts, documents * 1e-6, documents, 100e6 + 60 * documents / parts),
-        "dedup": Estimate(1, documents * 2.5e-6, documents, memory),
+        "exact": Estimate(
+            parts, documents * 1e-6, documents, 100e6 + 60 * documents / parts, 2 * parts
+        ),
+        "dedup": Estimate(1, documents * 2.5e-6, documents, memory, 2 * size.pieces + 1),
     }
 
 

@@ -30,7 +30,15 @@ from pathlib import Path
 import numpy as np
 
 from data_prep.corpus import Progress
-from data_prep.pieces import Hashes, Mask, Numbers, piece_paths, piece_writer, read_documents
+from data_prep.pieces import (
+    PIECE_FILES,
+    Hashes,
+    Mask,
+    Numbers,
+    piece_paths,
+    piece_writer,
+    read_documents,
+)
 from data_prep.readers.items import Rejected
 from data_prep.stage import (
     SEEN_LINE,
@@ -195,9 +203,13 @@ def estimates(size: Size) -> dict[str, Estimate]:
     lines, mb, pieces = size.text_bytes / _LINE_BYTES, size.text_bytes / 1e6, size.pieces
     parts = 1 + int(lines) // PART_LINES
     return {
-        "line_hashes": Estimate(pieces, mb / 60, 12 * lines, 100e6 + 40 * lines / pieces),
-        "line_parts": Estimate(parts, lines * 0.3e-6, lines, 100e6 + 50 * lines / parts),
-        "lines": Estimate(pieces, mb / 35, 0.45 * size.text_bytes, 150e6),
+        "line_hashes": Estimate(
+            pieces, mb / 60, 12 * lines, 100e6 + 40 * lines / pieces, 3 * pieces
+        ),
+        "line_parts": Estimate(parts, lines * 0.3e-6, lines, 100e6 + 50 * lines / parts, 2 * parts),
+        "lines": Estimate(
+            pieces, mb / 35, 0.45 * size.text_bytes, 150e6, (PIECE_FILES + 1) * pieces
+        ),
     }
 
 

@@ -444,10 +444,14 @@ def estimates(size: Size) -> dict[str, Estimate]:
     group_memory = 150e6 + documents / groups * (256 + 60 * min(8, _PAIRS))
     memory = 200e6 + 7 * documents + list_bytes(documents)
     return {
-        "signatures": Estimate(size.pieces, size.text_bytes / 1e6 / 60, signature_bytes, 300e6),
-        "buckets": Estimate(bands * parts, documents * bands * 0.3e-6, 8 * pairs, bucket_memory),
-        "candidates": Estimate(groups, pairs * 2.2e-6, 10 * pairs, group_memory),
-        "near": Estimate(1, pairs * 1.9e-6, documents, memory),
+        "signatures": Estimate(
+            size.pieces, size.text_bytes / 1e6 / 60, signature_bytes, 300e6, 3 * size.pieces
+        ),
+        "buckets": Estimate(
+            bands * parts, documents * bands * 0.3e-6, 8 * pairs, bucket_memory, 2 * bands * parts
+        ),
+        "candidates": Estimate(groups, pairs * 2.2e-6, 10 * pairs, group_memory, 3 * groups),
+        "near": Estimate(1, pairs * 1.9e-6, documents, memory, 2 * size.pieces + 1),
     }
 
 

@@ -144,7 +144,7 @@ def estimates(size: Size) -> dict[str, Estimate]:
     sample_bytes = min(size.text_bytes, size.config.tokenizer.sample_mb * 1e6)
     s_per_mb = 2.4 if size.config.tokenizer.model_type == "unigram" else 0.2
     cpu_s = size.text_bytes / 1e6 / 150 + sample_bytes / 1e6 * s_per_mb
-    return {"tokenizer": Estimate(1, cpu_s, 2e6, 100e6 + 17 * sample_bytes)}
+    return {"tokenizer": Estimate(1, cpu_s, 2e6, 100e6 + 17 * sample_bytes, 3)}
 
 
 def _lines(pieces: Pieces, parts: list[sample.Sample]) -> Iterator[str]:

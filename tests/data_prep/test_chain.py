@@ -177,6 +177,16 @@ def test_plan_of_tasks(whole: Path, prep_config: Path, source: Path, tmp_path: P
     done = {name: counts["done"] for name, counts in found.stages.items()}
     assert {stage["name"]: stage["tasks"] for stage in made["stages"]} == done
     assert f"hours on {7}" in plan_text(made, 7)
+    files = {stage["name"]: stage["files"] for stage in made["stages"]}
+    for name in files.keys() - {"shards", "index"}:
+        assert len(list((whole / "work" / name).iterdir())) == files[name], name
+    assert len(list((whole / "shards").iterdir())) <= files["shards"]
+    assert "warning" not in plan_text(made, 7)
+    made["files_made"] = 400_000
+    made["stages"][1].update(core_hours=300, tasks=10)
+    said = [line for line in plan_text(made, 7).splitlines() if line.startswith("warning: ")]
+    assert said[0].startswith("warning: 400,000 files")
+    assert said[1].startswith("warning: stage ingest: a task takes about 30 hours")
 
     def todo(folder: Path) -> dict[str, list[int] | None]:
         stages = plan(_load(prep_config, folder, source))["stages"]
