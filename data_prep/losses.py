@@ -34,7 +34,8 @@ class Losses:
         """Count an item of a reader."""
         if isinstance(item, Document):
             self.rows += 1
-            self.num_bytes += len(item.text)
+            self.num_bytes += len(item.text.encode())
+        if isinstance(item, Document) or not item.is_lost:
             return
         self.rows += item.rows
         self.rows_lost += item.rows
@@ -149,15 +150,15 @@ def check(source: SourceConfig, parts: Iterable[dict[str, Any]]) -> None:
             where = (use.rows_without, use.files_without, use.example, use.files)
             logger.warning(text, source.name, name, *where)
     worst = sorted(reading.files.items(), key=lambda file: -file[1].share)
-    told = [f"{path}: {losses.text()}" for path, losses in worst[:_SHOWN]]
+    named = [f"{path}: {losses.text()}" for path, losses in worst[:_SHOWN]]
     if reading.total.share > source.max_lost_share:
         raise DataError(
             f"source {source.name!r}: {100 * reading.total.share:.1f}% of its rows or bytes could "
             f"not be read, more than max_lost_share = {source.max_lost_share:g} of the source:\n  "
-            + "\n  ".join(told)
+            + "\n  ".join(named)
             + f"\n{_remedies(reading.total)}; or raise max_lost_share, if this may be lost"
         )
-    for line in told:
+    for line in named:
         logger.warning("source %s: %s", source.name, line)
 
 

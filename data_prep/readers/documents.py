@@ -65,7 +65,7 @@ def read_piece(
                 elif clean.on_long_document == "reject":
                     detail = f"{len(encoded):,} bytes"
                     reason = f"longer than {clean.max_document_mb} MB"
-                    yield Rejected(item.id, reason, encoded, detail, item.metadata, rows=0)
+                    yield Rejected(item.id, reason, encoded, detail, item.metadata, is_lost=False)
                 else:
                     remarks.num_split += 1
                     yield from _parts(item, encoded, max_bytes)
@@ -149,10 +149,9 @@ def read_file(
     """Yield, in order, the documents that begin in one file or range of a file.
 
     `longer` says what becomes of a document of more than `max_bytes`. Names of fields that records
-    have are added to `seen`. A file that is cut short gives all
-    documents before the break, one with a damaged member (of gzip, xz or zstd) those before that
-    member; then one `Rejected` follows with the beginning of the document that the break goes
-    through.
+    have are added to `seen`. A file that is cut short gives all documents before the break, one
+    with a damaged member (of gzip, xz or zstd) those before that member; then one `Rejected`
+    follows with the beginning of the document that the break goes through.
     """
     lines = of_lines(encoding)
     place = FileOrigin(source.name, file.path, file.name, max_bytes, lines, longer)

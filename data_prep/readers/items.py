@@ -41,7 +41,9 @@ class Rejected:
     """Measured value and limit, such as `0.31 > 0.2`, or what is there instead."""
     metadata: Metadata = field(default_factory=dict)
     rows: int = 1
-    """Rows that are lost by it; 0 for bytes that are not valid, and where a setting asks for it."""
+    """Rows that are lost by it; 0 for bytes that are not valid."""
+    is_lost: bool = True
+    """False where a setting asks for it."""
 
     def to_json(self) -> str:
         """Return one line of JSON; bytes that are not UTF-8 are given in base64."""
@@ -112,7 +114,8 @@ class FileOrigin:
             )
         reason = f"longer than {self.max_bytes // 1_000_000} MB"
         detail = f"{num_bytes:,} bytes" if num_bytes else ""
-        return Rejected(document_id, reason, beginning[:BEGINNING_BYTES], detail, rows=0)
+        beginning = beginning[:BEGINNING_BYTES]
+        return Rejected(document_id, reason, beginning, detail, is_lost=False)
 
 
 def storable(text: str) -> str:

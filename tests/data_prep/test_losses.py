@@ -68,6 +68,13 @@ def test_a_file_without_the_text_stops_a_run_and_is_named(tmp_path: Path, suffix
     assert report["stages"]["ingest"]["documents_out"] == 260
 
 
+def test_long_documents_that_are_to_be_rejected_are_not_lost(tmp_path: Path) -> None:
+    _write(tmp_path / "in/a.jsonl", [*ROWS, {"text": "long " * 300_000}, {"text": "x" * 1_200_000}])
+    reject = ("clean.max_document_mb=1", "clean.on_long_document=reject")
+    report = _prepare(tmp_path / "in", *reject, "sources.0.max_lost_share=0")
+    assert report["stages"]["ingest"]["rejected"]["longer than 1 MB"][0] == 2
+
+
 def test_rows_of_null_are_lost(tmp_path: Path) -> None:
     _write(tmp_path / "in/a.jsonl", ROWS)
     nulls = pa.table({"text": pa.nulls(100, pa.string()), "body": TEXTS[:100]})
