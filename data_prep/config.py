@@ -30,9 +30,11 @@ class SourceConfig:
         ".warc, .parquet, wiki_NN",
     )
     format: Literal[
-        "auto", "txt", "jsonl", "json", "csv", "tsv", "parquet", "wet", "wikiextractor"
+        "auto", "txt", "md", "jsonl", "json", "csv", "tsv", "parquet", "wet", "wikiextractor"
     ] = param(
-        "auto", "format of the files; auto goes by the suffix, wiki_NN is WikiExtractor's output"
+        "auto",
+        "format of the files; auto goes by the suffix, wiki_NN is WikiExtractor's output; an .md "
+        "file is a document, and read in a folder only if md is asked for",
     )
     encoding: Literal["auto", Encoding] = param(
         "utf-8",

@@ -85,7 +85,8 @@ def _write_index(
             raise DataError(
                 f"the {split} split is empty ({totals['train']['documents']} documents for "
                 f"training, {totals['eval']['documents']} held out); "
-                "give more text or change shards.eval_fraction"
+                "give more text or change shards.eval_fraction; if a document is a line of a .txt "
+                "file, set the source's txt_documents to line"
             )
     tars = [tar for done in sharded for tar in done.result["tars"]]
     tars.sort(key=lambda tar: SPLITS.index(tar["split"]))  # stable: else in the order of the tasks

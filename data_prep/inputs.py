@@ -29,6 +29,8 @@ FORMATS = {
     ".parquet": "parquet",
 }
 TEXT_SUFFIXES = tuple(FORMATS)
+_ONLY_ON_REQUEST = {".md": "md"}
+"""In a folder of data a README.md is no text of it."""
 RECORDS = ("jsonl", "json", "csv", "tsv", "parquet")
 """Formats whose documents are records with fields."""
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".xz", ".bz2")
@@ -132,6 +134,7 @@ def find(source: SourceConfig) -> Listing:
             by_name = _format_by_name(file.path)
             wanted = by_name if source.format == "auto" else source.format
             fits = wanted not in (None, _ANY) and (by_name in (wanted, _ANY) or not in_folder)
+            fits = fits and not (by_name == "md" and source.format == "auto" and in_folder)
             if fits or source.reader:
                 files.setdefault(_identity(file.path), file)
             elif len(found) == 1 and not in_folder:
@@ -207,7 +210,7 @@ def _format_by_name(path: str) -> str | None:
         return "wikiextractor"
     if _PART_NAME.fullmatch(plain):
         return FORMATS.get(Path(plain_name(str(Path(path).parent))).suffix, _ANY)
-    kind = FORMATS.get(Path(plain).suffix)
+    kind = (FORMATS | _ONLY_ON_REQUEST).get(Path(plain).suffix)
     return None if kind == "parquet" and plain != Path(path).name.lower() else kind
 
 

@@ -436,7 +436,8 @@ def _announced(task: StageTask[Any]) -> Iterator[None]:
     running, failed = task.path(".running.json"), task.path(".failed.json")
     failed.unlink(missing_ok=True)
     place = {"host": socket.gethostname(), "process": os.getpid()}
-    running.write_text(json.dumps({**place, "since": _now()}))
+    with _naming(running):
+        running.write_text(json.dumps({**place, "since": _now()}))
     over = threading.Event()
 
     def touch() -> None:
@@ -446,7 +447,8 @@ def _announced(task: StageTask[Any]) -> Iterator[None]:
     thread = threading.Thread(target=touch, daemon=True)
     thread.start()
     try:
-        yield
+        with _naming(task.folder):
+            yield
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         with suppress(OSError):  # the disk may be full, which the error itself says
@@ -456,6 +458,16 @@ def _announced(task: StageTask[Any]) -> Iterator[None]:
         over.set()
         thread.join()
         running.unlink(missing_ok=True)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Let an error of a write to an open file, which has no name of one, name this."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def _now() -> str:

@@ -288,7 +288,9 @@ class Filters:
                 yield from self._repeated_ngrams(seen, every=every)
         if self._languages:
             least = config.language.min_confidence
-            yield "language: low confidence", self._languages(text), least, True
+            # Code is no language that Lingua knows: pages with much of it were rejected.
+            words = prose(text)[0].strip() or text
+            yield "language: low confidence", self._languages(words), least, True
 
     def _make_up(self, seen: _RuleView) -> Iterator[Check]:
         shape, script, counts = self._config.shape, self._config.script, seen.measured.kind_counts

@@ -115,7 +115,7 @@ def _read(
             remarks.encodings.setdefault(encoding or UNKNOWN, []).append(file.path)
         # A document that may be long is read up to a limit, and split or rejected by the caller.
         longer = clean.on_long_document
-        if longer == "split" and format_of(file.path, source) != "txt":
+        if longer == "split" and format_of(file.path, source) not in ("txt", "md"):
             longer = "reject"  # nobody can split what has to be parsed as a whole
         max_bytes = MOST_BYTES if longer != "stop" else clean.max_document_mb * 1_000_000
         yield from read_file(
@@ -202,12 +202,12 @@ def _items(
             yield from records.json_documents(in_range, place, fields)
         elif kind in ("csv", "tsv"):
             yield from records.table_documents(lines, place, fields, tabs=kind == "tsv")
-        elif source.txt_documents == "line":
+        elif source.txt_documents == "line" and kind == "txt":
             yield from text.line_documents(
                 in_range, place, lambda line, _, offset: Document(place.at(offset), line)
             )
         else:
-            whole = source.txt_documents == "file"
+            whole = source.txt_documents == "file" or kind == "md"
             yield from text.paragraphs(lines, place, (file.start, file.end), whole=whole)
 
 

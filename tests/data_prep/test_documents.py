@@ -10,6 +10,7 @@ import pytest
 
 from data_prep.config import SourceConfig
 from data_prep.inputs import encoding_of, find, pieces
+from data_prep.readers.documents import read_file
 from data_prep.readers.items import Document, Rejected
 from pipeline.errors import DataError
 from tests.support.prepare import read_source, reasons_of, texts_of
@@ -29,6 +30,17 @@ def test_txt_documents(tmp_path: Path, mode: str, texts: list[str]) -> None:
     assert texts_of(items) == texts
     assert items[0].id == "s/a.txt@0"
     assert len({item.id for item in items}) == len(items)
+
+
+def test_markdown_is_read_where_it_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("# Title\n\ntext\n")
+    (tmp_path / "a.txt").write_text("x")
+    folder, one = (str(tmp_path),), (f"{tmp_path}/*.md",)
+    assert [file.name for file in find(SourceConfig(name="s", inputs=folder)).files] == ["a.txt"]
+    for inputs, kind in ((folder, "md"), (one, "auto")):
+        source = SourceConfig(name="s", inputs=inputs, format=kind, txt_documents="line")  # type: ignore[arg-type]
+        [file] = find(source).files
+        assert texts_of(list(read_file(file, source, 1000))) == ["# Title\n\ntext"]
 
 
 def test_bad_lines_cost_themselves_only(tmp_path: Path) -> None:

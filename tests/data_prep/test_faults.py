@@ -53,7 +53,9 @@ def test_full_disks(command: list[str], prep_config: Path, corpus: Path, tmp_pat
     assert set(codes) == {0, 1}
     assert {left for _, _, left in ends} == {"0"}, "temporary files are left"
     assert "Traceback" not in done.stdout
-    assert done.stdout.count("No space left on device") >= codes.count(1)
+    full = [line for line in done.stdout.splitlines() if "No space left on device" in line]
+    assert len(full) >= codes.count(1)
+    assert all(str(tmp_path / "disk") in line for line in full), full
     overrides = [f"output_dir={tmp_path}/straight",
                  f"sources=[{{name: topics, inputs: [{corpus}]}}]", *ALL_STAGES]  # fmt: skip
     run(load(PrepConfig, prep_config, overrides).config)

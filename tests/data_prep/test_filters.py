@@ -285,6 +285,7 @@ def test_script(text: str, languages: list[str], kept: bool) -> None:
     ("The forecast says that it will rain tomorrow, so take an umbrella with you.", True),
     ("Die Vorhersage sagt, dass es morgen regnet; nehmen Sie einen Schirm mit.", False),
     ("天気予報によると明日は雨です。お出かけの際は傘をお持ちください。", False),
+    ("这个例子显示怎样读文件。\n```\n" + "with open(path) as file: pass\n" * 60 + "```", True),
 ])  # fmt: skip
 def test_language(text: str, kept: bool) -> None:
     outcome = Filters(only("language", languages=("zh", "en"))).apply(text)

@@ -139,9 +139,10 @@ def test_stage_trains_as_one_plain_process_does(
 @pytest.mark.parametrize("precision", first_in_ci(case.PRECISIONS))
 @pytest.mark.parametrize(("saved", "place"), LOADS)
 def test_state_is_loaded_and_trains_on(
-    request: pytest.FixtureRequest, saved: str, place: str, precision: str
+    request: pytest.FixtureRequest, folder: Path, saved: str, place: str, precision: str
 ) -> None:
-    folder = request.getfixturevalue("folder" if precision == "fp32" else "folder_of_bf16")
+    if precision == "bf16":
+        request.getfixturevalue("folder_of_bf16")
     there, here = folder / precision / saved, folder / precision / f"{saved}:{place}"
     loaded, end = there / str(case.SAVED_AFTER), str(case.NUM_STEPS)
     assert_same_bits(here / "loaded", loaded)
