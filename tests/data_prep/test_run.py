@@ -145,7 +145,7 @@ def _running(output: Path, behind: int) -> bool:
 
 @pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(("content", "overrides", "message"), [
-    (b"", [], "the corpus is empty"), (b"\xff\xff\n", [], "the corpus is empty"),
+    (b"", [], "the corpus is empty"), (b"\xff\xff\n", [], "100.0% of its rows or bytes"),
     (b"few words here\n", [], r"tokenizer.vocab_size=1000 does not fit"),
     (b"x" * 2_500_000, ["clean.max_document_mb=2"], "clean.max_document_mb = 2 MB"),
 ], ids=["empty", "all invalid", "vocabulary", "too long"])  # fmt: skip
