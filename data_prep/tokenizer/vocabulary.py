@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 # Sentencepiece skips longer lines without a warning; 4 bytes a character at most.
 _MAX_LINE_CHARS = 10_000
 _MEASURED_BYTES = 4_000_000  # of each source
-_MOST_UNKNOWN = 0.01  # Chinese web text has 0.1% with BERT's Chinese vocabulary
+_MOST_UNKNOWN = 0.01
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from pipeline.tokenizer.fast import BertOptions, FastTokenizer, split_lines, wor
 from pipeline.tokenizer.sentencepiece import Spelling, Tokenizer
 
 _SPACE, _ALONE, _PART = 1, 2, 3
-_MOST_CHARS = 1 << 23  # of all words that are remembered: about 100 bytes of memory each
+_MOST_CHARS = 1 << 23  # of all words that are remembered
 CONTINUES = "##"
 """Prefix of a piece inside a word."""
 
