@@ -1,7 +1,7 @@
 """Data preparation: speed beside other tools, by part, memory, storage, and the cost of 280 GB.
 
     python benchmarks/data_prep.py CORPUS.jsonl.gz [--peers-python VENV/bin/python] [--large]
-        [--rounds 3] [--vocab 50000 32000] [--wordpiece vocab.txt] [--only-blocks]
+        [--rounds 3] [--vocab 50000 32000] [--given vocab.txt tokenizer.json] [--only-blocks]
         [--markdown benchmarks/results/data_prep.md]
 
 The corpus is JSON lines with `id` and `text`, plain or .gz. MB are 10^6 UTF-8 bytes of its text,
@@ -17,9 +17,10 @@ Beside it, in turns, `--rounds` times, with the same pieces as a Hugging Face fa
 Unigram model, rules and splitting that transformers' converter would give it), in one thread:
 - "datatrove": JsonlReader and DocumentTokenizer, without shuffling, over the same lines;
 - "hf": `encode_batch_fast` alone, over the same texts.
-Ratios are medians over the rounds. With `--wordpiece` the same for BERT's tokenizer with a
-published vocabulary, which the peers get as the tokenizer.json that a dataset has; ids are compared
-in tests. The peers' python:
+Ratios are medians over the rounds. With `--given` the same for published vocabularies, BERT's
+WordPiece (vocab.txt) or a byte-level BPE (tokenizer.json), which the peers get as the file that a
+dataset has; "ids" counts the documents that get other ids from the package tokenizers. The peers'
+python:
 
     python3 -m venv PEERS && PEERS/bin/pip install datatrove 'xxhash<4' orjson
 
@@ -65,6 +66,7 @@ from data_prep.word_boundaries import word_starts_of  # noqa: E402
 from pipeline.config.load import load  # noqa: E402
 from pipeline.data.format import SPLITS, read_index  # noqa: E402
 from pipeline.errors import DataError  # noqa: E402
+from pipeline.tokenizer.load import load_tokenizer  # noqa: E402
 from pipeline.tokenizer.sentencepiece import Tokenizer  # noqa: E402
 
 _WHOLE_MB, _CORES = 280_000, 64
@@ -213,6 +215,8 @@ def _side_by_side(
         fast = output / "tokenizer.json"
         if not fast.exists():
             fast = _write_fast_tokenizer(given)
+        elif number == 0:
+            found["ids"] = _compare_ids(output, fast)
         seconds = {name: measured[name]["cpu_s"] for name in ("ingest", "shards")}
         rounds["blocks"].append(many_mb / sum(seconds.values()))
         for name, value in seconds.items():
@@ -235,6 +239,19 @@ def _side_by_side(
             round(statistics.median(ratios), 2) if ratios else "not measured: no --peers-python"
         )
     return found
+
+
+def _compare_ids(output: Path, fast: Path) -> dict[str, float]:
+    """Count documents whose ids differ from those of the package tokenizers."""
+    ours, theirs = load_tokenizer(fast), tokenizers.Tokenizer.from_file(str(fast))
+    theirs.encode_special_tokens = True  # special tokens written in a text are text
+    size = count = other = 0
+    for path in sorted((output / "work/ingest").glob("?????.jsonl.zst")):
+        for document in read_documents(path):
+            expected = theirs.encode(document["text"], add_special_tokens=False).ids
+            count, size = count + 1, size + len(document["text"].encode())
+            other += ours.spell(document["text"])[0].tolist() != expected
+    return {"mb": round(size / 1e6, 1), "documents": count, "different": other}
 
 
 def _parts(source: Path, megabytes: float, model: Path) -> dict[str, float]:
@@ -406,9 +423,7 @@ def _measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         size: _side_by_side(arguments, folder, lines, model)
         for size, (model, _) in trained.items()
     }  # fmt: skip
-    blocks |= {
-        str(path): _side_by_side(arguments, folder, lines, path) for path in arguments.wordpiece
-    }
+    blocks |= {str(path): _side_by_side(arguments, folder, lines, path) for path in arguments.given}
     packages = ("numpy", "sentencepiece", "rjieba", "backports.zstd", "tokenizers")
     result: dict[str, Any] = {
         "versions": {
@@ -458,7 +473,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("corpus", type=Path)
     parser.add_argument("--vocab", type=int, nargs="*", default=[50_000, 32_000])
-    parser.add_argument("--wordpiece", type=Path, nargs="+", default=[], help="vocab.txt of BERT")
+    parser.add_argument("--given", type=Path, nargs="+", default=[], help="vocab.txt or .json")
     parser.add_argument("--only-blocks", action="store_true", help="leave out parts and stages")
     parser.add_argument("--copies", type=int, default=4, help="of the corpus, in a task of shards")
     parser.add_argument("--rounds", type=int, default=3)

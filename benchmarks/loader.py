@@ -52,7 +52,7 @@ from benchmarks.loader_subjects import Spec
 from pipeline.data.counts import packing_counts
 from pipeline.data.format import DatasetIndex, read_index
 from pipeline.data.reader import BlockReader
-from pipeline.tokenizer.wordpiece import load_tokenizer
+from pipeline.tokenizer.load import load_tokenizer
 from pipeline.use.hf_tokenizer import write_hf_tokenizer
 
 ROOT = Path(__file__).parents[1]

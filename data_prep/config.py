@@ -525,7 +525,9 @@ class TokenizerConfig:
     file: str | None = path_param(
         None,
         "use this instead of training a tokenizer: a sentencepiece model that `data_prep` trained, "
-        "or a BERT model's vocab.txt or tokenizer.json; the kind is recognised by its content",
+        "a BERT model's vocab.txt or tokenizer.json, or the tokenizer.json of a byte-level BPE "
+        "(RoBERTa, ModernBERT) or its vocab.json with merges.txt beside it; the kind is recognised "
+        "by its content",
     )
     lowercase: bool | None = param(
         None,

@@ -21,7 +21,7 @@ from pipeline.data import format as dataset_format
 from pipeline.data.format import MEMBERS, SPLITS, Blocks, ShardInfo, Source
 from pipeline.errors import DataError
 from pipeline.runtime.files import sha256_file, write_atomic, write_json_atomic
-from pipeline.tokenizer.wordpiece import load_tokenizer
+from pipeline.tokenizer.load import load_tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -34,8 +34,8 @@ from data_prep.stage import (
 )
 from data_prep.word_boundaries import Words, word_starts_of
 from pipeline.data.format import MEMBERS, SPLITS, token_dtype
+from pipeline.tokenizer.load import DatasetTokenizer, load_tokenizer
 from pipeline.tokenizer.sentencepiece import Spelling
-from pipeline.tokenizer.wordpiece import DatasetTokenizer, load_tokenizer
 
 # Measured on Chinese and English text: 2 bytes a token and 1 bit for words over 3 to 4.5 bytes of
 # text a token.

@@ -25,7 +25,7 @@ from pipeline.data.reader import BlockReader, refuse_unlisted
 from pipeline.errors import DataError
 from pipeline.runtime.files import sha256_file
 from pipeline.runtime.summary import progress
-from pipeline.tokenizer.wordpiece import load_tokenizer
+from pipeline.tokenizer.load import load_tokenizer
 
 
 def verify(folder: Path) -> list[str]:

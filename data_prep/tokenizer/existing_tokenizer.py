@@ -6,13 +6,21 @@ It is read before the first stage, so that a bad vocabulary does not waste hours
 import hashlib
 import json
 import logging
+import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from data_prep.config import TokenizerConfig
 from pipeline.errors import ConfigError, DataError
-from pipeline.tokenizer.fast import CONFIG_JSON, BertOptions, refuse_foreign_splitter
+from pipeline.tokenizer.byte_bpe import ByteBpeTokenizer
+from pipeline.tokenizer.fast import (
+    CONFIG_JSON,
+    TOKENIZER_JSON,
+    BertOptions,
+    byte_level_bpe,
+    refuse_foreign_splitter,
+)
 from pipeline.tokenizer.sentencepiece import Tokenizer, keep_line_breaks
 from pipeline.tokenizer.wordpiece import build, read_tokenizer_json, read_vocab_txt
 
@@ -40,7 +48,8 @@ def read_given(
 ) -> GivenTokenizer | None:
     """Read and check `tokenizer.file`; None if a tokenizer is to be trained.
 
-    A sentencepiece model gets the rules for line breaks that `newline` names.
+    A sentencepiece model gets the rules for line breaks that `newline` names; a byte-level BPE has
+    its own.
 
     Raises:
         ConfigError: options or `newline` do not go with this kind of file.
@@ -55,7 +64,14 @@ def read_given(
         raise DataError(f"tokenizer.file = {path} cannot be read: {error}") from error
     if content.lstrip().startswith(b"{"):
         _refuse_options(config, "tokenizer.json")
-        pieces, options = read_tokenizer_json(content.decode(errors="replace"), path)
+        body = _parse(content, path)
+        if (given := _byte_bpe(body, content, path)) is not None:
+            if newline == "space":
+                logger.info(
+                    "%s is a byte-level BPE, which has tokens for line breaks: they stay", path
+                )
+            return given
+        pieces, options = read_tokenizer_json(body, path)
     # Sentencepiece's scores are binary numbers; UTF-16 has zeros too.
     elif b"\0" in content and not content.startswith(_BYTE_ORDER_MARKS):
         _refuse_options(config, "sentencepiece model")
@@ -76,6 +92,42 @@ def read_given(
             "or give a sentencepiece model, or leave tokenizer.file out to train one"
         )
     return GivenTokenizer(".json", build(pieces, options, path).encode())
+
+
+def _parse(content: bytes, path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(content))
+    except ValueError as error:
+        raise DataError(f"{path} is damaged: it begins as JSON does, but {error}") from None
+
+
+def _byte_bpe(body: dict[str, Any], content: bytes, path: Path) -> GivenTokenizer | None:
+    """Check a tokenizer.json of byte-level BPE, or make it of a vocab.json and merges.txt."""
+    if path.name == "vocab.json" and "model" not in body:
+        content = _of_merges(path).encode()
+        with tempfile.TemporaryDirectory() as folder:
+            made = Path(folder) / TOKENIZER_JSON
+            made.write_bytes(content)
+            ByteBpeTokenizer(made)
+    elif isinstance(body.get("model"), dict) and body["model"].get("type") == "BPE":
+        ByteBpeTokenizer(path)
+    else:
+        return None
+    return GivenTokenizer(".json", content)
+
+
+def _of_merges(path: Path) -> str:
+    beside = path.with_name(CONFIG_JSON)
+    try:
+        settings = json.loads(beside.read_bytes()) if beside.is_file() else {}
+        return str(byte_level_bpe(path.parent, settings).to_str())
+    except DataError:
+        raise
+    except Exception as error:  # tokenizers raises plain Exception
+        raise DataError(
+            f"{path} cannot be read with merges.txt and {CONFIG_JSON} beside it: {error}; give the "
+            "model's own files, or its tokenizer.json"
+        ) from error
 
 
 def _refuse_options(config: TokenizerConfig, kind: str) -> None:

@@ -22,8 +22,9 @@ import numpy.typing as npt
 
 from data_prep.pieces import Pieces, hash_share, read_documents
 from data_prep.word_boundaries import HAN
+from pipeline.tokenizer.load import DatasetTokenizer
 from pipeline.tokenizer.sentencepiece import Spelling
-from pipeline.tokenizer.wordpiece import CONTINUES, DatasetTokenizer
+from pipeline.tokenizer.wordpiece import CONTINUES
 
 _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 _LISTED = 10

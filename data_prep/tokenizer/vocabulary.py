@@ -18,7 +18,7 @@ from data_prep.tokenizer import sample
 from data_prep.tokenizer.existing_tokenizer import GivenTokenizer
 from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.tokenizer import sentencepiece
-from pipeline.tokenizer.wordpiece import load_tokenizer
+from pipeline.tokenizer.load import load_tokenizer
 
 logger = logging.getLogger(__name__)
 

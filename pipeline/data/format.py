@@ -66,7 +66,7 @@ class Vocabulary:
     """The facts of a tokenizer for loading and masking; the defaults are this project's own."""
 
     size: int
-    kind: Literal["sentencepiece", "wordpiece"] = "sentencepiece"
+    kind: Literal["sentencepiece", "wordpiece", "byte_bpe"] = "sentencepiece"
     pad: int = PAD_ID
     unk: int = UNK_ID
     cls: int = CLS_ID

@@ -35,7 +35,7 @@ from pipeline.objectives.inputs import train_steps
 from pipeline.runtime.files import read_json_lines
 from pipeline.runtime.run_folder import RunFolder
 from pipeline.runtime.summary import progress
-from pipeline.tokenizer.wordpiece import DatasetTokenizer, load_tokenizer
+from pipeline.tokenizer.load import DatasetTokenizer, load_tokenizer
 
 _THREADS = 16
 """More than cores: they wait for the storage."""
@@ -488,6 +488,7 @@ def _marked(run: OpenedRun, sequence: StepSequence, piece: DocumentPiece) -> str
 
 
 def _text(run: OpenedRun, ids: list[int]) -> str:
-    """Decode tokens; decoding drops a space at their beginning, which is put back."""
+    """Decode tokens; sentencepiece drops a space at their beginning, which is put back."""
     text = run.tokenizer.decode(ids).replace("\n", "\\n")  # a sequence stays on one line
-    return f" {text}" if run.tokenizer.piece(ids[0]).startswith(" ") else text
+    is_dropped = run.tokenizer.piece(ids[0]).startswith(" ") and not text.startswith(" ")
+    return f" {text}" if is_dropped else text

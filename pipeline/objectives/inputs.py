@@ -23,7 +23,7 @@ from pipeline.data.pairs import PairRule, sentence_marks
 from pipeline.data.random import Purpose, philox
 from pipeline.data.record import sequence_hashes
 from pipeline.data.run_order import TrainSteps
-from pipeline.tokenizer.wordpiece import load_tokenizer
+from pipeline.tokenizer.load import load_tokenizer
 
 EVAL_MASK_SEED = 0
 """Not the run's seed: the evaluation masks and pairs are the same for every run."""

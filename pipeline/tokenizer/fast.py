@@ -2,7 +2,7 @@
 
 `Tokenizer` (sentencepiece) is for models trained here; `FastTokenizer` has the same methods for
 BERT's WordPiece, RoBERTa's byte-level BPE and everything else that a tokenizer.json describes.
-Datasets are made with the first, or with `pipeline.tokenizer.wordpiece`.
+Datasets are made with what `pipeline.tokenizer.load` reads.
 """
 
 import dataclasses
@@ -10,13 +10,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from pipeline.data.format import MASK_ID, SPECIAL_TOKENS, UNK_ID
+from pipeline.data.format import MASK_ID, SPECIAL_TOKENS, UNK_ID, Vocabulary
 from pipeline.errors import DataError
 from pipeline.tokenizer.sentencepiece import BLANKS, BREAK, BREAKS, Definition
 
@@ -129,6 +130,30 @@ class FastTokenizer:
         """Return a tokenizer.json that loads as this tokenizer."""
         return self._tokenizer.to_str()
 
+    def _vocabulary(self, kind: Literal["wordpiece", "byte_bpe"]) -> Vocabulary:
+        absent = [
+            token
+            for token, piece in enumerate(self.pieces())
+            if token in self.special_ids or not self._can_be_in_text(token, piece or "")
+        ]
+        # Consecutive ids have the same difference to their index in the list.
+        grouped = groupby(enumerate(absent), lambda pair: pair[1] - pair[0])
+        runs = [[token for _, token in run] for _, run in grouped]
+        return Vocabulary(
+            size=self.vocab_size,
+            kind=kind,
+            pad=self.pad_id,
+            unk=self.unk_id,
+            cls=self.cls_id,
+            sep=self.sep_id,
+            mask=self.mask_id,
+            not_in_text=tuple((run[0], run[-1] + 1) for run in runs),
+        )
+
+    def _can_be_in_text(self, token: int, piece: str) -> bool:
+        """Whether a token that is not special is in the ids of some text; by kind of vocabulary."""
+        raise NotImplementedError
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         state.pop("_finds_masks", None)
         self.__dict__.update(state)
@@ -209,7 +234,7 @@ def build_tokenizer_json(folder: Path, default_class: str = "BertTokenizer") -> 
             pieces = split_lines(path.read_bytes().decode())
             return word_piece(pieces, BertOptions.from_json(config), path).to_str()
         if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
-            return _byte_level_bpe(folder, config).to_str()
+            return byte_level_bpe(folder, config).to_str()
     except DataError:
         raise
     except Exception as error:  # tokenizers raises plain Exception
@@ -261,8 +286,13 @@ def word_piece(pieces: Sequence[str], options: BertOptions, path: Path) -> token
     return tokenizer
 
 
-def _byte_level_bpe(folder: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
-    """Build RoBERTa's tokenizer (fairseq, gpt2_bpe.py)."""
+def byte_level_bpe(folder: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
+    """Build RoBERTa's tokenizer of a vocab.json and merges.txt (fairseq, gpt2_bpe.py).
+
+    Raises:
+        DataError: a special token is missing.
+        Exception: a file is missing or damaged; the package raises nothing more special.
+    """
     path = folder / "vocab.json"
     vocabulary, merges = models.BPE.read_file(str(path), str(folder / "merges.txt"))
     names = _present(_ROBERTA, vocabulary, path)

@@ -308,8 +308,8 @@ class Tokenizer:
             elif token == UNK_ID or self._processor.IsControl(token):
                 starts[token] = ends[token] = True
             else:
-                starts[token] = piece[0] == _SPACE or _stands_alone(piece[0])
-                ends[token] = _stands_alone(piece[-1])
+                starts[token] = piece[0] == _SPACE or stands_alone(piece[0])
+                ends[token] = stands_alone(piece[-1])
         return starts, ends, continues
 
 
@@ -513,7 +513,7 @@ def _protobuf_fields(message: bytes) -> dict[int, Any]:
     return fields
 
 
-def _stands_alone(character: str) -> bool:
+def stands_alone(character: str) -> bool:
     """Return whether a character is a word of its own: CJK, kana, hangul, punctuation, symbol."""
     code = ord(character)
     if 0x2E80 <= code <= 0x9FFF or 0xAC00 <= code <= 0xD7AF or 0x20000 <= code <= 0x3FFFF:

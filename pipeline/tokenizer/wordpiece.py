@@ -5,11 +5,9 @@ transformers' BertTokenizer (google-research/bert, tokenization.py), except that
 written in a text are plain text.
 """
 
-import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ import numpy.typing as npt
 from pipeline.data.format import SPECIAL_TOKENS, Vocabulary
 from pipeline.errors import DataError
 from pipeline.tokenizer.fast import BertOptions, FastTokenizer, split_lines, word_piece
-from pipeline.tokenizer.sentencepiece import Spelling, Tokenizer
+from pipeline.tokenizer.sentencepiece import Spelling
 
 _SPACE, _ALONE, _PART = 1, 2, 3
 _MOST_CHARS = 1 << 23  # of all words that are remembered
@@ -74,26 +72,9 @@ class WordPieceTokenizer(FastTokenizer):
         `##` before a Chinese character if each of them is a word, capitals in an uncased
         vocabulary.
         """
-        absent = [
-            token
-            for token, piece in enumerate(self.pieces())
-            if token in self.special_ids or not self._can_be_in_text(str(piece))
-        ]
-        # Consecutive ids have the same difference to their index in the list.
-        grouped = groupby(enumerate(absent), lambda pair: pair[1] - pair[0])
-        runs = [[token for _, token in run] for _, run in grouped]
-        return Vocabulary(
-            size=self.vocab_size,
-            kind="wordpiece",
-            pad=self.pad_id,
-            unk=self.unk_id,
-            cls=self.cls_id,
-            sep=self.sep_id,
-            mask=self.mask_id,
-            not_in_text=tuple((run[0], run[-1] + 1) for run in runs),
-        )
+        return self._vocabulary("wordpiece")
 
-    def _can_be_in_text(self, piece: str) -> bool:
+    def _can_be_in_text(self, token: int, piece: str) -> bool:
         word = "a" + piece[len(CONTINUES) :] if len(piece) > 2 and piece[:2] == CONTINUES else piece
         if self.normalise(word).strip() != word:
             return False
@@ -223,18 +204,6 @@ class _Spelling:
         return np.asarray(~self._continues[ids])
 
 
-DatasetTokenizer = Tokenizer | WordPieceTokenizer
-
-
-def load_tokenizer(path: Path) -> DatasetTokenizer:
-    """Load a dataset's tokenizer: tokenizer.json is WordPiece, all else sentencepiece.
-
-    Raises:
-        DataError: the file is missing or damaged.
-    """
-    return WordPieceTokenizer(path) if path.suffix == ".json" else Tokenizer(path)
-
-
 def build(pieces: Sequence[str], options: BertOptions, path: Path) -> str:
     """Build the tokenizer.json of a dataset.
 
@@ -289,14 +258,13 @@ def read_vocab_txt(content: bytes, path: Path) -> list[str]:
     return pieces
 
 
-def read_tokenizer_json(content: str, path: Path) -> tuple[list[str], BertOptions]:
+def read_tokenizer_json(body: dict[str, Any], path: Path) -> tuple[list[str], BertOptions]:
     """Read pieces by id, and options, from a tokenizer.json of BERT's kind.
 
     Raises:
         DataError: it differs from BERT's tokenizer.
     """
     try:
-        body = json.loads(content)
         vocabulary: dict[str, int] = body["model"]["vocab"]
         normalizer = body["normalizer"]
         values = {
@@ -315,7 +283,7 @@ def read_tokenizer_json(content: str, path: Path) -> tuple[list[str], BertOption
         options = BertOptions(
             normalizer["lowercase"], normalizer["strip_accents"], normalizer["handle_chinese_chars"]
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is not the tokenizer.json of a BERT model: {error!r}") from None
     expected: dict[str, Any] = {
         "model": "WordPiece",

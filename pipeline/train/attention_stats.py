@@ -20,7 +20,7 @@ from pipeline.data.loader import EvalLoader, MicroBatch
 from pipeline.model.encoder import Encoder, EncoderModel
 from pipeline.model.layers import Trace
 from pipeline.model.layout import Layout, rows
-from pipeline.tokenizer.wordpiece import load_tokenizer
+from pipeline.tokenizer.load import load_tokenizer
 
 
 @dataclass(frozen=True)

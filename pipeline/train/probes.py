@@ -32,7 +32,7 @@ from pipeline.tasks.encode import encode
 from pipeline.tasks.readers import limited, read_task
 from pipeline.tasks.scores import chance, majority
 from pipeline.tasks.task import TaskConfig
-from pipeline.tokenizer.wordpiece import DatasetTokenizer, load_tokenizer
+from pipeline.tokenizer.load import DatasetTokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 

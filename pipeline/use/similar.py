@@ -14,8 +14,8 @@ from pipeline.data.format import read_index
 from pipeline.errors import ConfigError
 from pipeline.use.folder import load_trained
 
-_MARKS = ("##", "\u2581")
-"""Beginnings of pieces that continue a word (WordPiece), or begin one (sentencepiece)."""
+_MARKS = ("##", " ")
+"""Beginnings of pieces that continue a word (WordPiece), or begin one (all others)."""
 _ROWS = 1024
 """Tokens that are compared with all others at once."""
 

@@ -13,7 +13,7 @@ import pytest
 from pipeline.data.format import DatasetIndex
 from pipeline.data.reader import BlockReader
 from pipeline.data.record import read_batches
-from pipeline.tokenizer.wordpiece import load_tokenizer
+from pipeline.tokenizer.load import load_tokenizer
 from tests.distributed.conftest import Train
 from tests.support.processes import without
 from tests.support.ranks import Ranks, assert_same_bits, losses, records

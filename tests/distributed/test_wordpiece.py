@@ -1,4 +1,4 @@
-"""A BERT vocabulary from raw text to a trained, exported, continued model."""
+"""Published vocabularies from raw text to a trained, exported, continued model."""
 
 import json
 import shutil
@@ -23,13 +23,13 @@ from pipeline.data.loader import MicroBatch
 from pipeline.data.reader import BlockReader
 from pipeline.data.run_order import DataRank
 from pipeline.model.architecture import CONFIG_FILE, INTEGRITY, SIGNATURE
-from pipeline.tokenizer.wordpiece import load_tokenizer
+from pipeline.tokenizer.load import load_tokenizer
 from pipeline.use.convert import convert
 from pipeline.use.folder import export
 from pipeline.use.hf import export_hf
 from pipeline.use.model import load as load_model
 from tests.distributed.conftest import Train
-from tests.support import bert_vocabulary, near_texts
+from tests.support import bert_vocabulary, byte_bpe, near_texts
 from tests.support.ranks import Ranks, losses
 from tests.support.steps import train_loader
 
@@ -64,20 +64,7 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def prepared(bert: Path, tmp_path_factory: pytest.TempPathFactory) -> DatasetIndex:
-    folder = tmp_path_factory.mktemp("prepared")
-    sources = []
-    for name, texts in (("en", [*ENGLISH, TYPED]), ("zh", CHINESE)):
-        rows = [json.dumps({"id": str(n), "text": text}) for n, text in enumerate(texts)]
-        (folder / f"{name}.jsonl").write_text("\n".join(rows))
-        sources.append(f"{{name: {name}, inputs: [{folder}/{name}.jsonl]}}")
-    config = folder / "prep.yaml"
-    config.write_text(
-        f"output_dir: {folder}/data\nworkers: 1\nsources: [{', '.join(sources)}]\n"
-        f"tokenizer: {{file: {bert}/vocab.txt}}\n"
-        "shards: {block_tokens: 8000, shard_mb: 1, eval_fraction: 0.05}\n"
-    )
-    run(load(PrepConfig, config, []).config)
-    return read_index(folder / "data")
+    return _prepare(tmp_path_factory.mktemp("prepared"), bert / "vocab.txt")
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +79,22 @@ def trained(
 @pytest.fixture
 def train(tmp_path: Path, prepared: DatasetIndex, start_ranks: type[Ranks]) -> Train:
     return Train(tmp_path, prepared)
+
+
+def _prepare(folder: Path, tokenizer: Path) -> DatasetIndex:
+    sources = []
+    for name, texts in (("en", [*ENGLISH, TYPED]), ("zh", CHINESE)):
+        rows = [json.dumps({"id": str(n), "text": text}) for n, text in enumerate(texts)]
+        (folder / f"{name}.jsonl").write_text("\n".join(rows))
+        sources.append(f"{{name: {name}, inputs: [{folder}/{name}.jsonl]}}")
+    config = folder / "prep.yaml"
+    config.write_text(
+        f"output_dir: {folder}/data\nworkers: 1\nsources: [{', '.join(sources)}]\n"
+        f"tokenizer: {{file: {tokenizer}}}\n"
+        "shards: {block_tokens: 8000, shard_mb: 1, eval_fraction: 0.05}\n"
+    )
+    run(load(PrepConfig, config, []).config)
+    return read_index(folder / "data")
 
 
 def _documents(index: DatasetIndex) -> dict[str, np.ndarray[Any, Any]]:
@@ -157,6 +160,36 @@ def test_train_export_and_fill_masks(trained: Path, prepared: DatasetIndex, tmp_
     loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf", local_files_only=True)
     assert loaded("a [MASK]").input_ids[-2:] == [103, 102]
     assert (loaded.pad_token_id, loaded.unk_token_id) == (0, 100)
+
+
+def test_byte_level_vocabulary_to_its_export(tmp_path: Path, start_ranks: type[Ranks]) -> None:
+    given = byte_bpe.write(tmp_path / "given.json", "modernbert", [*ENGLISH, *CHINESE[:5]])
+    index = _prepare(tmp_path, given)
+    assert verify(index.folder) == []
+    assert (index.folder / "tokenizer.json").read_bytes() == given.read_bytes()
+    reference = transformers.PreTrainedTokenizerFast(tokenizer_file=str(given))
+    documents = _documents(index)
+    for name, texts in (("en", ENGLISH), ("zh", CHINESE)):
+        for number, text in enumerate(texts):
+            expected = reference(normalise(text), add_special_tokens=False).input_ids
+            assert documents[f"{name}/{number}"].tolist() == expected
+    assert any(reference.convert_tokens_to_ids("Ċ") in ids for ids in documents.values())
+    config = DataConfig(dir="unused", seq_len=64, window_blocks=2, mask_prob=0.3)
+    batch = _first_batch(index, 32, config)
+    special = {reference.convert_tokens_to_ids(f"[{name}]") for name in ("CLS", "SEP", "PAD")}
+    assert not set(batch.inputs["targets"].tolist()) & special
+    assert set(batch.inputs["targets"].tolist()) <= set(index.vocabulary.in_text.tolist())
+    start_ranks(tmp_path / "run", index, world_size=1).ended()
+    first, *_, last = (loss for _, loss in sorted(losses(tmp_path / "run").items()))
+    assert last < first - 0.3
+    export_hf(tmp_path / "run", tmp_path / "hf")
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf", local_files_only=True)
+    for text in [*ENGLISH[:20], *CHINESE[:20]]:
+        expected = reference(text, add_special_tokens=False).input_ids
+        assert loaded(text, add_special_tokens=False).input_ids == expected
+    assert loaded("a [MASK]").input_ids[-2:] == [loaded.mask_token_id, loaded.sep_token_id]
+    [found] = load_model(tmp_path / "run").fill_mask("The [MASK] of a list 中.")
+    assert len(found) == 5
 
 
 def _loss_of_transformers(folder: Path, batch: MicroBatch) -> float:

@@ -182,7 +182,7 @@ def test_failing_task_stops_the_chain(
     # The queue has nothing of it.
     left = {job.partition("_")[0] for job, state in cluster.jobs().items() if state not in ENDED}
     assert not left & {job for ids in jobs.values() for job in ids}
-    why = rf"{damaged.inputs}/{DAMAGED}\.jsonl, .* longer than clean\.max_document_mb"
+    why = rf"{damaged.inputs}/{DAMAGED}\.jsonl: .* longer than clean\.max_document_mb"
     assert re.search(rf"^failed: ingest {DAMAGED:05d}: DataError: {why}", damaged.status(), re.M)
     log = damaged.log("ingest", jobs["ingest"][1], DAMAGED - PIECES // 2)
     assert f"end: stage ingest, part {DAMAGED} of {PIECES}" in log
