@@ -613,8 +613,12 @@ class PrepConfig:
 
     output_dir: str = path_param(REQUIRED, "dataset folder; intermediate files go to work/ in it")
     workers: int = param(0, "processes; 0 takes one a core", unit="processes", ge=0)
-    piece_mb: int = param(
-        64, "input files are grouped into pieces of about this size", unit="MB", ge=1
+    piece_mb: int | None = param(
+        None,
+        "input files are grouped into pieces of about this size; null: 64, and above 500 GB so "
+        "much more that there are about 8,000 pieces at most",
+        unit="MB",
+        ge=1,
     )
     sources: tuple[SourceConfig, ...] = param(REQUIRED, "collections of text, at least one")
     clean: CleanConfig = section(CleanConfig, "normalisation, and limits on documents")

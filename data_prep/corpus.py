@@ -1,5 +1,6 @@
 """The corpus to prepare, and how far its stages are."""
 
+import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -9,7 +10,8 @@ from typing import Any
 from data_prep import inputs
 from data_prep.config import PrepConfig
 from data_prep.decontaminate import eval_items
-from data_prep.pieces import Pieces
+from data_prep.inputs import SMALLEST_PIECE_MB
+from data_prep.pieces import Pieces, piece_name
 from data_prep.stage import Done, StageTask, make_key
 from data_prep.tokenizer.existing_tokenizer import GivenTokenizer, read_given
 from data_prep.word_boundaries import JIEBA, Words, read_words
@@ -38,6 +40,8 @@ class Corpus:
     """What is left out because it cannot be read."""
     words: Words = JIEBA
     """Of the user's dictionary."""
+    piece_mb: int = SMALLEST_PIECE_MB
+    """About the size of pieces."""
 
     @property
     def output(self) -> Path:
@@ -59,6 +63,7 @@ class Corpus:
         """Hash of everything that the dataset depends on."""
         settings = asdict(self.config)
         del settings["workers"], settings["output_dir"]
+        settings["piece_mb"] = self.piece_mb
         given = self.tokenizer and self.tokenizer.sha256
         sets = {name: [asdict(file) for file in files] for name, files in self.eval_sets.items()}
         own = [self.words.sha256] if self.words.entries else []
@@ -77,7 +82,7 @@ def find(config: PrepConfig) -> Corpus:
     inputs.refuse_inside(output, (text for one in config.sources for text in one.inputs))
     inputs.refuse_inside(output, (text for one in config.decontaminate.sets for text in one.inputs))
     dictionary = config.words.dictionary
-    pieces: list[inputs.InputPiece] = []
+    listed: list[list[inputs.InputFile]] = []
     unreadable: list[str] = []
     for source in config.sources:
         listing = inputs.find(source)
@@ -94,7 +99,13 @@ def find(config: PrepConfig) -> Corpus:
                 f"expected {', '.join(inputs.TEXT_SUFFIXES)}, plain or with "
                 f"{', '.join(inputs.COMPRESSED_SUFFIXES)}"
             )
-        pieces += inputs.pieces(source, listing.files, config.piece_mb * 1_000_000)
+        listed.append(list(listing.files))
+    piece_mb = inputs.piece_mb(itertools.chain(*listed), config.piece_mb)
+    pieces = [
+        piece
+        for source, files in zip(config.sources, listed, strict=True)
+        for piece in inputs.pieces(source, files, piece_mb * 1_000_000)
+    ]
     return Corpus(
         config,
         tuple(pieces),
@@ -102,6 +113,7 @@ def find(config: PrepConfig) -> Corpus:
         eval_items.find(config.decontaminate),
         tuple(unreadable),
         read_words(Path(dictionary), config.clean) if dictionary else JIEBA,
+        piece_mb,
     )
 
 
@@ -141,7 +153,7 @@ class Progress:
     def pieces(self) -> Pieces:
         """All pieces, with the last texts and masks."""
         masks = [self.folder("dedup"), *self.masks.values()][-1]
-        names = tuple(f"{i:05d}" for i in range(len(self.corpus.pieces)))
+        names = tuple(map(piece_name, range(len(self.corpus.pieces))))
         return Pieces(self.folder(self._texts), masks, names)
 
     @property

@@ -54,7 +54,8 @@ def export(dataset: Path, out: Path, form: Format) -> tuple[int, list[Path]]:
     config = load(PrepConfig, dataset / RESOLVED_FILE, given).config
     folders = {step.produces: dataset / "work" / step.name for step in steps(config)}
     texts, masks = folders["texts"], folders["masks"]
-    names = tuple(sorted(path.name.removesuffix(".keep.npy") for path in masks.glob("*.keep.npy")))
+    paths = (path.relative_to(masks).as_posix() for path in masks.rglob("*.keep.npy"))
+    names = tuple(sorted((path.removesuffix(".keep.npy") for path in paths), key=_file_name))
     wanted = sum(total["documents"] for total in index.totals.values())
     pieces = Pieces(texts, masks, names)
     if not names or sum(len(pieces.kept_rows(name)) for name in names) != wanted:
@@ -62,7 +63,7 @@ def export(dataset: Path, out: Path, form: Format) -> tuple[int, list[Path]]:
             f"{dataset / 'work'} does not hold the {wanted:,} documents of the dataset; it was "
             "deleted, or another run is at work there: run the preparation again, then export"
         )
-    expected = {f"{name}{SUFFIXES[form]}" for name in names}
+    expected = {f"{_file_name(name)}{SUFFIXES[form]}" for name in names}
     found = {path.name for path in out.iterdir()} if out.is_dir() else set()
     if found - expected:
         raise ConfigError(f"{out} holds {sorted(found - expected)[0]}; choose an empty folder")
@@ -95,6 +96,10 @@ def _open(job: _Job) -> None:
     _opened[:] = [job]
 
 
+def _file_name(piece: str) -> str:
+    return piece.rpartition("/")[2]
+
+
 def _write(name: str) -> int:
     """Write one piece; return the number of its documents."""
     [job] = _opened
@@ -106,7 +111,7 @@ def _write(name: str) -> int:
         return 0
     documents = read_documents(job.pieces.documents_path(name), rows)
     records = (_record(document, job.held_out) for document in documents)
-    with replacing(job.folder / f"{name}{SUFFIXES[job.format]}") as path:
+    with replacing(job.folder / f"{_file_name(name)}{SUFFIXES[job.format]}") as path:
         if job.format == "parquet":
             # Imported here, because it is large and few exports need it.
             from data_prep.readers.parquet import write_records

@@ -61,10 +61,11 @@ def estimates(size: Size) -> dict[str, Estimate]:
 
 
 def _remove_stale(folder: Path, current: set[str]) -> None:
-    tars = [name for name in current if name.endswith(".tar")]
-    markers = {f"{name.split('-')[1].removesuffix('.tar')}.done.json" for name in tars}
-    for path in sorted(folder.iterdir()):
-        if path.name not in current | markers:
+    """Remove all but `current`, names with their folders, and the records of their tasks."""
+    ending = ".frequencies.npy"  # of each task
+    markers = {f"{name.removesuffix(ending)}.done.json" for name in current if ending in name}
+    for path in sorted(path for path in folder.rglob("*") if not path.is_dir()):
+        if path.relative_to(folder).as_posix() not in current | markers:
             logger.info("removing %s: it belongs to an earlier plan of shards", path)
             path.unlink()
 

@@ -20,7 +20,14 @@ from data_prep.config import CleanConfig, FiltersConfig, PrepConfig
 from data_prep.filters.rules import Chain, Dropped, key_parts
 from data_prep.inputs import InputPiece
 from data_prep.metadata import FieldCounts, count
-from data_prep.pieces import PIECE_FILES, PieceWriter, id_hash, piece_paths, piece_writer
+from data_prep.pieces import (
+    PIECE_FILES,
+    PieceWriter,
+    id_hash,
+    piece_name,
+    piece_paths,
+    piece_writer,
+)
 from data_prep.plugins import digest
 from data_prep.readers.documents import ReadStats, read_piece
 from data_prep.readers.items import Document, Rejected
@@ -72,7 +79,7 @@ def tasks(
         if chosen not in parts:  # reads the files of words and of own rules once
             parts[chosen] = [part for rules in chosen for part in key_parts(rules)]
         key = make_key(described, clean.of_texts(), *parts[chosen])
-        made.append(StageTask(f"{i:05d}", folder, key, IngestJob(piece, clean, chosen)))
+        made.append(StageTask(piece_name(i), folder, key, IngestJob(piece, clean, chosen)))
     return made
 
 

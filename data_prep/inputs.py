@@ -34,6 +34,9 @@ _ONLY_ON_REQUEST = {".md": "md"}
 RECORDS = ("jsonl", "json", "csv", "tsv", "parquet")
 """Formats whose documents are records with fields."""
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".xz", ".bz2")
+SMALLEST_PIECE_MB = 64
+# 30 files each, with every stage: a quota of inodes, and the work of one process at a time.
+_MOST_PIECES = 8_000
 _HEAD_BYTES = 1 << 12
 _ANY = "any"
 _PART_NAME = re.compile(r"part-\d+|\d+\.part")
@@ -159,6 +162,17 @@ _KINDS = (
     f"expected {', '.join(TEXT_SUFFIXES)}, of which all but .parquet may be followed by "
     f"{', '.join(COMPRESSED_SUFFIXES)}, or wiki_NN; or set the source's format"
 )
+
+
+def piece_mb(files: Iterable[InputFile], given: int | None) -> int:
+    """Choose the size of pieces in MB, if none is given: doubled until they are few enough.
+
+    A corpus that grows keeps its pieces, and what was made of them, until it has doubled.
+    """
+    total, size = sum(file.num_bytes for file in files), SMALLEST_PIECE_MB
+    while total > size * 1_000_000 * _MOST_PIECES:
+        size *= 2
+    return given or size
 
 
 def pieces(source: SourceConfig, files: Sequence[InputFile], piece_bytes: int) -> list[InputPiece]:

@@ -32,7 +32,14 @@ import numpy.typing as npt
 from backports import zstd
 
 from data_prep.readers.items import Metadata, Rejected
-from data_prep.stage import StageTask, not_as_written, recorded_sha256, replacing, require_written
+from data_prep.stage import (
+    StageTask,
+    not_as_written,
+    recorded_sha256,
+    replacing,
+    require_written,
+    task_name,
+)
 from pipeline.runtime.files import sha256_file
 
 _SUFFIXES = (
@@ -53,6 +60,11 @@ Hashes = npt.NDArray[np.uint64]
 Mask = npt.NDArray[np.bool_]
 
 
+def piece_name(number: int) -> str:
+    """Name a piece: the prefix of its files in the folder of every stage."""
+    return task_name(number, 5)
+
+
 def piece_paths(task: StageTask[Any]) -> list[Path]:
     """List the files of the piece that a task writes."""
     return [task.path(suffix) for suffix in _SUFFIXES]
@@ -65,8 +77,9 @@ class PieceWriter:
     documents: IO[bytes]
     ids: IO[bytes]
     rejected: IO[bytes]
-    hashes: list[bytes] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
+    # Arrays, not lists of objects: a piece of 2 GB may have 20 million documents.
+    hashes: bytearray = field(default_factory=bytearray)
+    sizes: "array[int]" = field(default_factory=lambda: array("q"))
     id_hashes: "array[int]" = field(default_factory=lambda: array("Q"))
     """The stage that reads the documents fills this."""
 
@@ -78,7 +91,7 @@ class PieceWriter:
             record["metadata"] = metadata
         self.documents.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
         self.ids.write(json.dumps(document_id).encode() + b"\n")
-        self.hashes.append(hashlib.blake2b(encoded, digest_size=16).digest())
+        self.hashes += hashlib.blake2b(encoded, digest_size=16).digest()
         self.sizes.append(len(encoded))
 
     # Whole, and compressed: half of 280 GB as plain text would fill a disk; `show --rejected`
@@ -99,7 +112,7 @@ def piece_writer(task: StageTask[Any]) -> Iterator[PieceWriter]:
         documents, rejected, ids = (stack.enter_context(_compressed(files[i])) for i in (0, 3, 4))
         writer = PieceWriter(documents, ids, rejected)
         yield writer
-        np.save(files[1], np.frombuffer(b"".join(writer.hashes), dtype="<u8").reshape(-1, 2))
+        np.save(files[1], np.frombuffer(writer.hashes, dtype="<u8").reshape(-1, 2))
         np.save(files[2], np.array(writer.sizes, dtype=np.int64))
         np.save(files[5], np.array(writer.id_hashes, dtype=np.uint64))
 

@@ -210,7 +210,9 @@ def document_text(config: PrepConfig, document_id: str) -> str:
             continue
         chain, clean = Chain(config.filters_of(source), source.name), config.clean_of(source)
         files = inputs.find(source).files
-        for piece in inputs.pieces(source, files, config.piece_mb * 1_000_000):
+        for piece in inputs.pieces(
+            source, files, inputs.piece_mb(files, config.piece_mb) * 1_000_000
+        ):
             for item in read_piece(piece, clean, ReadStats(), only_head=True):
                 if item.id == document_id:
                     return _one(clean, chain, item)

@@ -1,11 +1,12 @@
 """Stage shards: kept documents become token blocks in webdataset tars, train and eval apart.
 
-A task takes consecutive pieces and writes one tar per split. Its record describes the tars for the
-index.
+A task takes consecutive pieces and writes one tar per split, or several of a piece that is far
+larger than a tar. Its record describes the tars for the index.
 """
 
 import hashlib
 import io
+import itertools
 import json
 import math
 import mmap
@@ -31,6 +32,7 @@ from data_prep.stage import (
     make_key,
     replacing,
     save_array,
+    task_name,
 )
 from data_prep.word_boundaries import Words, word_starts_of
 from pipeline.data.format import MEMBERS, SPLITS, token_dtype
@@ -46,12 +48,14 @@ _BATCH_CHARS = 1 << 20
 
 @dataclass(frozen=True)
 class ShardJob:
-    """Pieces that become one tar per split."""
+    """Pieces that become one tar per split, or several."""
 
     pieces: Pieces
     tokenizer_path: Path
     config: ShardsConfig
     words: Words
+    max_tar_bytes: int | None
+    """Size at which another tar begins; None: all goes into one."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ _Block = list[_Tokenised]
 
 def plan(kept_bytes: list[int], shard_mb: int) -> list[list[int]]:
     """Group consecutive pieces, by the text left of each, so that a tar is about `shard_mb`."""
-    target = shard_mb * 1_000_000 / _TAR_BYTES_PER_TEXT_BYTE
+    target = _text_bytes(shard_mb)
     groups: list[list[int]] = []
     size = 0
     for i, num_bytes in enumerate(kept_bytes):
@@ -82,6 +86,10 @@ def plan(kept_bytes: list[int], shard_mb: int) -> list[list[int]]:
     return groups
 
 
+def _text_bytes(shard_mb: int) -> float:
+    return shard_mb * 1_000_000 / _TAR_BYTES_PER_TEXT_BYTE
+
+
 def tasks(progress: Progress, folder: Path) -> list[StageTask[ShardJob]]:
     """Make one task per group of `plan`; shards belong to the dataset, not to work/."""
     pieces, words = progress.pieces, progress.corpus.words
@@ -90,6 +98,7 @@ def tasks(progress: Progress, folder: Path) -> list[StageTask[ShardJob]]:
     made = []
     for number, group in enumerate(plan(kept_bytes, config.shard_mb)):
         names = tuple(pieces.names[i] for i in group)
+        is_large = sum(kept_bytes[i] for i in group) > 2 * _text_bytes(config.shard_mb)
         key = make_key(
             number,
             [progress.written[i].digest for i in group],
@@ -97,9 +106,12 @@ def tasks(progress: Progress, folder: Path) -> list[StageTask[ShardJob]]:
             progress.records["tokenizer"][0].digest,
             asdict(config),
             *filter(None, [words.sha256]),
+            *["several tars"] * is_large,
         )
-        job = ShardJob(replace(pieces, names=names), progress.tokenizer_path, config, words)
-        made.append(StageTask(f"{number:06d}", progress.corpus.output / SHARD_FOLDER, key, job))
+        most = config.shard_mb * 1_000_000 if is_large else None
+        job = ShardJob(replace(pieces, names=names), progress.tokenizer_path, config, words, most)
+        output = progress.corpus.output / SHARD_FOLDER
+        made.append(StageTask(task_name(number, 6), output, key, job))
     return made
 
 
@@ -135,20 +147,23 @@ def run(task: StageTask[ShardJob]) -> Result:
     held_out: list[dict[str, str]] = []
     # The order matters: writing the training split fills the list of held-out documents.
     for split, texts in (("train", _documents(job, held_out)), ("eval", iter(held_out))):
-        path = task.folder / f"{split}-{task.name}.tar"
         documents = _counted(texts, tokenizer, counts, sources[split])
         blocks = _blocks(documents, job.config.block_tokens)
-        with replacing(path) as temporary:
-            for block in _write_tar(temporary, path.stem, blocks, tokenizer.vocab_size, job.words):
+        for path in _tar_paths(task.marker.parent, split, Path(task.name).name):
+            tar = _write_tar(path, blocks, tokenizer.vocab_size, job)
+            for block in tar:
                 sources[split][block[0].source]["blocks"] += 1
                 if split == "train":
                     frequencies += np.bincount(_tokens(block), minlength=len(frequencies))
-            described = describe(temporary)
-        if described["blocks"]:
-            tars.append({"split": split, "file": path.name, **described})
+            described = describe(path)
+            if not described["blocks"]:
+                path.unlink()
+                break
+            file = path.relative_to(task.folder).as_posix()
+            tars.append({"split": split, "file": file, **described})
             paths.append(path)
-        else:
-            path.unlink()
+            if job.max_tar_bytes is None:
+                break
     frequency_path = task.path(".frequencies.npy")
     save_array(frequency_path, frequencies)
     totals = {
@@ -171,20 +186,32 @@ def estimates(size: Size) -> dict[str, Estimate]:
     return {"shards": Estimate(len(groups), cpu_s, disk_bytes, 500e6, 4 * len(groups))}
 
 
+def _tar_paths(folder: Path, split: str, number: str) -> Iterator[Path]:
+    """Name the tars of a task: train-000012.tar, train-000012-01.tar and so on."""
+    yield folder / f"{split}-{number}.tar"
+    for more in itertools.count(1):
+        yield folder / f"{split}-{number}-{more:02d}.tar"
+
+
 def _write_tar(
-    path: Path, stem: str, blocks: Iterator[_Block], vocab_size: int, words: Words
+    path: Path, blocks: Iterator[_Block], vocab_size: int, job: ShardJob
 ) -> Iterator[_Block]:
-    """Write blocks to a tar and yield each; closes the tar after the last."""
+    """Write blocks to a tar until it is full, and yield each; closes it after the last."""
     # Not webdataset's TarWriter: that of 1.0.2 imports torch and ignores `format`.
-    with tarfile.open(path, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+    with (
+        replacing(path) as temporary,
+        tarfile.open(temporary, mode="w", format=tarfile.USTAR_FORMAT) as tar,
+    ):
         for number, block in enumerate(blocks):
-            for name, content in _members(block, vocab_size, words).items():
+            for name, content in _members(block, vocab_size, job.words).items():
                 # Headers hold neither times nor owners, so that a rebuilt shard is the same.
-                info = tarfile.TarInfo(f"{stem}-{number:04d}.{name}")
+                info = tarfile.TarInfo(f"{path.stem}-{number:04d}.{name}")
                 info.size = len(content)
                 info.mode = 0o444
                 tar.addfile(info, io.BytesIO(content))
             yield block
+            if job.max_tar_bytes is not None and tar.offset >= job.max_tar_bytes:
+                return
 
 
 def describe(path: Path) -> dict[str, Any]:

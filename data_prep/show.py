@@ -8,6 +8,7 @@ document came from; the original is then read from the input itself.
 """
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,10 +22,10 @@ from data_prep.chain import estimates, look, steps
 from data_prep.config import PrepConfig
 from data_prep.corpus import RESOLVED_FILE, Corpus
 from data_prep.lease import holders
-from data_prep.pieces import id_hash, read_documents, read_lines
+from data_prep.pieces import id_hash, piece_name, read_documents, read_lines
 from data_prep.readers.documents import ReadStats, read_piece
 from data_prep.readers.items import Document, Metadata
-from data_prep.stage import Size, Stage, State, state_of
+from data_prep.stage import FOLDER_TASKS, Estimate, Size, Stage, State, state_of
 from pipeline.config.load import load
 from pipeline.config.strict_yaml import read_file
 from pipeline.data.format import INDEX_FILE, read_index
@@ -51,10 +52,11 @@ def plan(config: PrepConfig) -> dict[str, Any]:
 
     Returns:
         {"files", "pieces", "text_gb", "stages": [{"name", "tasks", "max_tasks", "core_hours",
-        "disk_gb", "memory_gb", "files", "todo"}], "core_hours", "disk_gb", "files_made"};
-        `max_tasks` is the number of parts of the stage that can run at a time, `memory_gb` the
-        memory of one task, `files` those that it leaves in its folder, `todo` has the numbers of
-        unfinished tasks, or is None until the stages before are complete.
+        "disk_gb", "memory_gb", "files", "files_a_folder", "todo"}], "core_hours", "disk_gb",
+        "files_made"}; `max_tasks` is the number of parts of the stage that can run at a time,
+        `memory_gb` the memory of one task, `files` those that the stage leaves, and
+        `files_a_folder` those in each of its folders, `todo` has the numbers of unfinished tasks,
+        or is None until the stages before are complete.
 
     Raises:
         DataError: an input does not exist or has no text files.
@@ -75,6 +77,7 @@ def plan(config: PrepConfig) -> dict[str, Any]:
             "disk_gb": _figure(made.disk_bytes / 1e9),
             "memory_gb": round(made.memory_bytes / 1e9, 2),
             "files": made.files,
+            "files_a_folder": math.ceil(made.files / _folders(made, size)),
             "todo": todo.get(name),
         }
         for name, made in costs.items()
@@ -88,6 +91,11 @@ def plan(config: PrepConfig) -> dict[str, Any]:
         "disk_gb": _figure(sum(e.disk_bytes for e in costs.values()) / 1e9),
         "files_made": sum(e.files for e in costs.values()),
     }
+
+
+def _folders(made: Estimate, size: Size) -> int:
+    """Count the folders that the files of a stage are in; a single task may write every piece's."""
+    return math.ceil(max(made.tasks, min(made.files, size.pieces)) / FOLDER_TASKS)
 
 
 def plan_text(made: dict[str, Any], cores: int) -> str:
@@ -117,12 +125,12 @@ def plan_text(made: dict[str, Any], cores: int) -> str:
 
 def _warnings(made: dict[str, Any]) -> Iterator[str]:
     """Say what a file system or a job's time limit may refuse."""
-    fullest = max(made["stages"], key=lambda stage: stage["files"])
-    if made["files_made"] > _MANY_FILES or fullest["files"] > _MANY_IN_A_FOLDER:
+    fullest = max(made["stages"], key=lambda stage: stage["files_a_folder"])
+    if made["files_made"] > _MANY_FILES or fullest["files_a_folder"] > _MANY_IN_A_FOLDER:
         yield (
-            f"warning: {made['files_made']:,} files, {fullest['files']:,} of them in the folder of "
-            f"{fullest['name']}: check the quota of inodes, or raise piece_mb (a task's memory "
-            "grows with it) and shards.shard_mb"
+            f"warning: {made['files_made']:,} files, up to {fullest['files_a_folder']:,} in a "
+            f"folder, of stage {fullest['name']}: check the quota of inodes, or raise piece_mb (a "
+            "task's memory grows with it) and shards.shard_mb"
         )
     for stage in made["stages"]:
         hours = stage["core_hours"] / stage["tasks"]
@@ -285,7 +293,7 @@ def rejected_text(config: PrepConfig, reason: str, limit: int) -> str:
     parts = []
     stages = ["ingest", *(["lines"] if config.dedup.lines else [])]
     folders = [given.work / stage for stage in stages]
-    for path in (p for folder in folders for p in sorted(folder.glob("*.rejected.jsonl.zst"))):
+    for path in (p for folder in folders for p in sorted(folder.rglob("*.rejected.jsonl.zst"))):
         for record in read_lines(path):
             if reason not in record["reason"]:
                 continue
@@ -303,14 +311,14 @@ def _pieces_of(given: Corpus, document_id: str) -> Iterator[int]:
     wanted = np.uint64(id_hash(document_id))
     for number, piece in enumerate(given.pieces):
         if document_id.startswith(f"{piece.source.name}/"):
-            hashes = np.load(given.work / "ingest" / f"{number:05d}.id_hashes.npy")
+            hashes = np.load(given.work / "ingest" / f"{piece_name(number)}.id_hashes.npy")
             if (hashes == wanted).any():
                 yield number
 
 
 def _in_piece(given: Corpus, number: int, document_id: str, stages: list[str]) -> str:
     """Show every document of a piece that has the id; `stages` are the complete ones."""
-    piece, name = given.pieces[number], f"{number:05d}"
+    piece, name = given.pieces[number], piece_name(number)
     originals = [
         item
         for item in read_piece(piece, given.config.clean, ReadStats())

@@ -53,10 +53,19 @@ CODE_VERSION = 8
 
 INGEST_STAGES = ("ingest", "normalise", "filter")
 """Names under which the one pass over the input files counts its three parts."""
+# Parallel file systems slow down in folders of more than some ten thousand files.
+FOLDER_TASKS = 1000
+"""Tasks of a stage with their files in one folder; the next ones get another below it."""
 REPEATED_IDS = "documents with the id of another"
 SEEN_LINE = "line seen before"
 OF_LINES = (SEEN_LINE,)
 """Reasons for which lines are rejected, not documents."""
+
+
+def task_name(number: int, digits: int) -> str:
+    """Name a task by its number; from `FOLDER_TASKS` on with a folder, such as 001/01234."""
+    name, folder = f"{number:0{digits}d}", number // FOLDER_TASKS
+    return f"{folder:03d}/{name}" if folder else name
 
 
 @dataclass(frozen=True)
@@ -64,7 +73,7 @@ class StageTask(Generic[T]):
     """One unit of work."""
 
     name: str
-    """File name prefix of its results."""
+    """Prefix of its results' paths in `folder`, see `task_name`."""
     folder: Path
     key: str
     """Hash of everything the result depends on."""
@@ -227,7 +236,7 @@ class Estimate:
     memory_bytes: float
     """Peak of one task."""
     files: int
-    """That the stage leaves in its folder, records of its tasks among them."""
+    """That the stage leaves in its folder and those below, records of its tasks among them."""
 
 
 def make_key(*parts: Any) -> str:
@@ -238,7 +247,11 @@ def make_key(*parts: Any) -> str:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Provide a temporary path beside `path` that takes its place if the block succeeds."""
+    """Provide a temporary path beside `path` that takes its place if the block succeeds.
+
+    The folder is made if it does not exist.
+    """
+    path.parent.mkdir(exist_ok=True)
     temporary = temporary_beside(path)
     try:
         yield temporary
@@ -352,9 +365,12 @@ def run_tasks(
         Exception: the first failure of a task; tasks already done stay done.
     """
     tasks = stage.tasks[rank::world]
-    for folder in {task.folder for task in tasks}:
+    for folder in {task.folder for task in stage.tasks}:
         folder.mkdir(parents=True, exist_ok=True)
-        remove_abandoned(folder, hosts)
+        for part in (folder, *(path for path in folder.iterdir() if path.is_dir())):
+            remove_abandoned(part, hosts)
+    for folder in {task.marker.parent for task in tasks}:
+        folder.mkdir(exist_ok=True)
     records = [finished(task) for task in tasks]
     waiting = [i for i, record in enumerate(records) if record is None]
     if waiting or world > 1:  # other ranks may have work to do

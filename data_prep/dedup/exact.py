@@ -36,6 +36,7 @@ from data_prep.stage import (
     StageTask,
     make_key,
     save_array,
+    task_name,
 )
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,9 @@ def exact_tasks(
     key = make_key([done.digest for done in written])
     parts = 1 + num_read // PART_DOCUMENTS
     return [
-        StageTask(f"{part:03d}", folder, make_key(key, part, parts), ExactJob(pieces, part, parts))
+        StageTask(
+            task_name(part, 3), folder, make_key(key, part, parts), ExactJob(pieces, part, parts)
+        )
         for part in range(parts)
     ]
 

@@ -50,6 +50,7 @@ from data_prep.stage import (
     StageTask,
     make_key,
     save_array,
+    task_name,
 )
 
 PART_LINES = 16_000_000
@@ -126,7 +127,7 @@ def part_tasks(
     made = []
     for part in range(parts):
         job = PartJob(hash_tasks[0].folder, names, num_lines, part, parts)
-        made.append(StageTask(f"{part:04d}", folder, make_key(key, part, parts), job))
+        made.append(StageTask(task_name(part, 4), folder, make_key(key, part, parts), job))
     return made
 
 
@@ -174,7 +175,7 @@ def run_rewrite(task: StageTask[RewriteJob]) -> Result:
     counts = StageCounts()
     keep = iter(_kept(job).tolist())
     with piece_writer(task) as writer:
-        id_hashes = np.load(ingested.documents.with_name(f"{task.name}.id_hashes.npy"))
+        id_hashes = np.load(ingested.documents.with_suffix("").with_suffix(".id_hashes.npy"))
         writer.id_hashes.frombytes(id_hashes.tobytes())
         for document in read_documents(ingested.documents):
             text, num_dropped, num_kept = _without(document["text"], keep, ingested.min_chars)

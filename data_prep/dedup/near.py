@@ -22,7 +22,7 @@ Stage signatures writes per piece
     NAME.sketch.npy       (d, 257) uint8, for estimates of the similarity
 Stage buckets writes per band, and part of its hash values
     BAND-PART.pairs.npy   (p,) uint64, rising: later document * 2^32 + earlier one, both numbered
-                          over all pieces
+                          over all pieces; of a large corpus for several bands, from BAND on
 Stage candidates writes per group
     GROUP.pairs           uint64, little endian: later document * 2^32 + earlier one, rising
     GROUP.agreements      uint16, little endian: bins in which their sketches agree, and 2^15 where
@@ -83,6 +83,7 @@ from data_prep.stage import (
     make_key,
     replacing,
     save_array,
+    task_name,
 )
 from pipeline.errors import DataError
 
@@ -91,6 +92,7 @@ REASON = "near duplicate of an earlier document"
 # benchmarks.dedup`).
 PART_DOCUMENTS = 8_000_000
 GROUP_DOCUMENTS = 1_000_000
+BUCKET_TASKS = 4_000
 _CELLS = 64
 _RUN_PAIRS = 8_000_000
 _CHUNK_PAIRS = 1 << 16
@@ -194,10 +196,10 @@ def _compared(one: npt.NDArray[np.uint8], other: npt.NDArray[np.uint8]) -> npt.N
 
 @dataclass(frozen=True)
 class BucketJob:
-    """One band, and one of `parts` equal ranges of its hash values."""
+    """Some bands, and one of `parts` equal ranges of their hash values."""
 
     place: SignatureFolder
-    band: int
+    bands: range
     part: int
     parts: int
 
@@ -247,7 +249,10 @@ def run_signatures(task: StageTask[SignatureJob]) -> Result:
 
 
 def bucket_tasks(progress: Progress, folder: Path) -> list[StageTask[BucketJob]]:
-    """Make one task per band and part."""
+    """Make one task per band and part; of many, one does some bands, each by itself.
+
+    Every candidate task reads all their files.
+    """
     documents = progress.kept.result["dedup"]["documents_in"]
     if documents >= 2**32:
         raise DataError(
@@ -258,17 +263,21 @@ def bucket_tasks(progress: Progress, folder: Path) -> list[StageTask[BucketJob]]
     signed = [done.digest for done in progress.records["signatures"]]
     upstream = make_key(signed, progress.kept.digest)
     parts = 1 + documents // PART_DOCUMENTS
+    num_bands = progress.corpus.config.dedup.bands
+    together = -(-num_bands * parts // BUCKET_TASKS)
     made = []
-    for band, part in product(range(progress.corpus.config.dedup.bands), range(parts)):
-        key = make_key(upstream, band, part, parts)
-        job = BucketJob(place, band, part, parts)
+    for band, part in product(range(0, num_bands, together), range(parts)):
+        bands = range(band, min(band + together, num_bands))
+        key = make_key(upstream, band if together == 1 else list(bands), part, parts)
+        job = BucketJob(place, bands, part, parts)
         made.append(StageTask(f"{band:03d}-{part:03d}", folder, key, job))
     return made
 
 
 def run_buckets(task: StageTask[BucketJob]) -> Result:
-    """Find the pairs of one part of a band."""
-    pairs = bucket_pairs(*_column(task.payload))
+    """Find the pairs of one part of some bands."""
+    found = [bucket_pairs(*_column(task.payload, band)) for band in task.payload.bands]
+    pairs = found[0] if len(found) == 1 else np.unique(np.concatenate(found))
     path = task.path(".pairs.npy")
     save_array(path, pairs)
     return {"pairs": len(pairs)}, [path]
@@ -305,7 +314,7 @@ def _write_header(
     return file.tell()
 
 
-def _column(job: BucketJob) -> tuple[Hashes, npt.NDArray[np.uint32]]:
+def _column(job: BucketJob, band: int) -> tuple[Hashes, npt.NDArray[np.uint32]]:
     """Load the hashes of a band's part and their documents: kept so far, and signed."""
     hashes = [np.zeros(0, dtype=np.uint64)]
     documents = [np.zeros(0, dtype=np.uint32)]
@@ -313,7 +322,7 @@ def _column(job: BucketJob) -> tuple[Hashes, npt.NDArray[np.uint32]]:
     pieces = job.place.pieces
     for name in pieces.names:
         table = np.load(job.place.signatures / f"{name}.signatures.npy", mmap_mode="r")
-        column = np.array(table[:, job.band])
+        column = np.array(table[:, band])
         del table  # closes the map: there may be more pieces than a process may have open files
         chosen = pieces.keep(name) & (column != 0)
         chosen &= bins(column, job.parts) == job.part
@@ -357,7 +366,7 @@ def candidate_tasks(
     for group in range(groups):
         start, end = cuts[group : group + 2]
         job = CandidateJob(buckets[0].payload.place, paths, start, end)
-        made.append(StageTask(f"{group:04d}", folder, make_key(key, [start, end]), job))
+        made.append(StageTask(task_name(group, 4), folder, make_key(key, [start, end]), job))
     return made
 
 
@@ -440,7 +449,9 @@ def estimates(size: Size) -> dict[str, Estimate]:
     parts, groups = (1 + int(documents) // most for most in (PART_DOCUMENTS, GROUP_DOCUMENTS))
     pairs = documents * _PAIRS
     signature_bytes = documents * (8 * bands + SKETCH_BYTES)
-    bucket_memory = 100e6 + 70 * documents / parts
+    together = -(-bands * parts // BUCKET_TASKS)
+    buckets = -(-bands // together) * parts
+    bucket_memory = 100e6 + (70 + 8 * _PAIRS * together / bands) * documents / parts
     group_memory = 150e6 + documents / groups * (256 + 60 * min(8, _PAIRS))
     memory = 200e6 + 7 * documents + list_bytes(documents)
     return {
@@ -448,7 +459,7 @@ def estimates(size: Size) -> dict[str, Estimate]:
             size.pieces, size.text_bytes / 1e6 / 60, signature_bytes, 300e6, 3 * size.pieces
         ),
         "buckets": Estimate(
-            bands * parts, documents * bands * 0.3e-6, 8 * pairs, bucket_memory, 2 * bands * parts
+            buckets, documents * bands * 0.3e-6, 8 * pairs, bucket_memory, 2 * buckets
         ),
         "candidates": Estimate(groups, pairs * 2.2e-6, 10 * pairs, group_memory, 3 * groups),
         "near": Estimate(1, pairs * 1.9e-6, documents, memory, 2 * size.pieces + 1),

@@ -66,7 +66,7 @@ class ByteBpeTokenizer(FastTokenizer):
         """Encode a text like `encode` and return how the tokens spell it."""
         # The fast way leaves out offsets, which the bytes of tokens tell.
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        return np.array(encoding.ids, dtype=np.int32), _Spelling(self)
+        return np.array(encoding.ids, dtype=np.int32), _ByteSpelling(self)
 
     @cached_property
     def is_byte(self) -> npt.NDArray[np.bool_]:
@@ -109,7 +109,7 @@ class ByteBpeTokenizer(FastTokenizer):
         return [part.id for part in self._tokenizer.model.tokenize(piece)] == [token]
 
 
-class _Spelling:
+class _ByteSpelling:
     """How the tokens of one document spell its normalised text."""
 
     def __init__(self, tokenizer: ByteBpeTokenizer) -> None:

@@ -29,7 +29,7 @@ TORCH_FREE = {
     "pipeline.data.format", "pipeline.data.objects", "pipeline.data.workers",
     "pipeline.data.ledger", "pipeline.data.record", "pipeline.inspect",
     "pipeline.use.evaluate_command", "pipeline.use.pretrain", "pipeline.data.reader",
-    "pipeline.tokenizer.sentencepiece", "pipeline.tokenizer.fast", "pipeline.tokenizer.wordpiece",
+    "pipeline.tokenizer",
     "pipeline.tasks", "pipeline.finetune.commands", "pipeline.finetune.baselines",
     "pipeline.finetune.benchmark", "pipeline.finetune.benchmark_text", "pipeline.finetune.result",
     "pipeline.finetune.can", "pipeline.finetune.rescore_command", "pipeline.finetune.submission",

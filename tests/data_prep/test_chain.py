@@ -12,15 +12,21 @@ import time
 from pathlib import Path
 from string import ascii_lowercase
 
+import numpy as np
 import pytest
 
+from data_prep import stage as stages
 from data_prep.chain import STEPS
 from data_prep.config import PrepConfig
+from data_prep.dedup import near
+from data_prep.export import export
 from data_prep.run import run, run_part
 from data_prep.show import document_text, plan, plan_text, rejected_text, status
 from data_prep.stage import Stage, StageTask, make_key, run_tasks, state_of
+from data_prep.verify import verify
 from pipeline.config.load import load
 from pipeline.data.format import read_index
+from pipeline.data.reader import BlockReader
 from pipeline.errors import ConfigError, DataError, RunFolderError
 from pipeline.runtime import cli
 from pipeline.runtime.files import remove_abandoned, temporary_beside, write_atomic
@@ -165,6 +171,99 @@ def test_a_changed_input_is_noticed_later(prep_config: Path, corpus: Path, tmp_p
         run_part(config, "dedup")
 
 
+def _texts(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Tokens of every document, by its split and id."""
+    index = read_index(folder)
+    reader, found = BlockReader(index), {}
+    for split in ("train", "eval"):
+        for row in index.split_blocks(split).tolist():
+            block = reader.block(row)
+            parts = np.split(block.tokens, block.doc_ends[:-1])
+            names = (f"{split} {name}" for name in block.document_ids)
+            found.update(zip(names, (tuple(part.tolist()) for part in parts), strict=True))
+    return found
+
+
+def test_files_of_many_tasks_are_in_folders(
+    whole: Path, prep_config: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flat = _load(prep_config, whole, source)
+    name = next(name for name in _texts(whole) if " s5/" in name).partition(" ")[2]
+    shown = rejected_text(flat, "", 9), document_text(flat, name)
+    monkeypatch.setattr(stages, "FOLDER_TASKS", 2)
+    monkeypatch.setattr(near, "BUCKET_TASKS", 2)  # for 4 bands
+    folder = tmp_path / "data"
+    config = _load(prep_config, folder, source, "workers=1")
+    run(config)
+    assert verify(folder) == []
+    tars = [{path.name: path.read_bytes() for path in each.rglob("*.tar")} for each in
+            (folder, whole)]  # fmt: skip
+    assert tars[0] == tars[1]
+    assert _texts(folder) == _texts(whole)
+    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*.done.json")]
+    expected = {f"work/ingest/{name}.done.json" for name in ("00001", "001/00002", "002/00005")}
+    assert expected <= set(names)
+    assert {name for name in names if "buckets" in name} == {
+        f"work/buckets/{band}-000.done.json" for band in ("000", "002")
+    }
+    for path in (folder / "work").rglob("*"):
+        assert path.is_file() or len([p for p in path.iterdir() if p.is_file()]) <= 2 * 7
+    assert (rejected_text(config, "", 9), document_text(config, name)) == shown
+    for each, out in ((folder, "nested"), (whole, "flat")):
+        export(each, tmp_path / out, "jsonl")
+    written = [{p.name: p.read_bytes() for p in (tmp_path / out).iterdir()} for out in
+               ("nested", "flat")]  # fmt: skip
+    assert written[0] == written[1]
+    # Another plan of shards removes those of the first, and its folders' files.
+    for path in folder.rglob("shards/**/*.tar"):
+        (path.parent / "train-000099.tar").write_bytes(b"of another plan")
+    (folder / "dataset.done.json").unlink()
+    run(config)
+    assert {path.name for path in folder.rglob("*.tar")} == set(tars[0])
+
+
+def test_tars_of_a_large_piece_are_several(
+    prep_config: Path, whole: Path, source: Path, tmp_path: Path
+) -> None:
+    text = b"".join((source / str(i) / "part.jsonl").read_bytes() + b"\n" for i in range(SOURCES))
+    copies = [text.replace(b" the ", word) for word in (b" thy ", b" ye ")]
+    (tmp_path / "all.jsonl").write_bytes(b"".join([text, *copies]))
+    tokenizer = f"tokenizer={{file: {whole}/tokenizer.model}}"
+    found = []
+    for shard_mb in (4096, 1):  # the second run makes other shards of the same pieces
+        given = ["shards.block_tokens=20_000", "workers=1", f"shards.shard_mb={shard_mb}"]
+        config = config_of(
+            prep_config, tmp_path / "data", tmp_path / "all.jsonl", tokenizer, *given
+        )
+        run(config, replace=True)
+        tars = [tar for tar in read_index(tmp_path / "data").shards if tar.split == "train"]
+        found.append((len(tars) == 1, _texts(tmp_path / "data")))
+    assert [is_one for is_one, _ in found] == [True, False]
+    assert found[0][1] == found[1][1]
+    assert verify(tmp_path / "data") == []
+    assert [tar.file for tar in tars[:2]] == [
+        "shards/train-000000.tar", "shards/train-000000-01.tar"]  # fmt: skip
+    assert all(1_000_000 <= tar.num_bytes < 1_100_000 for tar in tars[:-1])
+
+
+def test_plan_of_16_tb_has_few_files(tmp_path: Path) -> None:
+    for number in range(16):
+        with (tmp_path / f"{number}.jsonl").open("wb") as file:
+            file.truncate(10**12)  # sparse: no disk is taken
+    for path in (tmp_path / "eval.txt", tmp_path / "prep.yaml"):
+        path.write_text("text to leave out\n")
+    given = ["sources=[{name: s, inputs: ['" + f"{tmp_path}/*.jsonl']" + ", encoding: utf-8}]",
+             f"decontaminate.sets=[{{name: e, inputs: ['{tmp_path}/eval.txt']}}]",
+             f"output_dir={tmp_path}/data", "dedup.lines=true",
+             "dedup.near_duplicates=true"]  # fmt: skip
+    made = plan(load(PrepConfig, "web", given).config)
+    assert 4_000 < made["pieces"] <= 8_000
+    assert made["files_made"] <= 300_000
+    assert max(stage["files_a_folder"] for stage in made["stages"]) <= 10_000
+    assert {stage["name"] for stage in made["stages"]} == {step.name for step in STEPS}
+    assert not [line for line in plan_text(made, 64).splitlines() if "quota of inodes" in line]
+
+
 def test_plan_of_tasks(whole: Path, prep_config: Path, source: Path, tmp_path: Path) -> None:
     made = plan(_load(prep_config, whole, source))
     assert made["pieces"] == made["files"] == SOURCES
@@ -260,6 +359,8 @@ def test_state_of_a_task_whose_process_is_gone(tmp_path: Path) -> None:
 _SLEEPING_TASK = """
 import sys, time
 from pathlib import Path
+from data_prep import stage as stages
+from data_prep.verify import verify
 from data_prep.stage import Stage, StageTask, make_key, run_tasks
 task = StageTask("t", Path(sys.argv[1]), make_key("x"), None)
 run_tasks(Stage("s", [task], lambda task: time.sleep(60)), 1)

@@ -204,14 +204,14 @@ def test_random_text_as_jieba_and_transformers(uncased: WordPieceTokenizer) -> N
 
 def test_published_forms_are_read_alike(uncased: WordPieceTokenizer, tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
-    pieces, options = wordpiece.read_tokenizer_json(uncased.to_json(), path)
+    pieces, options = wordpiece.read_tokenizer_json(json.loads(uncased.to_json()), path)
     assert build(pieces, options, path) == uncased.to_json()
     # As transformers saves it: the same pieces and options.
     bert_vocabulary.write(tmp_path / "vocab.txt", pieces)
     reference = transformers.BertTokenizerFast.from_pretrained(tmp_path, local_files_only=True)
     reference.save_pretrained(tmp_path / "saved")
     saved = (tmp_path / "saved/tokenizer.json").read_text(encoding="utf-8")
-    assert wordpiece.read_tokenizer_json(saved, path) == (pieces, options)
+    assert wordpiece.read_tokenizer_json(json.loads(saved), path) == (pieces, options)
     path.write_text(uncased.to_json(), encoding="utf-8")
     assert wordpiece.difference_of_ids(FastTokenizer(path), uncased) == ""
     other = [*pieces[:200], pieces[201], pieces[200], *pieces[202:]]
@@ -255,7 +255,7 @@ def test_other_tokenizer_json_is_refused(
 ) -> None:
     body = {**json.loads(uncased.to_json()), **change}
     with pytest.raises(DataError, match=message):
-        wordpiece.read_tokenizer_json(json.dumps(body), tmp_path / "tokenizer.json")
+        wordpiece.read_tokenizer_json(body, tmp_path / "tokenizer.json")
 
 
 def test_index_carries_special_ids_and_sources_and_its_first_version_is_read(
