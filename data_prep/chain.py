@@ -129,7 +129,11 @@ def steps(config: PrepConfig) -> list[Step]:
 
 
 def walk(
-    corpus: Corpus, visit: Callable[[Stage], list[Done] | None], *, only_look: bool = False
+    corpus: Corpus,
+    visit: Callable[[Stage], list[Done] | None],
+    *,
+    only_look: bool = False,
+    warns: bool = True,
 ) -> bool:
     """Go along the chain; return whether the end was reached.
 
@@ -137,6 +141,7 @@ def walk(
         corpus: the corpus to prepare.
         visit: receives each stage; returns the records of all its tasks, or None to stop there.
         only_look: nothing is done, so a corpus from which nothing can be made is no error.
+        warns: about the input; of an array one task does.
 
     Raises:
         DataError: too much of a source could not be read, or no document is left.
@@ -151,7 +156,7 @@ def walk(
         progress.add(step.name, tasks, records, step.produces)
         num_documents = _reconcile(step.name, records, num_documents)
         if step.name == "ingest" and not only_look:
-            _check_read(progress)
+            _check_read(progress, warns=warns)
             _refuse_empty(progress)
     return True
 
@@ -191,10 +196,10 @@ def look(corpus: Corpus) -> list[tuple[Stage, list[Done | None]]]:
     return seen
 
 
-def _check_read(progress: Progress) -> None:
+def _check_read(progress: Progress, *, warns: bool) -> None:
     records = zip(progress.corpus.pieces, progress.records["ingest"], strict=True)
     for source, parts in groupby(records, key=lambda part: part[0].source):
-        losses.check(source, (done.result["read"] for _, done in parts))
+        losses.check(source, (done.result["read"] for _, done in parts), warns=warns)
 
 
 def _refuse_empty(progress: Progress) -> None:

@@ -132,8 +132,8 @@ def _losses(values: dict[str, Any]) -> Losses:
     return Losses(**{**values, "reasons": Counter(values["reasons"])})
 
 
-def check(source: SourceConfig, parts: Iterable[dict[str, Any]]) -> None:
-    """Warn of files whose fields differ from others', and stop where too much was lost.
+def check(source: SourceConfig, parts: Iterable[dict[str, Any]], *, warns: bool) -> None:
+    """Warn of losses and of files with other fields, and stop where too much was lost.
 
     Raises:
         DataError: more than the source's `max_lost_share` was lost; names the files and reasons.
@@ -141,7 +141,7 @@ def check(source: SourceConfig, parts: Iterable[dict[str, Any]]) -> None:
     reading = ReadReport()
     for part in parts:
         reading.add(ReadReport.from_json(part))
-    for name, use in reading.fields.items():
+    for name, use in reading.fields.items() if warns else ():
         if use.files and use.files_without:
             text = (
                 "source %s: field %r is in none of the %d rows of %d files, such as %s, and in %d "
@@ -158,7 +158,7 @@ def check(source: SourceConfig, parts: Iterable[dict[str, Any]]) -> None:
             + "\n  ".join(named)
             + f"\n{_remedies(reading.total)}; or raise max_lost_share, if this may be lost"
         )
-    for line in named:
+    for line in named if warns else ():
         logger.warning("source %s: %s", source.name, line)
 
 

@@ -70,7 +70,7 @@ def run_part(
             logger.info("stage %s, part %d of %d: %d of %d tasks", name, rank, world, *counts)
             return None
 
-        walk(given, visit)
+        walk(given, visit, warns=rank == 0)
 
 
 def available_cores() -> int:

@@ -12,7 +12,7 @@ import pytest
 from data_prep.config import PrepConfig
 from data_prep.losses import Losses, ReadReport
 from data_prep.readers.items import Rejected
-from data_prep.run import run
+from data_prep.run import run, run_part
 from data_prep.show import status
 from pipeline.config.load import load
 from pipeline.errors import ConfigError, DataError
@@ -108,7 +108,12 @@ def test_few_losses_are_warned_of_and_counted(
     assert "100.0% lost (20: no text in field 'text'; fields there: body, id)" in warning
     with pytest.raises(DataError, match=r"6\.2% .* more than max_lost_share = 0\.05"):
         _prepare(tmp_path / "in", "sources.0.max_lost_share=0.05", f"output_dir={tmp_path}/other")
-    state = status(load(PrepConfig, tmp_path / "prep.yaml", []).config)
+    config = load(PrepConfig, tmp_path / "prep.yaml", []).config
+    for rank in (0, 1):  # of an array one task warns
+        caplog.clear()
+        run_part(config, "exact", rank=rank, world=2)
+        assert any("b.jsonl" in text for text in caplog.messages) == (rank == 0)
+    state = status(config)
     assert state is not None  # the states of tasks are shown whatever was lost
 
 
