@@ -105,7 +105,7 @@ class Curve:
 
     def told(self, config: PretrainConfig, entropy: float) -> tuple[int, str] | None:
         """Return step and text of the warning that the doctor gives for these numbers."""
-        doctor = PlateauDoctor(config, entropy)
+        doctor = PlateauDoctor(config, entropy, config.data.dir)
         evaluations = {int(step): loss for step, loss in self.held_out}
         before = 0
         for number, loss, accuracy, alpha, lr, norm, ratio, tokens in self.lines:

@@ -20,7 +20,7 @@ import math
 from dataclasses import dataclass
 
 from launch.cluster import ClusterConfig
-from pipeline.config.runs import PretrainConfig
+from pipeline.config.runs import RunConfig
 from pipeline.model.cost import limits
 
 _GRADIENT_BYTES = 4
@@ -64,7 +64,7 @@ def bus_of(cluster: ClusterConfig) -> Bus | None:
     return min(buses, key=lambda bus: bus.bytes_per_s, default=Bus(math.inf, ""))
 
 
-def exchanged_bytes(config: PretrainConfig, parameters: int, passes: float) -> dict[str, float]:
+def exchanged_bytes(config: RunConfig, parameters: int, passes: float) -> dict[str, float]:
     """Count the bytes of whole tensors in a step of so many backward passes, by collective."""
     stage = config.train.zero_stage
     gradients = float(_GRADIENT_BYTES * parameters)
@@ -77,7 +77,7 @@ def exchanged_bytes(config: PretrainConfig, parameters: int, passes: float) -> d
     return {"reduce-scatter": gradients * passes, "all-gather": weights * times}
 
 
-def sent_bytes(config: PretrainConfig, parameters: int, passes: float, ranks: int) -> float:
+def sent_bytes(config: RunConfig, parameters: int, passes: float, ranks: int) -> float:
     """Count the bytes that each rank sends, and receives, in a step."""
     whole = exchanged_bytes(config, parameters, passes)
     return sum(

@@ -21,7 +21,8 @@ from launch.comm_model import bus_of, sent_bytes
 from pipeline.config.data import DataConfig
 from pipeline.config.load import load
 from pipeline.config.model import ModelConfig
-from pipeline.config.runs import PretrainConfig
+from pipeline.config.objective import ObjectiveConfig
+from pipeline.config.runs import PretrainConfig, RunConfig, TaskRunConfig
 from pipeline.data.format import INDEX_FILE
 from pipeline.data.objects import find_index
 from pipeline.errors import ConfigError
@@ -149,7 +150,9 @@ def plan(config: PretrainConfig, cluster: ClusterConfig) -> RunPlan:
         accumulation=share // last.micro_batch,
         largest_micro_batch=_largest_micro_batch(config, model, share, state, gpu_bytes, fused),
         state_bytes=state,
-        activation_bytes=_activations(config, model, last.micro_batch, last.seq_len, fused),
+        activation_bytes=_activations(
+            config, model, last.micro_batch, last.seq_len, fused, _head(config)
+        ),
         fused=cost.fused_parts(config.model, fused),
         gpu_bytes=gpu_bytes,
         checkpoint_bytes=checkpoint,
@@ -306,10 +309,10 @@ def plan_mix(mix: TaskMix, cluster: ClusterConfig) -> MixPlan:
     model = _architecture(config.init_from)
     data = config.data or DataConfig(dir=config.run_dir)
     # In the trainer's terms; each task has a length of its own, so here is any that fits.
-    run = PretrainConfig(
+    run = TaskRunConfig(
         run_dir=config.run_dir,
         model=model,
-        data=replace(data, seq_len=8),
+        longest=8,
         train=config.train.single,
         kernels=config.kernels,
     )
@@ -326,7 +329,10 @@ def plan_mix(mix: TaskMix, cluster: ClusterConfig) -> MixPlan:
         tasks.append(TaskPlan(name, share, examples, length, examples * length * each.total))
         rows = mix.batch_of(name) // (ranks * member.parts)
         # With an MLM head for tasks, too: theirs are not known here, and smaller.
-        activations = max(activations, _activations(run, model, rows, length, fused))
+        activations = max(
+            activations,
+            _activations(run, model, rows, length, fused, (data.mask_prob, ObjectiveConfig())),
+        )
     flops = sum(task.flops for task in tasks)
     speed = hardware.flops_per_rank
     parameters = cost.parameters(model)["total"]
@@ -355,7 +361,7 @@ def plan_mix(mix: TaskMix, cluster: ClusterConfig) -> MixPlan:
 
 
 def _exchange_of_mix(
-    mix: TaskMix, cluster: ClusterConfig, run: PretrainConfig, parameters: int
+    mix: TaskMix, cluster: ClusterConfig, run: RunConfig, parameters: int
 ) -> float | None:
     """Compute the seconds of a step's exchange; None: the speed of a link is not known.
 
@@ -523,26 +529,37 @@ def _work(config: PretrainConfig, model: ModelConfig) -> tuple[float, list[_Equa
     return slots, found
 
 
-def _fused(config: PretrainConfig, cluster: ClusterConfig) -> Choice:
+def _fused(config: RunConfig, cluster: ClusterConfig) -> Choice:
     """Predict the kernels that the run will choose, if its GPUs support fused ones."""
     if not cluster.gpus_per_node:
         return REFERENCE
     return expected_on_gpu(config.kernels, config.model, config.train.precision)
 
 
+def _head(config: PretrainConfig) -> tuple[float, ObjectiveConfig]:
+    return config.data.mask_prob, config.objective
+
+
 def _activations(
-    config: PretrainConfig, model: ModelConfig, micro_batch: int, seq_len: int, fused: Choice
+    config: RunConfig,
+    model: ModelConfig,
+    micro_batch: int,
+    seq_len: int,
+    fused: Choice,
+    head: tuple[float, ObjectiveConfig],
 ) -> int:
+    """Count the bytes of a micro-batch; `head`: share of tokens that it predicts, and its kind."""
     value = 2 if config.train.precision == "bf16" else 4
+    masked_share, objective = head
     return cost.activation_bytes(
         model,
         micro_batch * seq_len,
         seq_len,
         cost.Sizes(value),
-        config.data.mask_prob,
+        masked_share,
         checkpoint_layers=config.train.activation_checkpoint_layers,
         fused=fused,
-        objective=config.objective,
+        objective=objective,
     )["total"]
 
 
@@ -559,7 +576,8 @@ def _largest_micro_batch(
     seq_len = config.batches.stretches[-1].seq_len
     sizes = [size for size in range(1, share + 1) if share % size == 0]
     room = _MEMORY_SHARE * gpu_bytes - state
-    fits = [size for size in sizes if _activations(config, model, size, seq_len, fused) <= room]
+    given = seq_len, fused, _head(config)
+    fits = [size for size in sizes if _activations(config, model, size, *given) <= room]
     return max(fits, default=None)
 
 

@@ -6,7 +6,6 @@ resume on other data names the shards, tokenizer or sources that changed instead
 
 import json
 import logging
-from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,7 @@ from pipeline.checkpoints.state import (
     TrainState,
     state_paths,
 )
-from pipeline.config.data import DataConfig
-from pipeline.config.objective import MLM
-from pipeline.config.runs import PretrainConfig
+from pipeline.config.runs import RunConfig
 from pipeline.data.format import FORMAT_VERSION, INDEX_FILE, DataIdentity
 from pipeline.data.ledger import Ledger, read_ledger
 from pipeline.errors import CheckpointError
@@ -167,54 +164,11 @@ def _shown(value: Any) -> str:
 
 logger = logging.getLogger(__name__)
 
-_HOW_DATA_IS_READ = {
-    "dir",
-    "stage_dir",
-    "stage_gb",
-    "verify_at_start_gib",
-    "check_blocks",
-    "workers",
-    "prefetch_steps",
-}
-
-
-def data_identity(data: DataConfig) -> dict[str, Any]:
-    """Return the settings of data that fix its order and masks, as plain values."""
-    return {name: value for name, value in asdict(data).items() if name not in _HOW_DATA_IS_READ}
-
-
-def identity(config: PretrainConfig) -> dict[str, Any]:
-    """Return the values that fix weights' shapes, order and masks, which a resume cannot change.
-
-    Steps, learning rate, schedules, intervals and paths may change.
-    """
-    tree = asdict(config)
-    train = {name: tree["train"][name] for name in ("global_batch", "precision", "optimizer")}
-    phases = [
-        {name: value for name, value in phase.items() if name != "micro_batch"}
-        for phase in tree["phases"]
-    ]
-    # Checkpoints from before these switches do not have them, and computed as their default does.
-    later = {"rotary_value": False}
-    model = {name: value for name, value in tree["model"].items() if later.get(name, ()) != value}
-    values = {
-        "seed": config.seed,
-        "model": model,
-        "data": data_identity(config.data),
-        "train": train,
-        "phases": phases,
-    }
-    if config.objective != MLM:  # checkpoints from before there were others say nothing of it
-        values["objective"] = tree["objective"]
-    # Compared with a manifest's, and JSON turns tuples into lists.
-    as_read: dict[str, Any] = json.loads(json.dumps(values))
-    return as_read
-
 
 class CheckpointStore:
     """Find and restore the checkpoints of one run. Methods are collective."""
 
-    def __init__(self, config: PretrainConfig, index: DataIdentity, process: ProcessInfo) -> None:
+    def __init__(self, config: RunConfig, index: DataIdentity, process: ProcessInfo) -> None:
         self.folder = Path(config.run_dir) / FOLDER
         self._config = config
         self._index = index
@@ -290,7 +244,7 @@ class CheckpointStore:
         if manifest.fingerprint != self._index.fingerprint:
             problems.append(
                 f"dataset fingerprint: checkpoint {manifest.fingerprint}, data.dir "
-                f"{self._config.data.dir} has {self._index.fingerprint}"
+                f"{self._index.location} has {self._index.fingerprint}"
             )
             saved = json.loads((path / INDEX_FILE).read_bytes())
             problems += dataset_differences(saved, json.loads(self._index.content))
@@ -298,7 +252,7 @@ class CheckpointStore:
                 f"Restore the data that {path / INDEX_FILE} lists, or correct data.dir, and "
                 "continue with the values of the checkpoint"
             )
-        problems += value_differences(manifest.identity, identity(self._config))
+        problems += value_differences(manifest.identity, self._config.identity)
         if problems:
             raise CheckpointError(
                 f"{path} does not fit this run: {'; '.join(problems)}. {remedy}, or choose another "

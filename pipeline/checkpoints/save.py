@@ -38,10 +38,9 @@ from pipeline.checkpoints.manifest import (
     superseded,
 )
 from pipeline.checkpoints.probe import ProbeRunner
-from pipeline.checkpoints.resume import identity
 from pipeline.checkpoints.state import Checkpointable, TrainState, expected_files
 from pipeline.config.load import digest, provenance
-from pipeline.config.runs import PretrainConfig
+from pipeline.config.runs import RunConfig
 from pipeline.config.schedule import alpha
 from pipeline.data.format import INDEX_FILE, DataIdentity
 from pipeline.errors import (
@@ -88,7 +87,7 @@ class Saver:
     """Save the checkpoints of one run, at most one at a time. Methods are collective."""
 
     def __init__(
-        self, config: PretrainConfig, index: DataIdentity, process: ProcessInfo, num_parameters: int
+        self, config: RunConfig, index: DataIdentity, process: ProcessInfo, num_parameters: int
     ) -> None:
         """Make the folder and remove what killed processes left behind.
 
@@ -195,7 +194,7 @@ class Saver:
             **{name: getattr(state, name) for name in COUNTERS},
             alpha=alpha(state.step, self._config.train.alpha_warmup_steps),
             fingerprint=self._index.fingerprint,
-            identity=identity(self._config),
+            identity=self._config.identity,
             config_sha256=digest(self._config),
             world_size=self._process.world_size,
             created_unix_s=time.time(),

@@ -1,12 +1,14 @@
-"""The root config of `python -m pipeline pretrain`."""
+"""What every run has, and the root config of `postnorm pretrain`."""
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 from pipeline.config.data import BatchPlan, DataConfig, EvalDataConfig, PhaseConfig, TrainDataConfig
 from pipeline.config.model import ModelConfig
-from pipeline.config.objective import ObjectiveConfig
+from pipeline.config.objective import MLM, ObjectiveConfig
 from pipeline.config.schema import REQUIRED, param, path_param, section
 from pipeline.config.train import (
     CheckpointConfig,
@@ -17,13 +19,31 @@ from pipeline.config.train import (
     TrainConfig,
 )
 from pipeline.errors import ConfigError
+from pipeline.runtime.run_folder import RunFolder
+
+_HOW_DATA_IS_READ = {
+    "dir",
+    "stage_dir",
+    "stage_gb",
+    "verify_at_start_gib",
+    "check_blocks",
+    "workers",
+    "prefetch_steps",
+}
+"""Settings of data that change neither order nor masks."""
+
+
+def data_identity(data: DataConfig) -> dict[str, Any]:
+    """Return the settings of data that fix its order and masks, as plain values."""
+    return {name: value for name, value in asdict(data).items() if name not in _HOW_DATA_IS_READ}
 
 
 @dataclass(frozen=True, kw_only=True)
-class PretrainConfig:
-    """One pre-training run; the cluster it runs on is not part of it."""
+class RunConfig:
+    """A run, whatever it learns: all that the trainer knows of its config.
 
-    SHIPPED: ClassVar = ("train", "")
+    The cluster it runs on is not part of it.
+    """
 
     run_dir: str = path_param(
         REQUIRED, "folder for checkpoints, metrics and logs; resumed if it exists"
@@ -33,15 +53,8 @@ class PretrainConfig:
         None, "run or model folder whose weights a new run starts from; null starts at random"
     )
     model: ModelConfig = section(ModelConfig, "architecture")
-    objective: ObjectiveConfig = section(ObjectiveConfig, "what is predicted and minimised")
-    data: DataConfig = section(DataConfig, "dataset, packing and masking")
     train: TrainConfig = section(TrainConfig, "optimisation")
     kernels: KernelsConfig = section(KernelsConfig, "implementations, chosen for speed")
-    phases: tuple[PhaseConfig, ...] = param(
-        (),
-        "what comes first, with other lengths of sequences or batches; train and data hold for "
-        "the rest",
-    )
     spikes: SpikeConfig = section(SpikeConfig, "when the loss jumps")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "saving")
     monitor: MonitorConfig = section(MonitorConfig, "logging and evaluation")
@@ -55,6 +68,108 @@ class PretrainConfig:
                 f"data.seq_len={longest} is longer than the {limit} learned positions of the "
                 "model; shorten it (phases have lengths, too), or raise model.max_positions"
             )
+        saves, evaluations = self.checkpoint.every_steps, self.monitor.eval_every_steps
+        if self.checkpoint.keep_best and saves % evaluations:
+            raise ConfigError(
+                f"checkpoint.keep_best={self.checkpoint.keep_best} compares held-out losses of "
+                f"checkpoints, but the one of step {saves} (checkpoint.every_steps) would have "
+                f"none: set monitor.eval_every_steps={evaluations} to {saves} or a divisor of it"
+            )
+
+    @property
+    def folder(self) -> RunFolder:
+        """The folder `run_dir`."""
+        return RunFolder(Path(self.run_dir))
+
+    @property
+    def batches(self) -> BatchPlan:
+        """The run's batches; reading this checks the phases."""
+        raise NotImplementedError
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Values that fix weights' shapes, order and masks, which a resume cannot change.
+
+        Steps, learning rate, schedules, intervals and paths may change.
+        """
+        raise NotImplementedError
+
+    def _batches(self, data: DataConfig, phases: tuple[PhaseConfig, ...]) -> BatchPlan:
+        train = self.train
+        return BatchPlan(
+            phases,
+            seq_len=data.seq_len,
+            global_batch=train.global_batch,
+            micro_batch=train.micro_batch,
+        )
+
+    def _identity(
+        self, data: DataConfig, phases: tuple[PhaseConfig, ...], objective: ObjectiveConfig
+    ) -> dict[str, Any]:
+        tree = asdict(self)
+        train = {name: tree["train"][name] for name in ("global_batch", "precision", "optimizer")}
+        # Checkpoints from before these switches do not have them, and computed as their default.
+        later = {"rotary_value": False}
+        model = {
+            name: value for name, value in tree["model"].items() if later.get(name, ()) != value
+        }
+        values = {
+            "seed": self.seed,
+            "model": model,
+            "data": data_identity(data),
+            "train": train,
+            "phases": [
+                {name: value for name, value in asdict(phase).items() if name != "micro_batch"}
+                for phase in phases
+            ],
+        }
+        if objective != MLM:  # checkpoints from before there were others say nothing of it
+            values["objective"] = asdict(objective)
+        # Compared with a manifest's, and JSON turns tuples into lists.
+        as_read: dict[str, Any] = json.loads(json.dumps(values))
+        return as_read
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskRunConfig(RunConfig):
+    """A run that learns tasks: made of a task file or of a mix, in no file itself."""
+
+    longest: int
+    """Slots of the longest rows."""
+    text: DataConfig | None = None
+    """Text that is learned beside tasks."""
+
+    @cached_property
+    def batches(self) -> BatchPlan:
+        """See `RunConfig.batches`."""
+        return self._batches(self._data, ())
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """See `RunConfig.identity`."""
+        return self._identity(self._data, (), MLM)
+
+    @property
+    def _data(self) -> DataConfig:
+        return replace(self.text or DataConfig(dir=self.run_dir), seq_len=self.longest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainConfig(RunConfig):
+    """One pre-training run; the cluster it runs on is not part of it."""
+
+    SHIPPED: ClassVar = ("train", "")
+
+    objective: ObjectiveConfig = section(ObjectiveConfig, "what is predicted and minimised")
+    data: DataConfig = section(DataConfig, "dataset, packing and masking")
+    phases: tuple[PhaseConfig, ...] = param(
+        (),
+        "what comes first, with other lengths of sequences or batches; train and data hold for "
+        "the rest",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         changes = self.data.replace_random_prob > 0 or self.data.similar is not None
         if self.objective.kind == "rtd" and changes:
             raise ConfigError(
@@ -76,23 +191,16 @@ class PretrainConfig:
                 f"{self.data.masking} makes none; set data.masking=span (and with it "
                 "data.mask_selection=exact), or objective.kind=mlm"
             )
-        saves, evaluations = self.checkpoint.every_steps, self.monitor.eval_every_steps
-        if self.checkpoint.keep_best and saves % evaluations:
-            raise ConfigError(
-                f"checkpoint.keep_best={self.checkpoint.keep_best} compares held-out losses of "
-                f"checkpoints, but the one of step {saves} (checkpoint.every_steps) would have "
-                f"none: set monitor.eval_every_steps={evaluations} to {saves} or a divisor of it"
-            )
 
     @cached_property
     def batches(self) -> BatchPlan:
-        """The run's batches; reading this checks the phases."""
-        return BatchPlan(
-            self.phases,
-            seq_len=self.data.seq_len,
-            global_batch=self.train.global_batch,
-            micro_batch=self.train.micro_batch,
-        )
+        """See `RunConfig.batches`."""
+        return self._batches(self.data, self.phases)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """See `RunConfig.identity`."""
+        return self._identity(self.data, self.phases, self.objective)
 
     @property
     def train_data(self) -> TrainDataConfig:

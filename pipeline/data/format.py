@@ -154,6 +154,10 @@ class DataIdentity(Protocol):
         """Holds the data."""
 
     @property
+    def location(self) -> str:
+        """Folder, or address in a store, for messages."""
+
+    @property
     def fingerprint(self) -> str:
         """Hash of everything that makes batches."""
 
@@ -209,6 +213,11 @@ class DatasetIndex:
     """Where shards are read, if not below `folder`."""
     cache: BlockCache | None = None
     """Where this node keeps blocks that were read before."""
+
+    @property
+    def location(self) -> str:
+        """Where its shards are: a folder, or an address in a store."""
+        return str(self.folder) if self.store is None else self.store.address
 
     @property
     def vocab_size(self) -> int:

@@ -23,9 +23,8 @@ from torch import Tensor
 
 from pipeline.checkpoints.manifest import FOLDER, published, read_manifest, verify
 from pipeline.checkpoints.state import TrainState, read_weights
-from pipeline.config.data import DataConfig
 from pipeline.config.load import git_revision, to_yaml
-from pipeline.config.runs import PretrainConfig
+from pipeline.config.runs import TaskRunConfig
 from pipeline.config.train import CheckpointConfig, MonitorConfig, SpikeConfig, TrainConfig
 from pipeline.data.format import FORMAT_VERSION
 from pipeline.data.run_order import DataRank
@@ -66,6 +65,7 @@ from pipeline.model.architecture import (
     read_architecture,
     tokenizer_path,
 )
+from pipeline.model.cost import flops_per_token
 from pipeline.model.encoder import EncoderModel, MaskedLanguageModel
 from pipeline.runtime import dist, env, tensors
 from pipeline.runtime.files import write_atomic, write_json_atomic
@@ -103,6 +103,11 @@ class TaskIdentity:
     content: bytes
     tokenizer_file: str
     tokenizer_sha256: str
+
+    @property
+    def location(self) -> str:
+        """The folder."""
+        return str(self.folder)
 
 
 @dataclass(frozen=True)
@@ -328,7 +333,7 @@ def hash_of(values: Any) -> str:
 # A run as the trainer sees it
 
 
-def run_config(prepared: Prepared, seed: int, folder: Path, world_size: int) -> PretrainConfig:
+def run_config(prepared: Prepared, seed: int, folder: Path, world_size: int) -> TaskRunConfig:
     """Translate a task file into the trainer's config.
 
     Raises:
@@ -350,12 +355,12 @@ def run_config(prepared: Prepared, seed: int, folder: Path, world_size: int) -> 
     precision = train.precision
     if precision == "auto":
         precision = "bf16" if torch.cuda.is_available() else "fp32"
-    return PretrainConfig(
+    return TaskRunConfig(
         run_dir=str(folder),
         seed=seed,
         init_from=prepared.source,
         model=model,
-        data=DataConfig(dir=str(folder), seq_len=max(8, task.input.max_length)),
+        longest=max(8, task.input.max_length),
         train=TrainConfig(
             num_steps=steps,
             global_batch=train.batch,
@@ -381,7 +386,7 @@ class TaskWork:
 
     unigram_entropy = None
 
-    def __init__(self, prepared: Prepared, config: PretrainConfig, folder: Path) -> None:
+    def __init__(self, prepared: Prepared, config: TaskRunConfig, folder: Path) -> None:
         self.objective = TaskObjective(prepared.spec)
         content = {
             "format_version": FORMAT_VERSION,
@@ -403,7 +408,7 @@ class TaskWork:
         self._prepared, self._config = prepared, config
         self._pad_id = pad_id(prepared)
 
-    def open(self, config: PretrainConfig, share: DataRank) -> TaskStream:
+    def open(self, share: DataRank) -> TaskStream:
         """Take the rows of train."""
         prepared, weights = self._prepared, None
         if prepared.config.train.class_weights == "balanced":
@@ -411,9 +416,9 @@ class TaskWork:
         return TaskStream(
             prepared.spec,
             prepared.rows["train"],
-            config.batches,
+            self._config.batches,
             share,
-            seed=config.seed,
+            seed=self._config.seed,
             pad_id=self._pad_id,
             row_weights=weights,
         )
@@ -428,6 +433,11 @@ class TaskWork:
         model.encoder.load_state_dict(self._prepared.trained.model.encoder.state_dict())
         text = "all %d tensors of the encoder are those of %s; new: %s"
         logger.info(text, len(own), self._prepared.source, ", ".join(new))
+
+    def flops_per_token(self, masked_share: float, document_len: float) -> float:
+        """Count FLOPs as of masked language modelling, whose head is the larger."""
+        longest = self._config.longest
+        return flops_per_token(self._config.model, longest, masked_share, document_len).total
 
     def lr_scale(self, parameter: str) -> float:
         """Lower the rate from the head down, layer by layer, and give the head its own.
@@ -536,7 +546,7 @@ def _wait_for(path: Path, rank: int, timeout_s: float) -> None:
         time.sleep(_LOOK_EVERY_S)
 
 
-def _task_text(prepared: Prepared, config: PretrainConfig) -> bytes:
+def _task_text(prepared: Prepared, config: TaskRunConfig) -> bytes:
     """Write the task with what was filled in; files are found from anywhere."""
     task = prepared.config
     data = replace(task.data, root=str(Path(task.data.root or ".").resolve()))
@@ -545,7 +555,7 @@ def _task_text(prepared: Prepared, config: PretrainConfig) -> bytes:
     return to_yaml(replace(task, data=data, train=train)).encode()
 
 
-def _protocol(prepared: Prepared, config: PretrainConfig) -> dict[str, Any]:
+def _protocol(prepared: Prepared, config: TaskRunConfig) -> dict[str, Any]:
     task, train = prepared.config, prepared.config.train
     chosen = "dev" if train.keep == "best" and "dev" in prepared.rows else "last"
     return {
@@ -574,7 +584,7 @@ def _asked(task: TaskConfig) -> dict[str, Any]:
 
 
 def _require_same(
-    prepared: Prepared, config: PretrainConfig, protocol: Mapping[str, Any], folder: Path
+    prepared: Prepared, config: TaskRunConfig, protocol: Mapping[str, Any], folder: Path
 ) -> None:
     """Refuse to take a finished result for one with another seed, model or other settings."""
     result = read_result(folder)
@@ -601,7 +611,7 @@ def _require_same(
 
 def _finish(
     prepared: Prepared,
-    config: PretrainConfig,
+    config: TaskRunConfig,
     seed: int,
     folder: Path,
     protocol: Mapping[str, Any],
@@ -657,7 +667,7 @@ def _chosen(folder: Path, *, on_dev: bool) -> Path:
 
 def _write_folder(
     prepared: Prepared,
-    config: PretrainConfig,
+    config: TaskRunConfig,
     weights: Mapping[str, Tensor],
     folder: Path,
     facts: dict[str, Any],

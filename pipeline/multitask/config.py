@@ -154,15 +154,15 @@ class MultiTaskTrainConfig(TrainConfig):
     micro_batch: int = param(16, "examples of a draw, over all ranks", unit="examples", ge=1)
 
     def __post_init__(self) -> None:
-        if self.warmup_steps is None:
-            object.__setattr__(self, "warmup_steps", round(0.06 * self.num_steps))
-        super().__post_init__()
+        assert self.single  # making it checks the values
 
     @property
     def single(self) -> TrainConfig:
         """The same in the trainer's terms: a sequence is a draw."""
         values = {field.name: getattr(self, field.name) for field in fields(TrainConfig)}
         sizes = {"global_batch": self.tasks_per_step, "micro_batch": self.tasks_per_step}
+        if self.warmup_steps is None:
+            sizes["warmup_steps"] = round(0.06 * self.num_steps)
         return TrainConfig(**{**values, **sizes})
 
 

@@ -9,15 +9,15 @@ import json
 import logging
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 
 import torch
 
 from pipeline.checkpoints.state import TrainState
-from pipeline.config.data import BatchPlan, DataConfig
-from pipeline.config.runs import PretrainConfig
+from pipeline.config.data import BatchPlan, EvalDataConfig, TrainDataConfig
+from pipeline.config.runs import TaskRunConfig
 from pipeline.data.format import FORMAT_VERSION, DatasetIndex
 from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.data.objects import open_index
@@ -35,6 +35,7 @@ from pipeline.finetune.run import (
     tokenizer_of,
 )
 from pipeline.model.architecture import TASK_HEADS, tokenizer_path
+from pipeline.model.cost import flops_per_token
 from pipeline.model.encoder import EncoderModel
 from pipeline.multitask.balancer import Balancer, LossBaseline, StepWeighing
 from pipeline.multitask.config import (
@@ -94,7 +95,7 @@ def multitask(mix: TaskMix, rank: Rank) -> int:
     return train_run(config, rank, work)
 
 
-def open_work(mix: TaskMix) -> tuple["MultiTaskWork", PretrainConfig]:
+def open_work(mix: TaskMix) -> tuple["MultiTaskWork", TaskRunConfig]:
     """Read the model and all tasks of a run, and say in the trainer's terms what it is.
 
     Raises:
@@ -109,7 +110,8 @@ def open_work(mix: TaskMix) -> tuple["MultiTaskWork", PretrainConfig]:
         _require_tokenizer(index, source, config.init_from)
     read, left_out = read_mix(mix)
     prepared = prepare_mix(mix, read, trained, Path(config.run_dir, _TOKENS))
-    return MultiTaskWork(mix, trained, prepared, index, left_out), run_config(mix, trained)
+    own = run_config(mix, trained)
+    return MultiTaskWork(mix, own, trained, prepared, index, left_out), own
 
 
 def _require_tokenizer(index: DatasetIndex, source: Path, name: str) -> None:
@@ -121,18 +123,18 @@ def _require_tokenizer(index: DatasetIndex, source: Path, name: str) -> None:
         )
 
 
-def run_config(mix: TaskMix, trained: TrainedModel) -> PretrainConfig:
+def run_config(mix: TaskMix, trained: TrainedModel) -> TaskRunConfig:
     """Translate a mix into the trainer's config; a sequence of its batches is a draw."""
     config = mix.config
     lengths = [task.input.max_length for task in mix.tasks.values()]
-    data = config.data or DataConfig(dir=config.run_dir)
     longest = max([*lengths, *([config.data.seq_len] if config.data else []), 8])
-    return PretrainConfig(
+    return TaskRunConfig(
         run_dir=config.run_dir,
         seed=config.seed,
         init_from=config.init_from,
         model=trained.model.config,
-        data=replace(data, seq_len=longest),
+        longest=longest,
+        text=config.data,
         train=config.train.single,
         kernels=config.kernels,
         spikes=config.spikes,
@@ -150,6 +152,7 @@ class MultiTaskWork:
     def __init__(
         self,
         mix: TaskMix,
+        own: TaskRunConfig,
         trained: TrainedModel,
         prepared: Mapping[str, Prepared],
         index: DatasetIndex | None,
@@ -158,7 +161,8 @@ class MultiTaskWork:
         config = mix.config
         self.left_out = left_out
         """Training rows left out, by task and by the evaluated set that has their text."""
-        self._mix, self._trained, self._prepared, self._dataset = mix, trained, prepared, index
+        self._mix, self._config, self._trained = mix, own, trained
+        self._prepared, self._dataset = prepared, index
         self._names = list(mix.members)
         factors = {name: member.loss_scale for name, member in mix.members.items()}
         self._known = {name: self._known_of(name, factors[name]) for name in self._names}
@@ -218,14 +222,14 @@ class MultiTaskWork:
         """Return the text of a token."""
         return str(self._trained.require_tokenizer().piece(token))
 
-    def open(self, config: PretrainConfig, share: DataRank) -> MixedStream:
+    def open(self, share: DataRank) -> MixedStream:
         """Open the data of all tasks. Collective."""
-        mix, streams, plans = self._mix, {}, {}
+        mix, config, streams, plans = self._mix, self._config, {}, {}
         for number, name in enumerate(self._names):
             plans[name] = self._plan(name, share.world_size)
             stream: TaskStream | TrainLoader
             if name == MLM:
-                stream, self._held_out = self._open_text(config, plans[name], share)
+                stream, self._held_out = self._open_text(plans[name], share)
             else:
                 prepared, weights = self._prepared[name], None
                 if prepared.config.train.class_weights == "balanced":
@@ -260,15 +264,15 @@ class MultiTaskWork:
         micro_batch = batch // world_size // mix.members[name].parts
         return BatchPlan((), seq_len=length, global_batch=batch, micro_batch=micro_batch)
 
-    def _open_text(
-        self, config: PretrainConfig, plan: BatchPlan, share: DataRank
-    ) -> tuple[TrainLoader, EvalLoader]:
-        assert self._mix.config.data is not None, "checked by the config"
+    def _open_text(self, plan: BatchPlan, share: DataRank) -> tuple[TrainLoader, EvalLoader]:
+        assert self._config.text is not None, "checked by the config"
         assert self._dataset is not None
-        place = plan.at(0)
-        train = replace(config.train, global_batch=place.size, micro_batch=place.micro_batch)
-        text = replace(config, data=self._mix.config.data, train=train)
-        return open_data(text, self._dataset, MaskedLanguageModeling(), share)
+        config, data = self._config, self._config.text
+        train = TrainDataConfig(seed=config.seed, data=data, batches=plan)
+        sequences, micro_batch = config.monitor.eval_sequences, plan.at(0).micro_batch
+        held_out = EvalDataConfig(data=data, sequences=sequences, micro_batch=micro_batch)
+        objective = MaskedLanguageModeling()
+        return open_data(train, held_out, config.run_dir, self._dataset, objective, share)
 
     def _corruption(self, number: int) -> Corruption | None:
         config = self._mix.config
@@ -317,6 +321,11 @@ class MultiTaskWork:
         assert all(name.startswith(TASK_HEADS) for name in missing), missing
         text = "all %d tensors of %s were loaded; new: the heads of %s"
         logger.info(text, len(weights), source, ", ".join(self._prepared))
+
+    def flops_per_token(self, masked_share: float, document_len: float) -> float:
+        """Count FLOPs as of masked language modelling, whose head is the largest."""
+        longest = self._config.longest
+        return flops_per_token(self._config.model, longest, masked_share, document_len).total
 
     def lr_scale(self, parameter: str) -> float:
         """Keep an MLM head as it is that no task trains: weight decay would shrink it."""
@@ -418,7 +427,7 @@ def step_lines(
     with env.restored():
         # Text is opened by all ranks together: here by one.
         dist.open_group(env.process_info_or_alone(), torch.device("cpu"), _TIMEOUT_S)
-        data = work.open(config, DataRank(0, 1))
+        data = work.open(DataRank(0, 1))
         dist.close_group()
     place = config.batches.number(number)
     rows = (

@@ -278,7 +278,9 @@ def profile_run(
         objective = make_objective(config.objective)
         model = make_model(config, objective, device)
         share = DataRank(process.rank, process.world_size)
-        loader, _ = open_data(config, index, objective, share)
+        loader, _ = open_data(
+            config.train_data, config.eval_data, config.run_dir, index, objective, share
+        )
         engine = Engine(model, config.train, process, device)
         model.set_alpha(schedule.alpha(config.train.num_steps, config.train.alpha_warmup_steps))
         seen: list[list[MicroBatch]] = []

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.config.load import resolved_text
-from pipeline.config.runs import PretrainConfig
+from pipeline.config.runs import RunConfig
 from pipeline.config.schema import walk
 from pipeline.errors import ConfigError
 from pipeline.runtime.files import AppendedFile, write_atomic
@@ -56,7 +56,7 @@ class SinkContext:
     """1 for the first."""
     resumed_step: int | None
     """Step of the checkpoint that the attempt goes on from, if any."""
-    config: PretrainConfig
+    config: RunConfig
 
     @property
     def name(self) -> str:

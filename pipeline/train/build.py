@@ -18,7 +18,7 @@ from pipeline.checkpoints.resume import CheckpointStore
 from pipeline.checkpoints.save import Saver
 from pipeline.checkpoints.state import TrainState
 from pipeline.config.load import provenance, resolved_text
-from pipeline.config.runs import PretrainConfig
+from pipeline.config.runs import RunConfig
 from pipeline.config.schedule import alpha, is_over
 from pipeline.data.ledger import Rewind, read_ledger
 from pipeline.data.record import read_batches
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 _LOCK_PATIENCE_S = 15.0
 
 
-def train_run(config: PretrainConfig, rank: Rank, work: Workload) -> int:
+def train_run(config: RunConfig, rank: Rank, work: Workload) -> int:
     """Run or resume a run on this rank, whatever its work is.
 
     Args:
@@ -132,7 +132,7 @@ def _name_start(rank: Rank, run_dir: Path) -> None:
         rank.process = replace(rank.process, job=dist.on_first(make_job, "naming the start"))
 
 
-def make_model(config: PretrainConfig, objective: Objective, device: torch.device) -> EncoderModel:
+def make_model(config: RunConfig, objective: Objective, device: torch.device) -> EncoderModel:
     """Make the model of a run on the CPU, with the kernels that will compute it on `device`.
 
     `config.model.vocab_size` is set.
@@ -161,7 +161,7 @@ def make_model(config: PretrainConfig, objective: Objective, device: torch.devic
 
 
 def _run(
-    config: PretrainConfig,
+    config: RunConfig,
     process: ProcessInfo,
     work: Workload,
     device: torch.device,
@@ -178,7 +178,7 @@ def _run(
     if requests.ends_before_training():
         return EXIT_PREEMPTED
     saver = Saver(config, work.index, process, num_parameters)
-    data = work.open(config, DataRank(process.rank, process.world_size))
+    data = work.open(DataRank(process.rank, process.world_size))
     if requests.ends_before_training():
         return EXIT_PREEMPTED
     if resumed_from is None:
@@ -281,7 +281,7 @@ def _rewinds(folder: RunFolder, state: TrainState) -> list[Rewind]:
     return rewinds
 
 
-def _warn_of_trained(config: PretrainConfig, state: TrainState) -> None:
+def _warn_of_trained(config: RunConfig, state: TrainState) -> None:
     """Warn of batches that cannot be left out any more, on rank 0."""
     following = config.batches.at(state.cursor).number
     trained = trained_in_spite(config, read_batches(Path(config.run_dir)), following)

@@ -1,6 +1,6 @@
 """Opens a run's data on every rank: shards, counts of sequences, loaders. All ranks or none."""
 
-from pipeline.config.runs import PretrainConfig
+from pipeline.config.data import DataConfig, EvalDataConfig, TrainDataConfig
 from pipeline.data.counts import sequences_at
 from pipeline.data.format import DatasetIndex
 from pipeline.data.loader import EvalLoader, TrainLoader
@@ -12,42 +12,44 @@ from pipeline.runtime import dist, env, watchdog
 
 
 def open_data(
-    config: PretrainConfig, index: DatasetIndex, objective: TextObjective, share: DataRank
+    train: TrainDataConfig,
+    held_out: EvalDataConfig,
+    run_dir: str,
+    index: DatasetIndex,
+    objective: TextObjective,
+    share: DataRank,
 ) -> tuple[TrainLoader, EvalLoader]:
     """Open and check the dataset. Collective.
 
     Raises:
         PostnormError: on all ranks, if one finds damage.
     """
-    index = _where_shards_are_read(config, index, share)
+    index = _where_shards_are_read(train.data, index, share)
     counts = dist.on_first(
-        lambda: sequences_at(index, config.batches.seq_lens, config.run_dir, config.objective),
+        lambda: sequences_at(index, train.batches.seq_lens, run_dir, train.objective),
         "counting sequences",
     )
     watchdog.heartbeat("opening the data")
-    train, held_out = config.train_data, config.eval_data
     with dist.raise_on_all_ranks():
         loaders = (
             TrainLoader(index, train, objective.train_inputs(train, index), share, counts),
             EvalLoader(index, held_out, objective.eval_inputs(held_out, index), share, counts),
         )
         total_bytes = sum(shard.num_bytes for shard in index.shards)
-        if total_bytes <= config.data.verify_at_start_gib * 2**30:
+        if total_bytes <= train.data.verify_at_start_gib * 2**30:
             for split in (loaders[0].steps.split, loaders[1].split):
                 split.reader.check_all(split.rows[share.rank :: share.world_size].tolist())
     return loaders
 
 
-def _where_shards_are_read(
-    config: PretrainConfig, index: DatasetIndex, share: DataRank
-) -> DatasetIndex:
+def _where_shards_are_read(data: DataConfig, index: DatasetIndex, share: DataRank) -> DatasetIndex:
     """Copy the shards to this node if the config asks for it. Collective."""
-    staging = config.data.stage_dir is not None and index.store is None
+    staging = data.stage_dir is not None and index.store is None
     with dist.raise_on_all_ranks(range(share.world_size if staging else 0), "staging shards"):
         if share.rank == 0:
             refuse_unlisted(index)
         if staging:
-            assert config.data.stage_dir is not None
-            folder = env.expand(config.data.stage_dir, "data.stage_dir")
+            assert data.stage_dir is not None
+            folder = env.expand(data.stage_dir, "data.stage_dir")
             index = stage(index, folder, lambda: dist.heartbeat_all("staging shards"))
     return index

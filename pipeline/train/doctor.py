@@ -37,7 +37,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeline.config.runs import PretrainConfig
+from pipeline.config.runs import RunConfig
 from pipeline.runtime.remote import is_address
 from pipeline.train.health import GroupNorms
 
@@ -106,9 +106,9 @@ class Plateau(NamedTuple):
 class PlateauDoctor:
     """Follows the means of one attempt's log lines and its evaluations, and warns once."""
 
-    def __init__(self, config: PretrainConfig, unigram_entropy: float) -> None:
+    def __init__(self, config: RunConfig, unigram_entropy: float, dataset: str) -> None:
         train = config.train
-        self._config = config
+        self._config, self._dataset = config, dataset
         self._entropy = unigram_entropy
         self._warm_ups = max(train.warmup_steps, train.alpha_warmup_steps)
         self._begin: int | None = None
@@ -230,7 +230,7 @@ class PlateauDoctor:
                 f"batch: {last.tokens_per_step:,.0f} tokens a step; a small one has a noisy "
                 "gradient: raise train.global_batch, or lower train.lr",
             ),
-            (0.2, f"duplicates: {_duplicates(self._config.data.dir)}"),
+            (0.2, f"duplicates: {_duplicates(self._dataset)}"),
         ]
 
     def _rate(self) -> tuple[float, str]:

@@ -25,7 +25,7 @@ from pipeline.checkpoints.resume import require_usable
 from pipeline.checkpoints.save import Saver
 from pipeline.checkpoints.state import Checkpointable, TrainState
 from pipeline.config.data import BatchSpec
-from pipeline.config.runs import PretrainConfig
+from pipeline.config.runs import RunConfig
 from pipeline.data.ledger import (
     Diverged,
     NonFinite,
@@ -74,7 +74,7 @@ class FaultHandler:
 
     def __init__(
         self,
-        config: PretrainConfig,
+        config: RunConfig,
         data: TrainingData,
         batch_log: BatchLog,
         saver: Saver,
@@ -355,7 +355,7 @@ def _of_ranks(texts: list[str]) -> list[str]:
     return [f"rank {rank} {text}" for rank, texts in enumerate(of_ranks) for text in texts]
 
 
-def trained_in_spite(config: PretrainConfig, records: list[BatchRecord], before: int) -> list[int]:
+def trained_in_spite(config: RunConfig, records: list[BatchRecord], before: int) -> list[int]:
     """List batches of `train.skip_batches` that the run was already trained on.
 
     `before` is the number of the run's next batch.
@@ -371,7 +371,7 @@ def trained_in_spite(config: PretrainConfig, records: list[BatchRecord], before:
 class SkippedBatches:
     """Batches that are not trained on: those of `train.skip_batches`, and those of rewinds."""
 
-    def __init__(self, config: PretrainConfig, rewinds: list[Rewind]) -> None:
+    def __init__(self, config: RunConfig, rewinds: list[Rewind]) -> None:
         self._ranges = [range(each.first, each.last + 1) for each in config.train.skip_batches]
         self._ranges += [range(each.first_batch, each.last_batch + 1) for each in rewinds]
 

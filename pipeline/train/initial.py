@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from pipeline.config.model import ModelConfig
-from pipeline.config.runs import PretrainConfig
+from pipeline.config.runs import RunConfig
 from pipeline.data.format import DatasetIndex
 from pipeline.errors import ConfigError
 from pipeline.model.architecture import OBJECTIVE_PARTS
@@ -38,7 +38,7 @@ _MAY_BE_NEW = (OBJECTIVE_PARTS, "encoder.pooler.")
 
 
 def start_from(
-    model: nn.Module, initial: InitialWeights, config: PretrainConfig, index: DatasetIndex
+    model: nn.Module, initial: InitialWeights, config: RunConfig, index: DatasetIndex
 ) -> None:
     """Check and load the weights that a new run starts from.
 

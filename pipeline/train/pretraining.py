@@ -14,6 +14,7 @@ from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.data.objects import open_index
 from pipeline.data.run_order import DataRank
 from pipeline.errors import ConfigError
+from pipeline.model.cost import flops_per_token
 from pipeline.model.encoder import EncoderModel
 from pipeline.objectives.choose import make_objective
 from pipeline.runtime.rank import Rank
@@ -92,16 +93,25 @@ class Pretraining:
         self._held_out: EvalLoader
         self._share: DataRank
 
-    def open(self, config: PretrainConfig, share: DataRank) -> TrainLoader:
+    def open(self, share: DataRank) -> TrainLoader:
         """Open the dataset."""
-        self._share = share
-        loader, self._held_out = open_data(config, self.index, self.objective, share)
+        self._share, config = share, self._config
+        loader, self._held_out = open_data(
+            config.train_data, config.eval_data, config.run_dir, self.index, self.objective, share
+        )
         return loader
 
     def start(self, model: EncoderModel) -> None:
         """Load the weights of `init_from`."""
         if self._initial is not None:
             start_from(model, self._initial(), self._config, self.index)
+
+    def flops_per_token(self, masked_share: float, document_len: float) -> float:
+        """Count the FLOPs of the objective's models."""
+        config = self._config
+        longest = max(config.batches.seq_lens)
+        given = (config.model, longest, masked_share, document_len, config.objective)
+        return flops_per_token(*given).total
 
     def lr_scale(self, parameter: str) -> float:
         """Return 1: all parameters have the run's rate."""

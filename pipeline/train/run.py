@@ -12,7 +12,7 @@ from pipeline.checkpoints.resume import CheckpointStore
 from pipeline.checkpoints.save import Saver
 from pipeline.checkpoints.state import TrainState
 from pipeline.config.data import BatchSpec
-from pipeline.config.runs import PretrainConfig
+from pipeline.config.runs import RunConfig
 from pipeline.data.format import DataIdentity
 from pipeline.data.loader import MicroBatch
 from pipeline.data.run_order import DataRank
@@ -88,7 +88,7 @@ class Workload(Protocol):
     def unigram_entropy(self) -> float | None:
         """Nats; where it is known, a loss that stays there is told as a plateau."""
 
-    def open(self, config: PretrainConfig, share: DataRank) -> TrainingData:
+    def open(self, share: DataRank) -> TrainingData:
         """Open and check the data. Collective.
 
         Raises:
@@ -100,6 +100,14 @@ class Workload(Protocol):
 
         Raises:
             PostnormError: they do not fit.
+        """
+
+    def flops_per_token(self, masked_share: float, document_len: float) -> float:
+        """Count the FLOPs of a real token, forward and backward.
+
+        Args:
+            masked_share: tokens that the head predicts, of all.
+            document_len: mean over tokens of the length of their piece.
         """
 
     def lr_scale(self, parameter: str) -> float:
@@ -116,7 +124,7 @@ class Workload(Protocol):
 class RunContext:
     """Everything that lasts as long as the process; an attempt at training uses it."""
 
-    config: PretrainConfig
+    config: RunConfig
     process: ProcessInfo
     work: Workload
     model: EncoderModel

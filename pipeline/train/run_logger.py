@@ -13,8 +13,7 @@ from pipeline.checkpoints.save import SaveNumbers
 from pipeline.checkpoints.state import TrainState
 from pipeline.config import schedule
 from pipeline.config.data import BatchSpec
-from pipeline.config.runs import PretrainConfig
-from pipeline.model.cost import flops_per_token, limits
+from pipeline.model.cost import limits
 from pipeline.runtime import dist
 from pipeline.runtime.summary import duration
 from pipeline.sinks.base import Sinks
@@ -48,7 +47,9 @@ class RunLogger:
         config, device = run.config, run.engine.device
         self._run, self._config, self._sinks = run, config, sinks
         entropy = run.work.unigram_entropy
-        self._doctor = PlateauDoctor(config, entropy) if sinks and entropy is not None else None
+        self._doctor = None
+        if sinks and entropy is not None:
+            self._doctor = PlateauDoctor(config, entropy, run.work.index.location)
         hosts = dist.gather(socket.gethostname())
         self._stragglers = Stragglers(hosts, config.monitor.straggler_factor)
         known = limits(device_name(device)) if config.train.precision == "bf16" else None
@@ -171,7 +172,10 @@ class RunLogger:
         """Return rates of all ranks, the model's FLOP/s of one, and seconds a step."""
         # Of several tasks, all; of one text with several losses, its masked tokens.
         targets = interval.weights.get("loss", sum(interval.weights.values()))
-        flops = model_flops(self._config, interval, targets)
+        # Attention counts the squares of the lengths of the pieces that were seen, whatever the
+        # kernel goes through; the head counts the `targets` tokens that it predicts.
+        seen = targets / interval.num_tokens, interval.squared_lengths / interval.num_tokens
+        flops = self._run.work.flops_per_token(*seen) * interval.num_tokens
         per_device = flops / interval.elapsed_s / self._run.engine.world_size
         own_s = interval.wait_s + interval.compute_s
         values = {
@@ -187,22 +191,6 @@ class RunLogger:
             "slowest_rank": float(own_s.argmax()),
         }
         return values | ({"mfu": per_device / self._peak_flops} if self._peak_flops else {})
-
-
-def model_flops(config: PretrainConfig, interval: LogInterval, targets: float) -> float:
-    """Count the FLOPs of the interval's real tokens, forward and backward, without padding.
-
-    Attention counts the squares of the lengths of the pieces that were seen, whatever the kernel
-    goes through; the head counts the `targets` tokens that it predicts.
-    """
-    each = flops_per_token(
-        config.model,
-        max(config.batches.seq_lens),
-        targets / interval.num_tokens,
-        interval.squared_lengths / interval.num_tokens,
-        config.objective,
-    )
-    return each.total * interval.num_tokens
 
 
 def console_line(

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from pipeline.checkpoints.resume import data_identity
 from pipeline.config.data import BatchPlan, DataConfig, TrainDataConfig
 from pipeline.config.load import build
 from pipeline.config.objective import ObjectiveConfig, ObjectiveKind
+from pipeline.config.runs import data_identity
 from pipeline.data.counts import sequences_at
 from pipeline.data.loader import MicroBatch, TrainLoader
 from pipeline.data.objects import open_index

@@ -30,7 +30,7 @@ def _doctor(data: str = "nowhere", **changes: Any) -> PlateauDoctor:
     config = PretrainConfig(run_dir="unused", model=ModelConfig(**model), data=DataConfig(dir=data),
                             train=TrainConfig(**train),
                             monitor=MonitorConfig(log_every_steps=5))  # fmt: skip
-    return PlateauDoctor(config, ENTROPY)
+    return PlateauDoctor(config, ENTROPY, config.data.dir)
 
 
 def _step(step: int, tokens: float = 4096.0, reach: float = 1.0) -> LastStep:
