@@ -55,8 +55,8 @@ from launch.submit import (
 )
 from launch.sweep_status import cancel_sweep, sweep_report, sweep_summary
 from pipeline.checkpoints.manifest import FOLDER, published
-from pipeline.config.load import load, warn_of_unusual
-from pipeline.config.runs import PretrainConfig
+from pipeline.config.load import warn_of_unusual
+from pipeline.config.runs import PretrainConfig, load_run
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, ConfigError, PostnormError
 from pipeline.multitask.config import MultiTaskConfig, TaskMix, is_mix, load_mix, require_split
 from pipeline.runtime import cli, env
@@ -68,7 +68,7 @@ _CLUSTER: Any = option("YAML file of the cluster; default: one GPU")
 
 
 def _config(path: str, overrides: list[str]) -> PretrainConfig:
-    return load(PretrainConfig, path, overrides).config
+    return load_run(path, overrides).config
 
 
 def _training(path: str, overrides: list[str]) -> PretrainConfig | MultiTaskConfig:
@@ -208,7 +208,7 @@ def _submit_evaluation(arguments: SubmitArguments) -> int:
         raise ConfigError(
             f"{run_dir} has no checkpoint to evaluate. Pass the run_dir of a run that has saved"
         )
-    config = load(PretrainConfig, config_path).config
+    config = load_run(config_path).config
     options = [
         *(["--step", arguments.step] if arguments.step else []),
         *(["--all"] if arguments.all else []),

@@ -18,8 +18,7 @@ from typing import Any
 
 import psutil
 
-from pipeline.config.load import load
-from pipeline.config.runs import PretrainConfig
+from pipeline.config.runs import load_run
 from pipeline.errors import EXIT_INTERRUPTED, ConfigError, PostnormError
 from pipeline.runtime.env import module_command, multiplies_bf16
 from pipeline.runtime.files import read_json_lines, write_json_atomic
@@ -57,7 +56,7 @@ def demo(out: str, *, corpus: str | None, quick: bool = False) -> int:
     if not multiplies_bf16():
         print("this processor does not multiply bf16: train.precision=fp32", flush=True)
         overrides.append("train.precision=fp32")
-    config = load(PretrainConfig, _CONFIG, overrides).config
+    config = load_run(_CONFIG, overrides).config
     prep_overrides = [f"output_dir={folder}/data"]
     if corpus:
         inputs = json.dumps([corpus], ensure_ascii=False)

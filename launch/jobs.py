@@ -16,8 +16,8 @@ from launch.site import ask_sbatch, check, profile_here
 from launch.status import RunReport, decision, run_report
 from launch.submit import Origin, SubmissionPlan, prepare_mix, prepare_training, require_data
 from launch.submit import submit as hand_over
-from pipeline.config.load import load, warn_of_unusual
-from pipeline.config.runs import PretrainConfig
+from pipeline.config.load import warn_of_unusual
+from pipeline.config.runs import load_run
 from pipeline.errors import (
     EXIT_FINISHED,
     EXIT_PREEMPTED,
@@ -246,7 +246,7 @@ def _draft(source: Origin) -> SubmissionPlan:
     cluster = profile_here(source.cluster)
     if is_mix(source.config):
         return prepare_mix(load_mix(source.config, source.overrides), cluster, source)
-    config = load(PretrainConfig, source.config, source.overrides).config
+    config = load_run(source.config, source.overrides).config
     warn_of_unusual(config)
     return prepare_training(config, cluster, source)
 
@@ -257,7 +257,7 @@ def _run_here(source: Origin, ranks: int) -> SubmittedRun:
     if is_mix(source.config):
         run_dir = load_mix(source.config, source.overrides).config.run_dir
     else:
-        config = load(PretrainConfig, source.config, source.overrides).config
+        config = load_run(source.config, source.overrides).config
         config.batches.require_split(ranks)
         require_data(config, source.work_dir)
         run_dir = config.run_dir

@@ -19,10 +19,9 @@ from typing import NamedTuple
 from launch.cluster import ClusterConfig
 from launch.comm_model import bus_of, sent_bytes
 from pipeline.config.data import DataConfig
-from pipeline.config.load import load
 from pipeline.config.model import ModelConfig
 from pipeline.config.objective import ObjectiveConfig
-from pipeline.config.runs import PretrainConfig, RunConfig, TaskRunConfig
+from pipeline.config.runs import PretrainConfig, RunConfig, TaskRunConfig, load_run
 from pipeline.data.format import INDEX_FILE
 from pipeline.data.objects import find_index
 from pipeline.errors import ConfigError
@@ -394,7 +393,7 @@ def _architecture(init_from: str) -> ModelConfig:
             f"init_from={init_from} is neither a model folder nor a run that was started, so the "
             "architecture is not known; name one that has it: init_from=FOLDER"
         )
-    return load(PretrainConfig, resolved).config.model
+    return load_run(resolved).config.model
 
 
 def _shares(mix: TaskMix) -> dict[str, float]:

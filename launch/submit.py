@@ -37,8 +37,8 @@ from launch.records import (
 from launch.script import Job, render
 from launch.slurm import withheld_line
 from launch.snapshot import snapshot_for, start_file
-from pipeline.config.load import git_revision, load, resolved_text, to_yaml
-from pipeline.config.runs import PretrainConfig
+from pipeline.config.load import git_revision, resolved_text, to_yaml
+from pipeline.config.runs import PretrainConfig, load_run
 from pipeline.data.format import INDEX_FILE
 from pipeline.data.objects import find_index
 from pipeline.errors import BusyError, ConfigError
@@ -265,7 +265,7 @@ def config_of_resume(run_dir: Path, source: Origin) -> PretrainConfig | TaskMix:
         loaded = load_mix(source.config, source.overrides)
         config: PretrainConfig | MultiTaskConfig = loaded.config
     else:
-        loaded = config = load(PretrainConfig, source.config, source.overrides).config
+        loaded = config = load_run(source.config, source.overrides).config
     if (Path(source.work_dir) / config.run_dir).resolve() != run_dir.resolve():
         raise ConfigError(
             f"{source.config} belongs to run_dir={config.run_dir} in {source.work_dir}, which is "

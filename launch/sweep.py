@@ -55,7 +55,7 @@ from launch.submit import (
 )
 from pipeline.config import schema
 from pipeline.config.load import digest, find_config, load, resolved_text, to_yaml
-from pipeline.config.runs import PretrainConfig
+from pipeline.config.runs import PretrainConfig, load_run
 from pipeline.config.schema import REQUIRED, param, section
 from pipeline.errors import (
     BusyError,
@@ -150,7 +150,7 @@ KINDS: dict[str, SweepVerb] = {
         metrics=("held_out_loss", "loss", "tokens", "tokens_per_s"),
         prepare=prepare_training,
         check_here=_check_training_here,
-        load=lambda path, words: load(PretrainConfig, path, words).config,
+        load=lambda path, words: load_run(path, words).config,
         value=_value_of_training,
     ),
     FINETUNE: SweepVerb(

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.checkpoints.commands import CHECKPOINT
-from pipeline.config.load import load
-from pipeline.config.runs import PretrainConfig
+from pipeline.config.runs import PretrainConfig, load_run
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, ConfigError
 from pipeline.finetune.commands import TASKS
 from pipeline.multitask.commands import multitask, transfer
@@ -186,7 +185,7 @@ def _profile(
     """
 
     def work(rank: Rank) -> int:
-        loaded = load(PretrainConfig, config, overrides).config
+        loaded = load_run(config, overrides).config
         # Importing torch takes seconds.
         from pipeline.profile.step import profile_run, profile_text
 
@@ -235,7 +234,7 @@ def _coverage(as_json: bool = JSON, config: str = CONFIG, overrides: list[str] =
     """What a run would see: epochs, fill and tokens, each token once."""
     from pipeline.inspect.coverage import coverage, coverage_text
 
-    loaded = load(PretrainConfig, config, overrides).config
+    loaded = load_run(config, overrides).config
     report = coverage(loaded.train_data, loaded.train.num_steps)
     if as_json:
         print(json.dumps(asdict(report)))

@@ -27,8 +27,7 @@ from pipeline.checkpoints.manifest import (
     step_of,
     superseded,
 )
-from pipeline.config.load import load
-from pipeline.config.runs import PretrainConfig
+from pipeline.config.runs import load_run
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, BusyError, CheckpointError
 from pipeline.runtime.cli import argument, at_least, family, option, verb
 from pipeline.runtime.run_folder import RunFolder
@@ -117,7 +116,7 @@ class CheckpointRow:
 def retention_of(run: Path) -> Retention | None:
     """Return the rule of a run's config; None if the folder has none, as one of copies."""
     path = RunFolder(run).resolved
-    return Retention.of(load(PretrainConfig, path).config.checkpoint) if path.is_file() else None
+    return Retention.of(load_run(path).config.checkpoint) if path.is_file() else None
 
 
 def rows(run: Path, *, verify: bool = False) -> list[CheckpointRow]:

@@ -1,12 +1,14 @@
 """What every run has, and the root config of `postnorm pretrain`."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
 from pipeline.config.data import BatchPlan, DataConfig, EvalDataConfig, PhaseConfig, TrainDataConfig
+from pipeline.config.load import Loaded, load
 from pipeline.config.model import ModelConfig
 from pipeline.config.objective import MLM, ObjectiveConfig
 from pipeline.config.schema import REQUIRED, param, path_param, section
@@ -218,3 +220,8 @@ class PretrainConfig(RunConfig):
             sequences=self.monitor.eval_sequences,
             micro_batch=self.train.micro_batch,
         )
+
+
+def load_run(path: str | Path, overrides: Sequence[str] = ()) -> Loaded[PretrainConfig]:
+    """Read the config of a pre-training run; see `pipeline.config.load.load`."""
+    return load(PretrainConfig, path, overrides)

@@ -13,8 +13,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.load import load
-from pipeline.config.runs import PretrainConfig
+from pipeline.config.runs import load_run
 from pipeline.config.schema import walk
 from pipeline.data.record import read_batches
 from pipeline.errors import ConfigError
@@ -121,7 +120,7 @@ def read_runs(folders: Sequence[Path]) -> list[ReadRun]:
 def _read(folder: Path) -> ReadRun:
     run = RunFolder.started(folder)
     attempts = read_json_lines(run.attempts)
-    config = {path: value for path, _, value in walk(load(PretrainConfig, run.resolved).config)}
+    config = {path: value for path, _, value in walk(load_run(run.resolved).config)}
     lines = valid_lines(run, attempts)
     train = [line for line in lines if line["kind"] == "train"]
     evaluations = [line for line in lines if line["kind"] == "eval"]

@@ -15,8 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.config.data import BatchSpec, TrainDataConfig
-from pipeline.config.load import load
-from pipeline.config.runs import PretrainConfig
+from pipeline.config.runs import load_run
 from pipeline.config.schedule import mask_ratio
 from pipeline.config.train import BatchRange
 from pipeline.data.counts import sequences_at
@@ -107,7 +106,7 @@ def open_run(folder: Path, overrides: Sequence[str] = ()) -> OpenedRun:
     """
     run = RunFolder.started(folder)
     newest = read_json_lines(run.attempts)[-1]
-    config = load(PretrainConfig, run.resolved, overrides).config
+    config = load_run(run.resolved, overrides).config
     index = open_index(replace(config.data, dir=run.as_started(config.data.dir)))
     expected = newest.get("fingerprint", index.fingerprint)
     if expected != index.fingerprint:

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoints.manifest import Manifest, published, read_manifest
-from pipeline.config.load import load
-from pipeline.config.runs import PretrainConfig
+from pipeline.config.runs import load_run
 from pipeline.config.schedule import budget_left_s
 from pipeline.config.train import TrainConfig
 from pipeline.data.ledger import read_ledger
@@ -122,7 +121,7 @@ def run_status(folder: Path, now_s: float | None = None) -> RunStatus:
     now_s = time.time() if now_s is None else now_s
     run = RunFolder.started(folder)
     attempts = read_json_lines(run.attempts)
-    config = load(PretrainConfig, run.resolved).config
+    config = load_run(run.resolved).config
     lines = valid_lines(run, attempts)
     train = [line for line in lines if line["kind"] == "train"]
     held_out = [line for line in lines if line["kind"] == "eval"]

@@ -9,7 +9,7 @@ from pipeline.config import schema, strict_yaml
 from pipeline.config.load import find_config, load
 from pipeline.config.model import ModelConfig
 from pipeline.config.objective import MLM, ObjectiveConfig
-from pipeline.config.runs import PretrainConfig
+from pipeline.config.runs import PretrainConfig, load_run
 from pipeline.config.train import KernelsConfig
 from pipeline.errors import ConfigError
 from pipeline.kernels.choose import REFERENCE, Choice, expected_on_gpu
@@ -73,7 +73,7 @@ def read_plan(
     """
     path = find_config(str(path), ("model", "train", ""))
     if _is_run(path, ()):
-        run = load(PretrainConfig, path, overrides).config
+        run = load_run(path, overrides).config
         plan = TrainingSetup(
             run.model,
             run.data.seq_len,

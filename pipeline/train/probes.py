@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.config.runs import PretrainConfig
+from pipeline.config.runs import RunConfig
 from pipeline.data.format import DatasetIndex
 from pipeline.data.run_order import DataRank
 from pipeline.errors import DataError
@@ -84,7 +84,7 @@ class Probes:
 
     def __init__(
         self,
-        config: PretrainConfig,
+        config: RunConfig,
         tasks: dict[str, TaskConfig],
         model: EncoderModel,
         index: DatasetIndex,
@@ -106,7 +106,7 @@ class Probes:
             },
             "reading the rows of probes",
         )
-        budget = config.train.micro_batch * config.data.seq_len
+        budget = config.train.micro_batch * config.batches.stretches[-1].seq_len
         self._tasks = {name: _own(rows, budget, share) for name, rows in read.items()}
         self._last: tuple[int, float] | None = None
         self._has_warned = False

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.config.data import DataConfig, EvalDataConfig
-from pipeline.config.load import build, load, provenance
+from pipeline.config.load import build, provenance
 from pipeline.config.model import ModelConfig
 from pipeline.config.objective import ObjectiveConfig
-from pipeline.config.runs import PretrainConfig
+from pipeline.config.runs import load_run
 from pipeline.config.schema import param, section
 from pipeline.config.train import TrainConfig
 from pipeline.errors import EXIT_FINISHED, EXIT_PREEMPTED, CheckpointError, ConfigError
@@ -113,7 +113,7 @@ def evaluate_config(arguments: EvaluateArguments) -> EvaluateConfig:
         values = {"data": {"dir": str(arguments.data), "seq_len": longest}}
     else:
         origin = RunFolder.started(source, f"{A_STARTED_RUN}, or a model folder").resolved
-        run = load(PretrainConfig, origin).config
+        run = load_run(origin).config
         model, train = run.model, run.train
         values = {"micro_batch": train.micro_batch, "precision": train.precision}
         data = asdict(run.data) | {"dir": RunFolder(source).as_started(run.data.dir)}

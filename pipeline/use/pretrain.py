@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.load import load, warn_of_unusual
-from pipeline.config.runs import PretrainConfig
+from pipeline.config.load import warn_of_unusual
+from pipeline.config.runs import load_run
 from pipeline.errors import EXIT_FINISHED, ConfigError, missing_extra
 from pipeline.runtime import env, log, stop
 from pipeline.runtime.files import read_json_lines
@@ -102,7 +102,7 @@ def train_as_rank(config: str, overrides: Sequence[str]) -> tuple[int, Path]:
 
 
 def _train_on(path: str, overrides: Sequence[str], folders: list[Path], rank: Rank) -> int:
-    config = load(PretrainConfig, path, overrides).config
+    config = load_run(path, overrides).config
     rank.run_dir = Path(config.run_dir)
     folders.append(rank.run_dir)
     if rank.process.is_first:
