@@ -185,7 +185,7 @@ def _submit(arguments: SubmitArguments) -> int:
     if arguments.local:
         config.batches.require_split(max(1, arguments.ranks))
         words = ["pipeline", PRETRAIN, arguments.config, *arguments.overrides]
-        return _run_here(arguments, words, PRETRAIN, Path(config.run_dir), cluster)
+        return _run_here(arguments, words, PRETRAIN, config.folder.path, cluster)
     warn_of_unusual(config)
     draft = prepare_training(config, cluster, arguments.origin(arguments.config))
     return _hand_over(draft, dry_run=arguments.dry_run)
@@ -196,7 +196,7 @@ def _submit_mix(arguments: SubmitArguments, cluster: ClusterConfig) -> int:
     if arguments.local:
         require_split(mix, max(1, arguments.ranks))
         words = ["pipeline", MULTITASK, arguments.config, *arguments.overrides]
-        return _run_here(arguments, words, PRETRAIN, Path(mix.config.run_dir), cluster)
+        return _run_here(arguments, words, PRETRAIN, mix.config.folder.path, cluster)
     draft = prepare_mix(mix, cluster, arguments.origin(arguments.config))
     return _hand_over(draft, dry_run=arguments.dry_run)
 

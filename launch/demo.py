@@ -62,10 +62,10 @@ def demo(out: str, *, corpus: str | None, quick: bool = False) -> int:
         inputs = json.dumps([corpus], ensure_ascii=False)
         prep_overrides.append(f"sources=[{{name: corpus, inputs: {inputs}}}]")
     _step("prepare", ["prep", "run", _CONFIG, *prep_overrides])
-    killed_at_step = _train_and_kill(Path(config.run_dir), config.train.num_steps, overrides)
+    killed_at_step = _train_and_kill(config.folder.path, config.train.num_steps, overrides)
     _step("export", ["export", config.run_dir, f"{folder}/export"])
     _step("fill a mask", ["fill-mask", f"{folder}/export", _TEXT])
-    summary = _summary(folder, Path(config.run_dir), killed_at_step)
+    summary = _summary(folder, config.folder.path, killed_at_step)
     write_json_atomic(folder / "summary.json", summary)
     print(f"\n== {folder}/summary.json")
     for name, value in summary.items():

@@ -162,7 +162,7 @@ def plan(config: PretrainConfig, cluster: ClusterConfig) -> RunPlan:
         lost_share=save_s / every_s + every_s / (2 * failure_s) if every_s else None,
         checkpoints_bytes=checkpoint * (config.checkpoint.keep + 1),
         shards_bytes=sum(shard.num_bytes for shard in index.shards) if index else None,
-        free_bytes=_free_bytes(Path(config.run_dir)),
+        free_bytes=_free_bytes(config.folder.path),
         problems=(),
     )
     return replace(result, problems=tuple(_problems(result, config, cluster, usable_s)))
@@ -311,7 +311,7 @@ def plan_mix(mix: TaskMix, cluster: ClusterConfig) -> MixPlan:
     run = TaskRunConfig(
         run_dir=config.run_dir,
         model=model,
-        longest=8,
+        data=replace(data, seq_len=8),
         train=config.train.single,
         kernels=config.kernels,
     )

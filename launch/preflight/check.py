@@ -98,7 +98,7 @@ def _parts(
         return findings
 
     def run_folder() -> list[Finding]:
-        record.free_gb, findings = check_folder(expected, "run_dir", Path(config.run_dir), "all")
+        record.free_gb, findings = check_folder(expected, "run_dir", config.folder.path, "all")
         return findings
 
     def dataset() -> list[Finding]:

@@ -137,7 +137,7 @@ def gather(
         bandwidths=measured if with_bandwidth else None,
         damaged=_confirmed(config.data, records.values()) if config.data else set(),
         # That of a multi-task run has the fingerprint of the whole mix.
-        checkpoint=_newest_checkpoint(Path(config.run_dir))
+        checkpoint=_newest_checkpoint(config.folder.path)
         if isinstance(config, PretrainConfig)
         else None,
     )
@@ -176,7 +176,7 @@ def judge_nodes(
     restart: int,
 ) -> Verdict:
     """Judge the nodes, and exclude bad nodes if other nodes would help."""
-    run_dir = Path(config.run_dir)
+    run_dir = config.folder.path
     excluded, most = excluded_nodes(run_dir), cluster.max_excluded_nodes
     verdict = judge(evidence, cluster.preflight, excluded=excluded, max_excluded=most)
     if verdict.bad and not verdict.problems:

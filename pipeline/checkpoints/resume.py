@@ -169,7 +169,7 @@ class CheckpointStore:
     """Find and restore the checkpoints of one run. Methods are collective."""
 
     def __init__(self, config: RunConfig, index: DataIdentity, process: ProcessInfo) -> None:
-        self.folder = Path(config.run_dir) / FOLDER
+        self.folder = config.folder.checkpoints
         self._config = config
         self._index = index
         self._process = process

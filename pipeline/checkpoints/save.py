@@ -25,7 +25,6 @@ from pipeline.checkpoints.background import (
 from pipeline.checkpoints.manifest import (
     CONTENTS,
     COUNTERS,
-    FOLDER,
     LATEST_FILE,
     MANIFEST_FILE,
     REMOVING,
@@ -95,7 +94,7 @@ class Saver:
             DataError: the dataset's tokenizer is missing or damaged.
             ConfigError: `checkpoint.copy_to` belongs to another run.
         """
-        self.folder = Path(config.run_dir) / FOLDER
+        self.folder = config.folder.checkpoints
         self._config = config
         self._index = index
         # Read now: the dataset's folder may be replaced while the run goes on.
@@ -186,7 +185,7 @@ class Saver:
                 shutil.rmtree(path)
         target = self._config.checkpoint.copy_to
         if target is not None:
-            self._mirror = Mirror(Path(self._config.run_dir), Path(target), self._rule)
+            self._mirror = Mirror(self._config.folder.path, Path(target), self._rule)
             self._mirror.request()  # copies that the previous attempt did not finish
 
     def _manifest(self, state: TrainState) -> Manifest:

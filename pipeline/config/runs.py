@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -136,24 +136,18 @@ class RunConfig:
 class TaskRunConfig(RunConfig):
     """A run that learns tasks: made of a task file or of a mix, in no file itself."""
 
-    longest: int
-    """Slots of the longest rows."""
-    text: DataConfig | None = None
-    """Text that is learned beside tasks."""
+    data: DataConfig
+    """The text that a mix learns beside tasks; `seq_len` is that of the longest rows."""
 
     @cached_property
     def batches(self) -> BatchPlan:
         """See `RunConfig.batches`."""
-        return self._batches(self._data, ())
+        return self._batches(self.data, ())
 
     @property
     def identity(self) -> dict[str, Any]:
         """See `RunConfig.identity`."""
-        return self._identity(self._data, (), MLM)
-
-    @property
-    def _data(self) -> DataConfig:
-        return replace(self.text or DataConfig(dir=self.run_dir), seq_len=self.longest)
+        return self._identity(self.data, (), MLM)
 
 
 @dataclass(frozen=True, kw_only=True)

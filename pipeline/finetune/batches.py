@@ -43,6 +43,22 @@ _VERSION = 2
 
 
 @dataclass(frozen=True)
+class TaskIdentity:
+    """The data of a run, as `pipeline.data.format.DataIdentity`."""
+
+    folder: Path
+    fingerprint: str
+    content: bytes
+    tokenizer_file: str
+    tokenizer_sha256: str
+
+    @property
+    def location(self) -> str:
+        """The folder."""
+        return str(self.folder)
+
+
+@dataclass(frozen=True)
 class TaskRows:
     """Examples and their rows of tokens."""
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from pipeline.checkpoints.manifest import FOLDER, published, read_manifest, verify
 from pipeline.checkpoints.state import TrainState, read_weights
+from pipeline.config.data import DataConfig
 from pipeline.config.load import git_revision, to_yaml
 from pipeline.config.runs import TaskRunConfig
 from pipeline.config.train import CheckpointConfig, MonitorConfig, SpikeConfig, TrainConfig
@@ -35,7 +36,7 @@ from pipeline.errors import (
     LostRankError,
     PreemptedError,
 )
-from pipeline.finetune.batches import TaskRows, TaskStream, class_weights, tokenised
+from pipeline.finetune.batches import TaskIdentity, TaskRows, TaskStream, class_weights, tokenised
 from pipeline.finetune.can import CanConfig, can_result
 from pipeline.finetune.model import (
     NAMES,
@@ -92,22 +93,6 @@ logger = logging.getLogger(__name__)
 MODEL = "model"
 _LINES_AN_EPOCH = 5
 _LOOK_EVERY_S = 0.2
-
-
-@dataclass(frozen=True)
-class TaskIdentity:
-    """The data of a run, as `pipeline.data.format.DataIdentity`."""
-
-    folder: Path
-    fingerprint: str
-    content: bytes
-    tokenizer_file: str
-    tokenizer_sha256: str
-
-    @property
-    def location(self) -> str:
-        """The folder."""
-        return str(self.folder)
 
 
 @dataclass(frozen=True)
@@ -360,7 +345,7 @@ def run_config(prepared: Prepared, seed: int, folder: Path, world_size: int) -> 
         seed=seed,
         init_from=prepared.source,
         model=model,
-        longest=max(8, task.input.max_length),
+        data=DataConfig(dir=str(folder), seq_len=max(8, task.input.max_length)),
         train=TrainConfig(
             num_steps=steps,
             global_batch=train.batch,
@@ -436,7 +421,7 @@ class TaskWork:
 
     def flops_per_token(self, masked_share: float, document_len: float) -> float:
         """Count FLOPs as of masked language modelling, whose head is the larger."""
-        longest = self._config.longest
+        longest = self._config.data.seq_len
         return flops_per_token(self._config.model, longest, masked_share, document_len).total
 
     def lr_scale(self, parameter: str) -> float:

@@ -1,7 +1,5 @@
 """The verbs of multi-task training. Nothing here imports torch early."""
 
-from pathlib import Path
-
 from pipeline.errors import EXIT_FINISHED, ConfigError
 from pipeline.runtime import cli, env
 from pipeline.runtime.cli import argument, verb
@@ -21,7 +19,7 @@ def multitask(
 
     def work(rank: Rank) -> int:
         mix = load_mix(config, tuple(overrides))
-        rank.run_dir = Path(mix.config.run_dir)
+        rank.run_dir = mix.config.folder.path
         if rank.process.is_first:
             warn_of_unusual(mix.config)
         from pipeline.multitask.run import multitask

@@ -19,6 +19,7 @@ from pipeline.config.train import (
     TrainConfig,
 )
 from pipeline.errors import ConfigError
+from pipeline.runtime.run_folder import RunFolder
 from pipeline.tasks.task import TaskConfig
 
 MLM = "mlm"
@@ -201,6 +202,11 @@ class MultiTaskConfig:
     checkpoint: CheckpointConfig = section(CheckpointConfig, "saving")
     monitor: MonitorConfig = section(MonitorConfig, "logging and evaluation")
     notify: NotifyConfig = section(NotifyConfig, "who is told of changes of the run's state")
+
+    @property
+    def folder(self) -> RunFolder:
+        """The folder `run_dir`."""
+        return RunFolder(Path(self.run_dir))
 
     def __post_init__(self) -> None:
         if not self.tasks:

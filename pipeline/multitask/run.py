@@ -9,14 +9,14 @@ import json
 import logging
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 
 import torch
 
 from pipeline.checkpoints.state import TrainState
-from pipeline.config.data import BatchPlan, EvalDataConfig, TrainDataConfig
+from pipeline.config.data import BatchPlan, DataConfig, EvalDataConfig, TrainDataConfig
 from pipeline.config.runs import TaskRunConfig
 from pipeline.data.format import FORMAT_VERSION, DatasetIndex
 from pipeline.data.loader import EvalLoader, TrainLoader
@@ -24,12 +24,11 @@ from pipeline.data.objects import open_index
 from pipeline.data.record import number_of_step, read_batches
 from pipeline.data.run_order import DataRank
 from pipeline.errors import ConfigError
-from pipeline.finetune.batches import TaskStream, class_weights
+from pipeline.finetune.batches import TaskIdentity, TaskStream, class_weights
 from pipeline.finetune.predict import Predictor
 from pipeline.finetune.run import (
     DevScores,
     Prepared,
-    TaskIdentity,
     hash_of,
     pad_id,
     tokenizer_of,
@@ -85,7 +84,7 @@ def multitask(mix: TaskMix, rank: Rank) -> int:
         PostnormError: the user can fix it.
     """
     require_split(mix, rank.process.world_size)
-    folder = Path(mix.config.run_dir)
+    folder = mix.config.folder.path
     folder.mkdir(parents=True, exist_ok=True)
     work, config = open_work(mix)
     if rank.process.is_first:
@@ -133,8 +132,7 @@ def run_config(mix: TaskMix, trained: TrainedModel) -> TaskRunConfig:
         seed=config.seed,
         init_from=config.init_from,
         model=trained.model.config,
-        longest=longest,
-        text=config.data,
+        data=replace(config.data or DataConfig(dir=config.run_dir), seq_len=longest),
         train=config.train.single,
         kernels=config.kernels,
         spikes=config.spikes,
@@ -196,7 +194,7 @@ class MultiTaskWork:
                 "balance": asdict(config.balance),
             },
         }
-        folder = Path(config.run_dir)
+        folder = config.folder.path
         self.index = TaskIdentity(
             folder, hash_of(content), json.dumps(content).encode(), file, sha256
         )
@@ -265,9 +263,9 @@ class MultiTaskWork:
         return BatchPlan((), seq_len=length, global_batch=batch, micro_batch=micro_batch)
 
     def _open_text(self, plan: BatchPlan, share: DataRank) -> tuple[TrainLoader, EvalLoader]:
-        assert self._config.text is not None, "checked by the config"
         assert self._dataset is not None
-        config, data = self._config, self._config.text
+        config, data = self._config, self._mix.config.data
+        assert data is not None, "checked by the config"
         train = TrainDataConfig(seed=config.seed, data=data, batches=plan)
         sequences, micro_batch = config.monitor.eval_sequences, plan.at(0).micro_batch
         held_out = EvalDataConfig(data=data, sequences=sequences, micro_batch=micro_batch)
@@ -324,7 +322,7 @@ class MultiTaskWork:
 
     def flops_per_token(self, masked_share: float, document_len: float) -> float:
         """Count FLOPs as of masked language modelling, whose head is the largest."""
-        longest = self._config.longest
+        longest = self._config.data.seq_len
         return flops_per_token(self._config.model, longest, masked_share, document_len).total
 
     def lr_scale(self, parameter: str) -> float:

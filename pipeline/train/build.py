@@ -66,12 +66,12 @@ def train_run(config: RunConfig, rank: Rank, work: Workload) -> int:
     Raises:
         PostnormError: the user can fix it.
     """
-    run_dir, process = Path(config.run_dir), rank.process
-    RunFolder(run_dir).create()
+    folder, run_dir, process = config.folder, config.folder.path, rank.process
+    folder.create()
     log.to_run(run_dir, process.rank)
     rank.if_lost = (
         f"Collectives wait for train.collective_timeout_s={config.train.collective_timeout_s:g}; "
-        f"its log in {RunFolder(run_dir).logs} and {RunFolder(run_dir).hangs} say more. The run "
+        f"its log in {folder.logs} and {folder.hangs} say more. The run "
         "continues from its newest checkpoint when it is started again"
     )
     requests = Requests(rank.stop, run_dir, is_first=process.is_first)
@@ -169,7 +169,7 @@ def _run(
     notifier: Notifier,
 ) -> int:
     requests.refuse_if_stopped()
-    run_dir = Path(config.run_dir)
+    run_dir = config.folder.path
     model = make_model(config, work.objective, device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     store = CheckpointStore(config, work.index, process)
@@ -284,7 +284,7 @@ def _rewinds(folder: RunFolder, state: TrainState) -> list[Rewind]:
 def _warn_of_trained(config: RunConfig, state: TrainState) -> None:
     """Warn of batches that cannot be left out any more, on rank 0."""
     following = config.batches.at(state.cursor).number
-    trained = trained_in_spite(config, read_batches(Path(config.run_dir)), following)
+    trained = trained_in_spite(config, read_batches(config.folder.path), following)
     if trained:
         text = (
             "train.skip_batches: %d batches, such as %d, were trained on before; to leave them out "

@@ -10,7 +10,6 @@ import math
 import socket
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from pipeline.checkpoints.background import unsound_parts
 from pipeline.checkpoints.manifest import (
@@ -81,7 +80,7 @@ class FaultHandler:
         watch: RunLogger,
     ) -> None:
         self._config = config
-        self._run_dir = Path(config.run_dir)
+        self._run_dir = config.folder.path
         self._data = data
         self._batch_log = batch_log
         self._saver = saver

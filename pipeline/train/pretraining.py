@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +17,6 @@ from pipeline.model.cost import flops_per_token
 from pipeline.model.encoder import EncoderModel
 from pipeline.objectives.choose import make_objective
 from pipeline.runtime.rank import Rank
-from pipeline.runtime.run_folder import RunFolder
 from pipeline.sinks.base import find_sinks
 from pipeline.tasks.task import probe_tasks
 from pipeline.train.attention_stats import Observer, examples_text
@@ -52,7 +50,7 @@ def pretrain(
     """
     config.batches.require_split(rank.process.world_size)
     # What is missing or in the way is found before anything is made.
-    RunFolder(Path(config.run_dir)).refuse_foreign()
+    config.folder.refuse_foreign()
     deepspeed_config(config.train)
     find_sinks(config.monitor.sinks)
     index = open_index(config.data)

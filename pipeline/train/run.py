@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -143,4 +142,4 @@ class RunContext:
     @property
     def folder(self) -> RunFolder:
         """The folder that everything is written to."""
-        return RunFolder(Path(self.config.run_dir))
+        return self.config.folder

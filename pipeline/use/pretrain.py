@@ -103,7 +103,7 @@ def train_as_rank(config: str, overrides: Sequence[str]) -> tuple[int, Path]:
 
 def _train_on(path: str, overrides: Sequence[str], folders: list[Path], rank: Rank) -> int:
     config = load_run(path, overrides).config
-    rank.run_dir = Path(config.run_dir)
+    rank.run_dir = config.folder.path
     folders.append(rank.run_dir)
     if rank.process.is_first:
         warn_of_unusual(config)

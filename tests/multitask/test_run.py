@@ -186,7 +186,7 @@ def test_files_of_a_task_are_beside_its_own_file_and_recipes_are_no_mixes(tmp_pa
     mix = load_mix(str(tmp_path / "mix.yaml"))
     assert mix.tasks["a"].data.root == str(tmp_path / "tasks")
     assert mix.tasks["b"].input.max_length == 64
-    assert mix.config.train.warmup_steps == 60, "6% of the steps"
+    assert mix.config.train.single.warmup_steps == 60, "6% of the steps"
     moved = load_mix(str(tmp_path / "mix.yaml"), ("root=elsewhere",))
     assert moved.tasks["b"].data.root == "elsewhere"
     assert not is_mix("roformer_v2-base")

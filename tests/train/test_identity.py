@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 
-from pipeline.checkpoints.resume import identity
 from pipeline.config.data import DataConfig, MixConfig, PhaseConfig
 from pipeline.config.runs import PretrainConfig
 
@@ -12,7 +11,7 @@ def test_what_decides_the_data_is_kept_and_how_it_is_read_is_not() -> None:
     data = DataConfig(dir="unused", mix=(MixConfig(source="wiki", weight=2.0),))
     phase = PhaseConfig(tokens=1e9, seq_len=128)
     config = PretrainConfig(run_dir="unused", data=data, phases=(phase,))
-    kept = identity(config)
+    kept = config.identity
     assert kept == json.loads(json.dumps(kept))  # what a manifest gives back
     assert kept["data"]["mix"] == [{"source": "wiki", "weight": 2.0}]
     assert kept["phases"] == [
@@ -21,15 +20,15 @@ def test_what_decides_the_data_is_kept_and_how_it_is_read_is_not() -> None:
     how = {"workers": 3, "prefetch_steps": 9, "stage_dir": "/scratch", "stage_gb": 1.0}
     elsewhere = replace(data, dir="elsewhere", **how)
     read = replace(config, data=elsewhere, phases=(replace(phase, micro_batch=4),))
-    assert identity(read) == kept
+    assert read.identity == kept
 
 
 def test_the_optimizer_is_kept_and_its_schedule_is_not() -> None:
     config = PretrainConfig(run_dir="unused", data=DataConfig(dir="unused"))
-    assert identity(config)["train"] == {
+    assert config.identity["train"] == {
         "global_batch": 512, "precision": "bf16", "optimizer": "adamw",
     }  # fmt: skip
     cosine = replace(config, train=replace(config.train, schedule="cosine", lr=1.0))
-    assert identity(cosine) == identity(config)
+    assert cosine.identity == config.identity
     masks = replace(config, data=replace(config.data, at_least_one=True))
-    assert identity(masks) != identity(config)
+    assert masks.identity != config.identity
