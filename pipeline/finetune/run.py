@@ -279,6 +279,8 @@ def prepare_rows(
         )
     if data.labels:
         config = replace(config, data=replace(config.data, labels=data.labels))
+    if data.joiner is not None:  # so that other files are joined as these were
+        config = replace(config, data=replace(config.data, joiner=data.joiner))
     folder = Path(source.removeprefix(RANDOM))
     require_full_alpha(trained, folder, "fine-tuning starts at alpha 1")
     limit = trained.model.config.longest_document

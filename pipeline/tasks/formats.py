@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -17,6 +17,11 @@ from pipeline.tasks.task import FIXED_FORMATS, TaskConfig, TaskDataConfig
 
 _CONLL_SUFFIXES = (".conll", ".bio", ".bmes", ".bioes", ".iob", ".iob2", ".txt")
 _TURN_JOINER = "||"
+_HALF = re.compile("[\ud800-\udfff]")
+_FLAGS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False, "": False}
+_NAME_IN_HEADER = re.compile(r"[A-Za-z_][A-Za-z0-9_. -]{0,30}")
+_LEAST_ROWS, _HEAD_ROWS = 3, 1000
+"""Of a table: fewer say nothing about its header, more are not looked at."""
 
 
 class Row(NamedTuple):
@@ -117,6 +122,20 @@ def _whole_json(path: Path) -> Any:
         raise DataError(f"{path}:{error.lineno}: not valid JSON ({error.msg})") from None
 
 
+def _whole_characters(value: Any, counts: Counter[str]) -> Any:
+    """Replace halves of a character (a surrogate alone), which no text can be stored with."""
+    if isinstance(value, str) and _HALF.search(value):
+        counts["texts with half a character, now U+FFFD"] += 1
+        return _HALF.sub("\ufffd", value)
+    if isinstance(value, list):
+        return [_whole_characters(item, counts) for item in value]
+    if isinstance(value, dict):
+        return {
+            _HALF.sub("\ufffd", key): _whole_characters(item, counts) for key, item in value.items()
+        }
+    return value
+
+
 def _json_rows(source: TableFile) -> Iterator[Row]:
     whole = _whole_json(source.path)
     items = whole.get("data") if isinstance(whole, dict) else whole
@@ -143,6 +162,8 @@ def _mapping(item: Any, where: str) -> dict[str, Any]:
 
 def _table_rows(source: TableFile) -> Iterator[Row]:
     columns = list(source.data.columns)
+    if columns:
+        columns = _columns_there(source, columns)
     for at, (number, cells) in enumerate(TABLES[source.format](source.path)):
         where = f"{source.path}:{number}"
         if at == 0 and (not columns or source.column("text") in cells):
@@ -158,6 +179,31 @@ def _table_rows(source: TableFile) -> Iterator[Row]:
             )
         else:
             yield Row(where, dict(zip(columns, cells, strict=True)))
+
+
+def _columns_there(source: TableFile, columns: list[str]) -> list[str]:
+    """Check `data.columns` against a file; one without gold may lack the column of gold.
+
+    Raises:
+        DataError: the file's first row is a header of other names.
+    """
+    head = [cells for _, cells in islice(TABLES[source.format](source.path), _HEAD_ROWS)]
+    gold = source.column(source.config.kind.gold)
+    lacks_gold = all(len(cells) == len(columns) - 1 for cells in head)
+    if lacks_gold and gold in columns and not source.needs_gold:
+        columns = [name for name in columns if name != gold]
+    first, others = head[0], head[1:]
+    is_header = len(others) >= _LEAST_ROWS and source.column("text") not in first
+    for at, cell in enumerate(first):
+        is_header &= _NAME_IN_HEADER.fullmatch(cell) is not None
+        is_header &= all(at >= len(cells) or cells[at] != cell for cells in others)
+    if is_header and len(first) > 1:
+        raise DataError(
+            f"{source.path}: the first row looks like a header, {first}, but data.columns says "
+            f"{columns}; leave data.columns out and name these columns in data.fields, or, if it "
+            "is a row, let another row be the first"
+        )
+    return columns
 
 
 def _tsv_cells(path: Path) -> Iterator[tuple[int, list[str]]]:
@@ -181,9 +227,7 @@ def _csv_cells(path: Path) -> Iterator[tuple[int, list[str]]]:
 def _conll_rows(source: TableFile) -> Iterator[Row]:
     """Yield sentences: a word a line, its tag in the last column, a blank line between two."""
     sentences = _sentences(source)
-    joiner = source.data.joiner
-    if joiner is None:  # a file of characters, or one of words
-        joiner = "" if all(len(word) == 1 for rows in sentences for _, word, _ in rows) else " "
+    joiner = _joiner(sentences) if source.data.joiner is None else source.data.joiner
     for rows in sentences:
         words, start = [], 0
         for _, word, _ in rows:
@@ -198,6 +242,16 @@ def _conll_rows(source: TableFile) -> Iterator[Row]:
                 Span(t, words[i][0], words[j - 1][1]) for t, i, j in decode_tags(tags)
             ]
         yield Row(f"{source.path}:{rows[0][0]}", values)
+
+
+def _joiner(sentences: list[list[tuple[int, str, str]]]) -> str:
+    """Tell a file of characters from one of words."""
+    return "" if all(len(word) == 1 for rows in sentences for _, word, _ in rows) else " "
+
+
+def joiner_of(source: TableFile) -> str | None:
+    """Find what joins the words of a task's files, by its first one; None for other formats."""
+    return _joiner(_sentences(source)) if source.format == "conll" else None
 
 
 def _sentences(source: TableFile) -> list[list[tuple[int, str, str]]]:
@@ -234,6 +288,14 @@ def _num_illegal(tags: list[str]) -> int:
     )
 
 
+def _flag(value: Any, where: str, name: str) -> bool:
+    """Read a truth value; a string is one by its word, as "false" is written in some files."""
+    found = _FLAGS.get(str(value).strip().lower()) if not isinstance(value, (list, dict)) else None
+    if value is None or found is not None:
+        return bool(found)
+    raise DataError(f"{where}: {name} is {value!r}; expected true or false")
+
+
 def _squad_rows(source: TableFile) -> Iterator[Row]:
     for i, article in enumerate(_whole_json(source.path)["data"]):
         for j, paragraph in enumerate(article.get("paragraphs", ())):
@@ -242,11 +304,13 @@ def _squad_rows(source: TableFile) -> Iterator[Row]:
                 values = {"id": id_, "text": paragraph.get("context"), "group": f"{i}-{j}"}
                 values["text_b"] = question.get("question")
                 answers = question.get("answers")
-                if question.get("is_impossible"):
+                where = f"{source.path}, question {id_}"
+                if _flag(question.get("is_impossible"), where, "is_impossible"):
+                    source.counts["unanswerable questions with answers"] += bool(answers)
                     values["answers"] = []
                 elif not answers or not all(_is_placeholder(each) for each in answers):
                     values["answers"] = answers
-                yield Row(f"{source.path}, question {id_}", values)
+                yield Row(where, values)
 
 
 def _is_placeholder(answer: Any) -> bool:
@@ -327,7 +391,8 @@ def read_rows(source: TableFile) -> Iterator[Row]:
         DataError: the file is damaged, or is not in the form of its format.
     """
     try:
-        yield from _FORMATS[source.format](source)
+        for where, values in _FORMATS[source.format](source):
+            yield Row(where, _whole_characters(values, source.counts))
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise DataError(
             f"{source.path} is not in the form of {source.format} files ({error!r}); set "

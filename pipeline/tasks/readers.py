@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.tasks.formats import TABLES, Row, TableFile, detect, read_rows
+from pipeline.tasks.formats import TABLES, Row, TableFile, detect, joiner_of, read_rows
 from pipeline.tasks.scores import Span
 from pipeline.tasks.task import FIXED_FORMATS, TaskConfig, missing_fields
 
@@ -72,6 +72,8 @@ class TaskData:
     """Classes or types in order; empty for kinds without."""
     counts: dict[str, dict[str, int]]
     """Number of rows, and of those dropped, changed or suspect, by split and reason."""
+    joiner: str | None = None
+    """What joins the words of its files; None for formats without words."""
 
     def in_train(self, split: str) -> list[bool]:
         """Whether each example's texts stand in train, too."""
@@ -87,6 +89,7 @@ def read_task(config: TaskConfig, splits: Iterable[str] = ("train", "dev", "test
             file and the line.
     """
     counts: dict[str, Counter[str]] = {name: Counter() for name in splits}
+    config = _with_joiner(config)
     read: dict[str, list[Example]] = {}
     for name, counter in counts.items():
         files, _ = config.data.splits[name]
@@ -108,7 +111,8 @@ def read_task(config: TaskConfig, splits: Iterable[str] = ("train", "dev", "test
         read[name] = limited(examples, config.data.splits[name][1], counts[name])
         counts[name]["rows"] = len(read[name])
         _count_repeats(read[name], counts[name])
-    data = TaskData({name: tuple(rows) for name, rows in read.items()}, labels, {})
+    rows_of = {name: tuple(rows) for name, rows in read.items()}
+    data = TaskData(rows_of, labels, {}, config.data.joiner)
     for name, counter in counts.items():
         if name != "train":
             counter["texts that are in train, too"] = sum(data.in_train(name))
@@ -123,8 +127,37 @@ def read_file(
     Raises:
         DataError: see `read_task`; also that a row has no gold where `needs_gold`.
     """
+    source = _source(config, file, Counter() if counts is None else counts, needs_gold=needs_gold)
+    missing = [name for name in config.kind.fields if source.column(name) is None]
+    if missing:
+        raise ConfigError(f"{missing_fields(config.task.kind, missing)} (to read {source.path})")
+    examples = []
+    for number, row in enumerate(read_rows(source)):
+        example = _example(source, number, row)
+        if example is not None:
+            examples.append(example)
+    if not examples:
+        raise DataError(
+            f"{source.path} holds no row to use: {dict(source.counts) or 'it has none'}"
+        )
+    return examples
+
+
+def _with_joiner(config: TaskConfig) -> TaskConfig:
+    """Decide for all files how words are joined: by the first one, of train if there is one."""
+    given = config.data
+    first = [file for name in ("train", "dev", "test") for file in given.splits[name][0]][:1]
+    if given.joiner is not None or not first:
+        return config
+    source = _source(config, first[0], Counter(), needs_gold=False)
+    return replace(config, data=replace(given, joiner=joiner_of(source)))
+
+
+def _source(
+    config: TaskConfig, file: str | Path, counter: Counter[str], *, needs_gold: bool
+) -> TableFile:
+    """Look at a file: it is there, and its format goes with the task."""
     path = Path(config.data.root or ".") / file
-    counter = Counter[str]() if counts is None else counts
     if not path.is_file():
         raise DataError(
             f"{path} does not exist; put the files of the task there, or set data.root to the "
@@ -140,17 +173,7 @@ def read_file(
             f"{path} looks like {form}, which is for task.kind {' or '.join(kinds)}, not "
             f"{config.task.kind}; set data.format if that is wrong"
         )
-    missing = [name for name in config.kind.fields if source.column(name) is None]
-    if missing:
-        raise ConfigError(f"{missing_fields(config.task.kind, missing)} (to read {path})")
-    examples = []
-    for number, row in enumerate(read_rows(source)):
-        example = _example(source, number, row)
-        if example is not None:
-            examples.append(example)
-    if not examples:
-        raise DataError(f"{path} holds no row to use: {dict(counter) or 'it has none'}")
-    return examples
+    return source
 
 
 def _held_out(train: list[Example], share: float) -> tuple[list[Example], list[Example]]:
@@ -341,6 +364,8 @@ def _require_text(row: Row, text: str, part: str, start: int) -> None:
 def _name(value: Any, row: Row) -> str:
     if isinstance(value, (dict, list)):
         raise DataError(f"{row.where}: label {value!r} must be a text or a number")
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # 1 and 1.0 are one number, and one class
     return json.dumps(value) if isinstance(value, bool) else str(value).strip()
 
 
@@ -351,7 +376,15 @@ def _class_gold(source: TableFile, row: Row, example: Example, value: Any) -> st
 def _choice_gold(source: TableFile, row: Row, example: Example, value: Any) -> int:
     """Find the index of the choice; of equal choices it is the first."""
     if isinstance(value, str) and value in example.choices:
-        return example.choices.index(value)
+        index = example.choices.index(value)
+        is_other = value.isdecimal() and int(value) < len(example.choices) and int(value) != index
+        if is_other and source.format != "c3":
+            raise DataError(
+                f"{row.where}: answer {value!r} is the text of choice {index}, and as an index "
+                f"choice {int(value)}, {example.choices[int(value)]!r}; write indices as numbers, "
+                "without quotes, and texts otherwise"
+            )
+        return index
     # C3 answers by texts alone: "2" would be one that is not among the choices.
     is_index = str(value).isdecimal() and source.format != "c3"
     index = int(value) if is_index else -1
@@ -368,7 +401,27 @@ def _labels_gold(source: TableFile, row: Row, example: Example, value: Any) -> t
         value = [part for part in value.split(source.data.joiner or _LABEL_JOINER) if part]
     if not isinstance(value, list):
         value = [value]
-    return tuple(sorted({_name(item, row) for item in value}))
+    names = [_name(item, row) for item in value]
+    if _is_multi_hot(names, source.data.labels):
+        names = [label for label, on in zip(source.data.labels, names, strict=True) if on in _ON]
+    elif len(set(names)) < len(names):
+        if set(names) <= _ON | _OFF:
+            raise DataError(
+                f"{row.where}: {value!r} has a 0 or 1 for each label, so the labels need names: "
+                f"list all {len(names)} of them, in this order, in data.labels"
+            )
+        source.counts["rows with a label twice"] += 1
+    return tuple(sorted(set(names)))
+
+
+_ON, _OFF = {"1", "true"}, {"0", "false"}
+
+
+def _is_multi_hot(names: list[str], labels: tuple[str, ...] | str) -> bool:
+    """Whether a row has a 0 or 1 for each of the labels, which have other names."""
+    if isinstance(labels, str) or len(names) != len(labels) or set(labels) <= _ON | _OFF:
+        return False
+    return set(names) <= _ON | _OFF
 
 
 def _number_gold(source: TableFile, row: Row, example: Example, value: Any) -> float:

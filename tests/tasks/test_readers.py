@@ -90,6 +90,73 @@ def test_ids_are_the_file_s_or_row_numbers_and_keywords_joined(folder: Folder) -
     assert folder.rows("pair", [row], fields=fields, joiner=" ")[0].text == "甲 乙"
 
 
+def test_labels_of_zeros_and_ones(folder: Folder) -> None:
+    rows = [{"sentence": str(i), "label": each} for i, each in
+            enumerate(([1, 1, 0], [0, 0, 1], [True, False, True], [0, 0, 0]))]  # fmt: skip
+    found = folder.rows("multilabel", rows, labels=["x", "y", "z"], **SENTENCE)
+    assert [row.gold for row in found] == [("x", "y"), ("z",), ("x", "z"), ()]
+    with pytest.raises(DataError, match=r"a\.json:1: \[1, 1, 0\] .* data\.labels"):
+        folder.read("multilabel", rows, **SENTENCE)
+    # Numbers of labels, and labels that stand twice.
+    rows = [{"sentence": "x", "label": [0, 1]}, {"sentence": "y", "label": ["b", "b", "1"]}]
+    data = folder.read("multilabel", rows, **SENTENCE)
+    assert [row.gold for row in data.splits["train"]] == [("0", "1"), ("1", "b")]
+    assert data.counts["train"]["rows with a label twice"] == 1
+
+
+def test_numbers_and_halves_of_characters(folder: Folder) -> None:
+    rows = [{"sentence": f"a{i}", "label": label} for i, label in enumerate((1, 1.0, 0, 0.5))]
+    data = folder.read("classify", rows, **SENTENCE)
+    assert data.labels == ("0", "1", "0.5")
+    text = '{"sentence": "a\\ud83d b \\ud83d\\ude00", "label": "x\\udc00"}\n'
+    for content in (text, f"[{text}]"):
+        data = folder.read("classify", content, **SENTENCE)
+        assert data.splits["train"][0].text == "a\ufffd b \U0001f600"
+        assert data.labels == ("x\ufffd",)
+        assert data.counts["train"]["texts with half a character, now U+FFFD"] == 2
+
+
+def test_an_index_that_is_the_text_of_another_choice(folder: Folder) -> None:
+    fields = {"fields": {"text": "context", "text_b": "question", "choices": "choices"}}
+
+    def rows(answer: Any) -> list[dict[str, Any]]:
+        choices = ["2", "3", "1"]
+        return [{"context": "c", "question": "q", "choices": choices, "label": answer}]
+
+    assert [folder.rows("choice", rows(x), **fields)[0].gold for x in (1, "3")] == [1, 1]
+    with pytest.raises(DataError, match=r"'2' is the text of choice 0, and as an index choice 2"):
+        folder.rows("choice", rows("2"), **fields)
+
+
+@pytest.mark.parametrize("suffix", ["tsv", "csv"])
+def test_tables_without_a_header(folder: Folder, suffix: str) -> None:
+    apart = "\t" if suffix == "tsv" else ","
+    lines = [apart.join((f"text {i}", "ab"[i % 2])) for i in range(8)]
+    folder.write(f"train.{suffix}", "\n".join(lines))
+    folder.write(f"test.{suffix}", "\n".join(line.split(apart)[0] for line in lines))
+    given = {"columns": ["sentence", "label"], "train": [f"train.{suffix}"]}
+    data = read_task(folder.task("classify", **given, test=[f"test.{suffix}"], **SENTENCE))
+    assert [row.gold for row in data.splits["test"]] == [None] * 8
+    assert data.splits["test"][3].text == "text 3"
+    folder.write(f"train.{suffix}", "\n".join([f"review{apart}rating", *lines]))
+    with pytest.raises(DataError, match=r"first row looks like a header, \['review', 'rating'\]"):
+        read_task(folder.task("classify", **given, **SENTENCE))
+    folder.write(f"train.{suffix}", "\n".join([f"sentence{apart}label", *lines]))  # a header with text
+    assert len(read_task(folder.task("classify", **given, **SENTENCE)).splits["train"]) == 8
+
+
+def test_words_are_joined_alike_in_all_files(folder: Folder) -> None:
+    folder.write("train.conll", "New B-LOC\nYork I-LOC\n\nis O\n")
+    folder.write("dev.conll", "a O\nb O\n")  # of characters, by itself
+    data = read_task(folder.task("tag", train=["train.conll"], dev=["dev.conll"]))
+    assert [row.text for rows in data.splits.values() for row in rows] == ["New York", "is", "a b"]
+    assert data.joiner == " "
+    folder.write("dev.conll", "ab O\nb O\n")
+    folder.write("train.conll", "甲 B-LOC\n乙 I-LOC\n")
+    data = read_task(folder.task("tag", train=["train.conll"], dev=["dev.conll"]))
+    assert data.splits["dev"][0].text == "abb"
+
+
 def test_only_a_line_feed_ends_a_line(folder: Folder) -> None:
     text = '\ufeff{"sentence": "a\u2028b\\r", "label": "0"}\r\n\r\n{"sentence": "c", "label": "1"}'
     rows = folder.rows("classify", text, **SENTENCE)
@@ -271,6 +338,21 @@ def test_questions_without_answers(folder: Folder) -> None:
     fake = [{"text": f"FAKE_ANSWER_{n}", "answer_start": -1} for n in (1, 2, 3)]
     folder.write("t.json", _squad(*fake))
     assert read_file(folder.task("qa"), "t.json", needs_gold=False)[0].gold is None
+
+
+@pytest.mark.parametrize("flag", ["false", "False", "0", 0, False, None, "no", ""])
+@pytest.mark.parametrize("other", ["true", "TRUE", 1, True, "yes"])
+def test_a_flag_is_read_by_its_word(folder: Folder, flag: Any, other: Any) -> None:
+    answers = [{"text": "甲", "answer_start": 0}]
+    asked = [{"id": "a", "question": "q", "is_impossible": flag, "answers": answers},
+             {"id": "b", "question": "q", "is_impossible": other, "answers": answers}]  # fmt: skip
+    whole = {"data": [{"paragraphs": [{"context": "甲乙", "qas": asked}]}]}
+    data = folder.read("qa", json.dumps(whole))
+    assert [len(row.gold) for row in data.splits["train"]] == [1, 0]  # type: ignore[arg-type]
+    assert data.counts["train"]["unanswerable questions with answers"] == 1
+    asked[0]["is_impossible"] = "maybe"
+    with pytest.raises(DataError, match=r"question a: is_impossible is 'maybe'"):
+        folder.read("qa", json.dumps(whole))
 
 
 @pytest.mark.parametrize(("answers", "gold"), [
