@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from pipeline.errors import DataError
+from pipeline.errors import ConfigError, DataError
 from pipeline.runtime.files import write_atomic
 from pipeline.tasks.scores import Table, bootstrap, chance, interval, majority, tables
 from pipeline.tasks.task import TaskConfig, load_task
@@ -341,6 +341,24 @@ def read_runs(folder: Path) -> list[SeedRun]:
 def seed_folders(folder: Path, seeds: Sequence[int]) -> list[Path]:
     """Name the folders that `finetune` gives the runs of its seeds."""
     return [folder] if len(seeds) == 1 else [folder / f"seed-{seed}" for seed in seeds]
+
+
+def require_layout(out: Path, *, several: bool) -> None:
+    """Refuse to put the run of one seed over those of several, or the other way round.
+
+    Raises:
+        ConfigError: it would be.
+    """
+    has_several = any(out.glob("seed-*"))
+    if several and (out / "task.yaml").is_file():
+        raise ConfigError(
+            f"{out} holds the run of one seed, and several were asked for; choose another --out"
+        )
+    if has_several and not several:
+        raise ConfigError(
+            f"{out} holds runs of several seeds, and one was asked for; choose another --out, or "
+            f"see {out}/seed-N/{RESULT}"
+        )
 
 
 def read_result(folder: Path) -> dict[str, Any]:

@@ -4,7 +4,6 @@ The run of a seed has checkpoints, logs and figures as any other; the checkpoint
 dev becomes the model. DIR/result.json is written last: a folder that has it is finished.
 """
 
-import gc
 import hashlib
 import json
 import logging
@@ -29,13 +28,7 @@ from pipeline.config.runs import TaskRunConfig
 from pipeline.config.train import CheckpointConfig, MonitorConfig, SpikeConfig, TrainConfig
 from pipeline.data.format import FORMAT_VERSION
 from pipeline.data.run_order import DataRank
-from pipeline.errors import (
-    EXIT_FINISHED,
-    ConfigError,
-    DataError,
-    LostRankError,
-    PreemptedError,
-)
+from pipeline.errors import EXIT_FINISHED, ConfigError, DataError, LostRankError, PreemptedError
 from pipeline.finetune.batches import TaskIdentity, TaskRows, TaskStream, class_weights, tokenised
 from pipeline.finetune.can import CanConfig, can_result
 from pipeline.finetune.model import (
@@ -54,6 +47,7 @@ from pipeline.finetune.result import (
     predictions_file,
     read_result,
     read_run,
+    require_layout,
     score_run,
     seed_folders,
     tables_of,
@@ -168,7 +162,7 @@ def finetune(
     """
     given = tuple(config.train.seeds if seeds is None else seeds)
     config = replace(config, train=replace(config.train, seeds=given))
-    _require_layout(out, several=len(given) > 1)
+    require_layout(out, several=len(given) > 1)
     tokens = out / "tokens" if tokens is None else tokens
     prepared = prepare(config, name, source, tokens)
     found: list[dict[str, Any]] = []
@@ -183,20 +177,6 @@ def finetune(
     if len(given) == 1:
         return read_result(out)
     return _combined(given, folders, out)
-
-
-def _require_layout(out: Path, *, several: bool) -> None:
-    """Refuse to put the run of one seed over those of several, or the other way round."""
-    has_several = any(out.glob("seed-*"))
-    if several and (out / TASK_FILE).is_file():
-        raise ConfigError(
-            f"{out} holds the run of one seed, and several were asked for; choose another --out"
-        )
-    if has_several and not several:
-        raise ConfigError(
-            f"{out} holds runs of several seeds, and one was asked for; choose another --out, or "
-            f"see {out}/seed-N/{RESULT}"
-        )
 
 
 def _searched(
@@ -373,7 +353,15 @@ class TaskWork:
 
     unigram_entropy = None
 
-    def __init__(self, prepared: Prepared, config: TaskRunConfig, folder: Path) -> None:
+    def __init__(
+        self,
+        prepared: Prepared,
+        config: TaskRunConfig,
+        folder: Path,
+        more: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Take a task; `more` is written into its result."""
+        self._more = more or {}
         self.objective = TaskObjective(prepared.spec)
         content = {
             "format_version": FORMAT_VERSION,
@@ -453,6 +441,10 @@ class TaskWork:
         predictor = Predictor(model.task, engine.model, engine.device, self._pad_id)
         return DevScores(self._prepared, predictor)
 
+    def finish(self) -> None:
+        """Predict dev and test by the chosen checkpoint, and write the result."""
+        _finish(self._prepared, self._config, self._more)
+
 
 def pad_id(prepared: Prepared) -> int:
     """Return the token of padding."""
@@ -504,22 +496,15 @@ def _finetune_seed(
         write_atomic(folder / TASK_FILE, _task_text(prepared, config))
 
     with env.restored(), own_process():
+        more = {"search": searched} if searched else {}
         rank = Rank(process)
-        code = train_run(config, rank, TaskWork(prepared, config, folder))
+        code = train_run(config, rank, TaskWork(prepared, config, folder, more))
         # One that came after the last step: leaving would forget it.
         is_asked_to_stop = rank.stop.requested
-    # Model and hooks hold each other; the collector sees small objects, not the memory behind.
-    gc.collect()
     if code != EXIT_FINISHED or is_asked_to_stop:
         raise PreemptedError(
             f"{folder} was stopped by a signal and has saved; the same command continues it"
         )
-    if process.is_first:
-        about = {"search": searched} if searched else {}
-        _finish(prepared, config, seed, folder, protocol, about)
-        return
-    # What follows reads it; the process group is closed.
-    _wait_for(folder / RESULT, process.rank, config.train.collective_timeout_s)
 
 
 def _wait_for(path: Path, rank: int, timeout_s: float) -> None:
@@ -596,19 +581,18 @@ def _require_same(
         )
 
 
-def _finish(
-    prepared: Prepared,
-    config: TaskRunConfig,
-    seed: int,
-    folder: Path,
-    protocol: Mapping[str, Any],
-    more: Mapping[str, Any],
-) -> None:
-    """Write the model, its predictions, and at last the result; then drop the checkpoints."""
-    path = _chosen(folder, on_dev=protocol["selected_on"] == "dev")
-    manifest = read_manifest(path)
+def _finish(prepared: Prepared, config: TaskRunConfig, more: Mapping[str, Any]) -> None:
+    """Write the model, its predictions, and at last the result; then drop the checkpoints.
+
+    Each rank predicts its share of the rows, and rank 0 writes. Collective.
+    """
+    folder, protocol = config.folder.path, _protocol(prepared, config)
+    process = env.process_info_or_alone()
+    share = DataRank(process.rank, process.world_size)
+    path = dist.on_first(
+        lambda: _chosen(folder, on_dev=protocol["selected_on"] == "dev"), "choosing a checkpoint"
+    )
     weights = read_weights(path)
-    _write_folder(prepared, config, weights, folder, {"step": manifest.step})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = TaskModel(config.model, prepared.spec)
     model.load_state_dict(weights)
@@ -617,9 +601,29 @@ def _finish(
     found: dict[str, list[PredictionRow]] = {}
     for split in SPLITS:
         if split in prepared.rows:
-            decided, _ = predictor.decode(prepared.rows[split], DataRank(0, 1))
+            with dist.raise_on_all_ranks():
+                mine, _ = predictor.decode(prepared.rows[split], share)
+            parts = dist.gather(mine)
+            decided = {row: each for part in parts for row, each in part.items()}
             found[split] = predictions(prepared.spec, prepared.rows[split], decided)
-            write_predictions(predictions_file(folder, split), found[split])
+    dist.on_first(
+        lambda: _write_result(prepared, config, (path, weights), found, more),
+        "writing the result",
+    )
+
+
+def _write_result(
+    prepared: Prepared,
+    config: TaskRunConfig,
+    chosen: tuple[Path, Mapping[str, Tensor]],
+    found: Mapping[str, list[PredictionRow]],
+    more: Mapping[str, Any],
+) -> None:
+    folder, protocol = config.folder.path, _protocol(prepared, config)
+    manifest = read_manifest(chosen[0])
+    _write_folder(prepared, config, chosen[1], folder, {"step": manifest.step})
+    for split, rows_found in found.items():
+        write_predictions(predictions_file(folder, split), rows_found)
     scored = score_run(prepared.config, prepared.data.labels, found)
     golds = [example.gold for example in prepared.data.splits["train"]]
     about: dict[str, Any] = {
@@ -636,7 +640,7 @@ def _finish(
     }
     if prepared.config.task.kind in NAMES:
         about["prior"] = dict(Counter(map(str, golds)))
-    write_json_atomic(folder / RESULT, combine([scored], [seed], about))
+    write_json_atomic(folder / RESULT, combine([scored], [config.seed], about))
     shutil.rmtree(folder / FOLDER, ignore_errors=True)
 
 

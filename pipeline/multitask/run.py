@@ -350,6 +350,9 @@ class MultiTaskWork:
         }
         return MixedScores(scores, engine, self._held_out, self._balancer)
 
+    def finish(self) -> None:
+        """Do nothing more."""
+
 
 def _size(stream: TaskStream | TrainLoader) -> int:
     if isinstance(stream, TaskStream):

@@ -1,6 +1,7 @@
 """Puts a run together from its config and its work, and starts the loop."""
 
 import fcntl
+import gc
 import json
 import logging
 import os
@@ -94,6 +95,12 @@ def train_run(config: RunConfig, rank: Rank, work: Workload) -> int:
             ),
             lambda code: rank.leave(run_dir, code),
         )
+        is_asked_to_stop = code == EXIT_FINISHED and any(dist.gather(rank.stop.requested))
+        if code == EXIT_FINISHED and not is_asked_to_stop:
+            # Model and hooks hold each other; the collector sees small objects, not the memory
+            # behind.
+            gc.collect()
+            work.finish()
         close_process_group()
     return code
 

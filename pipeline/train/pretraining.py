@@ -125,6 +125,9 @@ class Pretraining:
         probes = Probes(*given) if self._probed else None
         return HeldOut(self._config, engine, self, self._held_out, observer, probes)
 
+    def finish(self) -> None:
+        """Do nothing more."""
+
 
 @dataclass(frozen=True)
 class HeldOut:

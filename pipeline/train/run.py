@@ -118,6 +118,9 @@ class Workload(Protocol):
     def evaluation(self, model: EncoderModel, engine: Engine) -> HeldOutEvaluator:
         """Make what scores the model; `open` was called. Collective."""
 
+    def finish(self) -> None:
+        """Do what is left when all steps are done, with all ranks. Collective."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:

@@ -298,6 +298,14 @@ def test_two_ranks_give_what_one_gives(
     )
     assert found == pytest.approx(expected, abs=0.05)
     assert two["rows"] == alone["rows"]
+    # Ranks share the rows: their predictions are those of the model in one process.
+    for seed in ("seed-1", "seed-2"):
+        run, made = tmp_path / "two" / seed, tmp_path / f"{seed}.jsonl"
+        rows = path.parent / load_task(str(path)).data.dev[0]
+        done = warm.run("postnorm", "predict", run, "--input", rows, "--out", made)
+        assert done.returncode == 0, done.stdout
+        stored = _lines(run / "predictions-dev.jsonl")
+        assert [row["prediction"] for row in _lines(made)] == [r["prediction"] for r in stored]
 
 
 def test_best_epoch_is_reported(task_file: Make, tiny_model: Path, tmp_path: Path) -> None:
