@@ -337,7 +337,7 @@ class FiltersConfig:
     reads: Literal["text", "prose"] = param(
         "text",
         "prose: code fences, tables and lines without a letter count neither as repetition nor as "
-        "bullets or short words (data_prep/filters/prose.py)",
+        "bullets or short words (data_prep/filters/rules.py)",
     )
     shape: ShapeConfig = section(ShapeConfig, "length and make-up")
     script: ScriptConfig = section(ScriptConfig, "scripts of the expected languages")

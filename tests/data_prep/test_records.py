@@ -14,8 +14,8 @@ import pytest
 
 from data_prep.config import CleanConfig, PrepConfig, SourceConfig
 from data_prep.export import export
+from data_prep.ingest import FieldCounts, count, merged, shown
 from data_prep.inputs import InputPiece, find, pieces
-from data_prep.metadata import FieldCounts, count, merged, shown
 from data_prep.pieces import read_lines
 from data_prep.readers import records
 from data_prep.readers.documents import ReadStats, read_piece

@@ -141,7 +141,9 @@ def test_tables_without_a_header(folder: Folder, suffix: str) -> None:
     folder.write(f"train.{suffix}", "\n".join([f"review{apart}rating", *lines]))
     with pytest.raises(DataError, match=r"first row looks like a header, \['review', 'rating'\]"):
         read_task(folder.task("classify", **given, **SENTENCE))
-    folder.write(f"train.{suffix}", "\n".join([f"sentence{apart}label", *lines]))  # a header with text
+    folder.write(
+        f"train.{suffix}", "\n".join([f"sentence{apart}label", *lines])
+    )  # a header with text
     assert len(read_task(folder.task("classify", **given, **SENTENCE)).splits["train"]) == 8
 
 
