@@ -17,8 +17,8 @@ import numpy as np
 
 from data_prep.clean.normalise import normalise
 from data_prep.config import CleanConfig, FiltersConfig, PrepConfig
+from data_prep.documents import ReadStats, read_piece
 from data_prep.filters.rules import Chain, Dropped, key_parts
-from data_prep.inputs import InputPiece
 from data_prep.pieces import (
     PIECE_FILES,
     PieceWriter,
@@ -28,8 +28,6 @@ from data_prep.pieces import (
     piece_writer,
 )
 from data_prep.plugins import digest
-from data_prep.readers.documents import ReadStats, read_piece
-from data_prep.readers.items import Document, Metadata, Rejected
 from data_prep.stage import (
     INGEST_STAGES,
     REPEATED_IDS,
@@ -40,6 +38,7 @@ from data_prep.stage import (
     StageTask,
     make_key,
 )
+from data_prep.types import Document, InputPiece, Metadata, Rejected
 
 logger = logging.getLogger(__name__)
 

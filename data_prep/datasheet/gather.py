@@ -26,7 +26,7 @@ from data_prep.corpus import Progress
 from data_prep.filters.mask import Masker
 from data_prep.ingest import merged, shown
 from data_prep.pieces import read_documents, read_lines
-from data_prep.readers.items import storable
+from data_prep.readers.encodings import storable
 from data_prep.stage import INGEST_STAGES, REPEATED_IDS, Done, StageCounts
 from pipeline.config.load import provenance
 from pipeline.data.format import SPLITS, DatasetIndex, read_index

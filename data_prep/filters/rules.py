@@ -60,7 +60,7 @@ from data_prep.config import C4Config, FiltersConfig
 from data_prep.filters.mask import Masker
 from data_prep.filters.text_stats import DIGIT, HAN, KANA, LATIN, LETTER, SYMBOL, NGrams, TextStats
 from data_prep.plugins import Languages, OwnDocument, OwnRule, digest
-from data_prep.readers.items import Document
+from data_prep.types import Document
 from pipeline.errors import ConfigError
 
 _STOP_WORDS = re.compile(r"\b(?:the|be|to|of|and|that|have|with)\b", re.IGNORECASE | re.ASCII)

@@ -12,19 +12,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, AnyStr
 
-from data_prep.readers.encodings import LongLine, decode
-from data_prep.readers.items import (
+from data_prep.readers.encodings import LongLine, decode, storable
+from data_prep.readers.text import (
     BEGINNING_BYTES,
     CUT_SHORT,
     DAMAGED,
     BrokenFileError,
-    Document,
     FileOrigin,
-    Metadata,
-    Rejected,
-    storable,
+    GrowingDocument,
+    Items,
+    Lines,
+    Stream,
+    line_documents,
 )
-from data_prep.readers.text import GrowingDocument, Items, Lines, Stream, line_documents
+from data_prep.types import Document, Metadata, Rejected
 
 _STEP = 1 << 16
 _STRUCTURE = re.compile(rb'["\[\]{},]')
