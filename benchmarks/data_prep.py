@@ -58,10 +58,10 @@ from data_prep.chain import walk  # noqa: E402
 from data_prep.clean.normalise import normalise  # noqa: E402
 from data_prep.config import DedupConfig, PrepConfig, TokenizerConfig, rule_sets  # noqa: E402
 from data_prep.dedup.near import settings_of  # noqa: E402
+from data_prep.documents import ReadStats, read_piece  # noqa: E402
 from data_prep.pieces import read_documents  # noqa: E402
-from data_prep.readers.documents import ReadStats, read_piece  # noqa: E402
-from data_prep.readers.items import Document  # noqa: E402
 from data_prep.stage import Done, Stage, run_tasks  # noqa: E402
+from data_prep.types import Document  # noqa: E402
 from data_prep.word_boundaries import word_starts_of  # noqa: E402
 from pipeline.config.load import load  # noqa: E402
 from pipeline.data.format import SPLITS, read_index  # noqa: E402

@@ -30,7 +30,8 @@ import opencc
 
 from benchmarks import minhash
 from benchmarks.timing import cpu_seconds
-from data_prep.readers.encodings import CODECS, Encoding, detect
+from data_prep.config import Encoding
+from data_prep.readers.encodings import CODECS, detect
 
 _UNKNOWN = {
     "koi8-r": "Вчера вечером мы долго гуляли по городу и говорили о том, что будет завтра. ",

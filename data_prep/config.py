@@ -9,10 +9,13 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from data_prep.readers.encodings import Encoding
 from pipeline.config.schema import REQUIRED, param, path_param, section
 from pipeline.errors import ConfigError
 from pipeline.runtime.remote import is_address
+
+Encoding = Literal[
+    "utf-8", "gb18030", "big5", "shift_jis", "euc-jp", "windows-1252", "utf-16-le", "utf-16-be"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,7 +340,7 @@ class FiltersConfig:
     reads: Literal["text", "prose"] = param(
         "text",
         "prose: code fences, tables and lines without a letter count neither as repetition nor as "
-        "bullets or short words (data_prep/filters/prose.py)",
+        "bullets or short words (data_prep/filters/rules.py)",
     )
     shape: ShapeConfig = section(ShapeConfig, "length and make-up")
     script: ScriptConfig = section(ScriptConfig, "scripts of the expected languages")

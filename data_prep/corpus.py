@@ -14,6 +14,7 @@ from data_prep.inputs import SMALLEST_PIECE_MB
 from data_prep.pieces import Pieces, piece_name
 from data_prep.stage import Done, StageTask, make_key
 from data_prep.tokenizer.existing_tokenizer import GivenTokenizer, read_given
+from data_prep.types import InputFile, InputPiece
 from data_prep.word_boundaries import JIEBA, Words, read_words
 from pipeline.config.strict_yaml import read_file
 from pipeline.errors import DataError
@@ -32,10 +33,10 @@ class Corpus:
     """A config, its input files in pieces, the files of its evaluation sets, and its tokenizer."""
 
     config: PrepConfig
-    pieces: tuple[inputs.InputPiece, ...]
+    pieces: tuple[InputPiece, ...]
     tokenizer: GivenTokenizer | None
     """None if one is to be trained."""
-    eval_sets: dict[str, tuple[inputs.InputFile, ...]]
+    eval_sets: dict[str, tuple[InputFile, ...]]
     unreadable: tuple[str, ...] = ()
     """What is left out because it cannot be read."""
     words: Words = JIEBA
@@ -82,7 +83,7 @@ def find(config: PrepConfig) -> Corpus:
     inputs.refuse_inside(output, (text for one in config.sources for text in one.inputs))
     inputs.refuse_inside(output, (text for one in config.decontaminate.sets for text in one.inputs))
     dictionary = config.words.dictionary
-    listed: list[list[inputs.InputFile]] = []
+    listed: list[list[InputFile]] = []
     unreadable: list[str] = []
     for source in config.sources:
         listing = inputs.find(source)

@@ -8,8 +8,8 @@ read as GB18030), `scripts`, the accepted documents by the script that they are 
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,8 @@ import numpy as np
 
 from data_prep.clean.normalise import normalise
 from data_prep.config import CleanConfig, FiltersConfig, PrepConfig
+from data_prep.documents import ReadStats, read_piece
 from data_prep.filters.rules import Chain, Dropped, key_parts
-from data_prep.inputs import InputPiece
-from data_prep.metadata import FieldCounts, count
 from data_prep.pieces import (
     PIECE_FILES,
     PieceWriter,
@@ -29,8 +28,6 @@ from data_prep.pieces import (
     piece_writer,
 )
 from data_prep.plugins import digest
-from data_prep.readers.documents import ReadStats, read_piece
-from data_prep.readers.items import Document, Rejected
 from data_prep.stage import (
     INGEST_STAGES,
     REPEATED_IDS,
@@ -41,6 +38,7 @@ from data_prep.stage import (
     StageTask,
     make_key,
 )
+from data_prep.types import Document, InputPiece, Metadata, Rejected
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +50,11 @@ _SCRIPTS[0xE4:0xEA] = [_HAN] * 6
 _SCRIPTS[0x41:0x5B] = _SCRIPTS[0x61:0x7B] = [_LATIN] * 26
 for _first, _end in ((0xC3, 0xE2), (0xEA, 0xEF), (0xF0, 0xF5)):
     _SCRIPTS[_first:_end] = [_OTHER] * (_end - _first)
+
+
+_MOST_VALUES = 1000
+"""Different values that are counted; URLs have more."""
+_MOST_CHARS = 60
 
 
 @dataclass(frozen=True)
@@ -203,3 +206,62 @@ def _warn(piece: InputPiece, duplicate_ids: int, remarks: ReadStats) -> None:
     for name, paths in remarks.encodings.items():
         text = "%s: %d files are read as %s, such as %s"
         logger.warning(text, where, len(paths), name, ", ".join(paths[:3]))
+
+
+@dataclass
+class FieldCounts:
+    """What is known of the values of one field; counts of tasks add up in any order."""
+
+    documents: int = 0
+    """Number of documents that have the field."""
+    values: dict[str, int] | None = field(default_factory=dict)
+    """Value -> documents; None if there are more than `_MOST_VALUES`."""
+    first: str = ""
+    last: str = ""
+    """The smallest and the largest value as text, such as of dates."""
+
+    def add(self, value: str) -> None:
+        """Count a document with a value."""
+        self.first = min(self.first, value) if self.documents else value
+        self.last = max(self.last, value)
+        self.documents += 1
+        if self.values is not None:
+            self.values[value] = self.values.get(value, 0) + 1
+            if len(self.values) > _MOST_VALUES:
+                self.values = None
+
+    def merge(self, other: "FieldCounts") -> None:
+        """Add the counts of another task."""
+        ends = [end for each in (self, other) if each.documents for end in (each.first, each.last)]
+        if ends:
+            self.first, self.last = min(ends), max(ends)
+        self.documents += other.documents
+        both = None
+        if self.values is not None and other.values is not None:
+            both = dict(Counter(self.values) + Counter(other.values))
+        self.values = None if both is None or len(both) > _MOST_VALUES else both
+
+
+def count(counts: dict[str, FieldCounts], metadata: Metadata) -> None:
+    """Count the values of one document, cut to what a table can show."""
+    for name, value in metadata.items():
+        counts.setdefault(name, FieldCounts()).add(str(value)[:_MOST_CHARS])
+
+
+def merged(of_tasks: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, FieldCounts]:
+    """Add up the counts of tasks, as `asdict` made plain values of them."""
+    whole: dict[str, FieldCounts] = {}
+    for counts in of_tasks:
+        for name, values in counts.items():
+            whole.setdefault(name, FieldCounts()).merge(FieldCounts(**values))
+    return dict(sorted(whole.items()))
+
+
+def shown(counts: FieldCounts, most: int = 3) -> str:
+    """List the most frequent values, or where all differ the first and the last."""
+    if counts.values is None or len(counts.values) == counts.documents > most:
+        return f"{counts.first} to {counts.last}"
+    common = Counter(counts.values).most_common(most)
+    texts = [f"{value} ({100 * n / counts.documents:.1f}%)" for value, n in common]
+    more = len(counts.values) - len(common)
+    return ", ".join(texts) + (f" and {more:,} more" if more else "")

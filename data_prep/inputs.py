@@ -12,9 +12,10 @@ from itertools import pairwise, takewhile
 from pathlib import Path
 
 from data_prep import embedded
-from data_prep.config import SourceConfig
-from data_prep.readers.encodings import UTF_16, Encoding
+from data_prep.config import Encoding, SourceConfig
+from data_prep.readers.encodings import UTF_16
 from data_prep.readers.text import detect_encoding, opened
+from data_prep.types import InputFile, InputPiece
 from pipeline.errors import DataError
 from pipeline.runtime import remote
 
@@ -42,39 +43,6 @@ _ANY = "any"
 _PART_NAME = re.compile(r"part-\d+|\d+\.part")
 """Files in a folder that Spark or Dask wrote; train.jsonl/part-00000 has the folder's format."""
 _WIKIEXTRACTOR_NAME = re.compile(r"wiki_\d+")
-
-
-@dataclass(frozen=True)
-class InputFile:
-    """A file, or a range of its bytes, and its name in document ids.
-
-    The name does not depend on the file's folder. A range stands for the documents that begin in
-    it, which may end behind it.
-    """
-
-    path: str
-    """Absolute, or an address in a store; a link as it is called, since names tell formats."""
-    name: str
-    num_bytes: int
-    """Size of the whole file."""
-    mtime_ns: int
-    """Time of modification, or the version that a store gives."""
-    start: int = 0
-    end: int | None = None
-    """First byte behind the range; None for the end of the file."""
-
-    @property
-    def range_bytes(self) -> int:
-        """Length of the range."""
-        return (self.num_bytes if self.end is None else self.end) - self.start
-
-
-@dataclass(frozen=True)
-class InputPiece:
-    """Consecutive files of one source: the unit of work of ingestion."""
-
-    source: SourceConfig
-    files: tuple[InputFile, ...]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from data_prep.config import SourceConfig
-from data_prep.readers.items import Document, Rejected
+from data_prep.types import Document, Rejected
 from pipeline.errors import DataError
 
 logger = logging.getLogger(__name__)

@@ -31,7 +31,6 @@ import numpy as np
 import numpy.typing as npt
 from backports import zstd
 
-from data_prep.readers.items import Metadata, Rejected
 from data_prep.stage import (
     StageTask,
     not_as_written,
@@ -40,6 +39,7 @@ from data_prep.stage import (
     require_written,
     task_name,
 )
+from data_prep.types import Metadata, Rejected
 from pipeline.runtime.files import sha256_file
 
 _SUFFIXES = (

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from data_prep.config import LanguageConfig
-from data_prep.readers.items import Metadata
+from data_prep.types import Metadata
 from pipeline.errors import ConfigError, DataError
 
 T = TypeVar("T")

@@ -28,10 +28,10 @@ from data_prep.datasheet.gather import Mask, beginning, mask_of, side_by_side
 from data_prep.datasheet.page import colours, fill, percent
 from data_prep.dedup.minhash import agreements, signatures, similarity
 from data_prep.dedup.near import bucket_pairs, settings_of
+from data_prep.documents import ReadStats, read_piece
 from data_prep.filters.rules import Chain, Dropped
 from data_prep.pieces import hash_share
-from data_prep.readers.documents import ReadStats, read_piece
-from data_prep.readers.items import Document, Rejected
+from data_prep.types import Document, Rejected
 from pipeline.errors import DataError
 from pipeline.runtime.files import write_atomic
 from pipeline.runtime.summary import progress, table

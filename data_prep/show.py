@@ -21,11 +21,11 @@ from data_prep import corpus
 from data_prep.chain import estimates, look, steps
 from data_prep.config import PrepConfig
 from data_prep.corpus import RESOLVED_FILE, Corpus
+from data_prep.documents import ReadStats, read_piece
 from data_prep.lease import holders
 from data_prep.pieces import id_hash, piece_name, read_documents, read_lines
-from data_prep.readers.documents import ReadStats, read_piece
-from data_prep.readers.items import Document, Metadata
 from data_prep.stage import FOLDER_TASKS, Estimate, Size, Stage, State, state_of
+from data_prep.types import Document, Metadata
 from pipeline.config.load import load
 from pipeline.config.strict_yaml import read_file
 from pipeline.data.format import INDEX_FILE, read_index

@@ -24,9 +24,9 @@ from data_prep.clean.normalise import normalise
 from data_prep.config import FiltersConfig, PrepConfig, SourceConfig
 from data_prep.corpus import Progress
 from data_prep.filters.mask import Masker
-from data_prep.metadata import merged, shown
+from data_prep.ingest import merged, shown
 from data_prep.pieces import read_documents, read_lines
-from data_prep.readers.items import storable
+from data_prep.readers.encodings import storable
 from data_prep.stage import INGEST_STAGES, REPEATED_IDS, Done, StageCounts
 from pipeline.config.load import provenance
 from pipeline.data.format import SPLITS, DatasetIndex, read_index

@@ -15,16 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.config import DecontaminateConfig, EvalSetConfig
-from data_prep.inputs import (
-    COMPRESSED_SUFFIXES,
-    InputFile,
-    matching_files,
-    plain_name,
-    refuse_changed,
-)
-from data_prep.readers.encodings import decode, invalid_line, of_lines
-from data_prep.readers.items import storable
+from data_prep.inputs import COMPRESSED_SUFFIXES, matching_files, plain_name, refuse_changed
+from data_prep.readers.encodings import decode, invalid_line, of_lines, storable
 from data_prep.readers.text import detect_encoding, opened
+from data_prep.types import InputFile
 from pipeline.errors import DataError
 
 SUFFIXES = (".jsonl", ".json", ".tsv", ".csv", ".txt")

@@ -23,10 +23,9 @@ from data_prep.config import CleanConfig, DecontaminateConfig, PrepConfig, Sourc
 from data_prep.corpus import RESOLVED_FILE
 from data_prep.decontaminate.search import ARRAYS, Finder, Tables
 from data_prep.dedup.minhash import fold, shingle_hashes, shingle_lengths
-from data_prep.inputs import InputFile
+from data_prep.documents import ReadStats, read_piece
 from data_prep.pieces import batches
-from data_prep.readers.documents import ReadStats, read_piece
-from data_prep.readers.items import Document
+from data_prep.types import Document, InputFile
 from pipeline.config.load import load
 from pipeline.errors import DataError
 from pipeline.runtime.files import write_json_atomic

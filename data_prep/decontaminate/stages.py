@@ -37,7 +37,6 @@ from data_prep.config import CleanConfig, DecontaminateConfig
 from data_prep.corpus import Progress
 from data_prep.decontaminate import eval_items
 from data_prep.decontaminate.search import ARRAYS, Finder, Tables
-from data_prep.inputs import InputFile
 from data_prep.pieces import Pieces, batches, read_documents
 from data_prep.stage import (
     Estimate,
@@ -49,6 +48,7 @@ from data_prep.stage import (
     replacing,
     save_array,
 )
+from data_prep.types import InputFile
 from pipeline.errors import DataError
 
 REASON = "shares text with an evaluation set"

@@ -39,7 +39,6 @@ from data_prep.pieces import (
     piece_writer,
     read_documents,
 )
-from data_prep.readers.items import Rejected
 from data_prep.stage import (
     SEEN_LINE,
     Done,
@@ -52,6 +51,7 @@ from data_prep.stage import (
     save_array,
     task_name,
 )
+from data_prep.types import Rejected
 
 PART_LINES = 16_000_000
 NOTHING_NEW = "no long line that was not seen before"

@@ -8,7 +8,7 @@ Sources, with the papers' values as defaults in `data_prep.config`:
 - Groups `shape` and `script` are our own. Han and Latin letters tell Chinese from English, kana
   count against `zh` and so show Japanese, and Gopher's English stop words reject other languages in
   Latin letters; who wants more has `language` (`data_prep.plugins`), for which a package is needed.
-- `reads: prose`, of the presets for technical and legal text: `data_prep.filters.prose`.
+- `reads: prose`, of the presets for technical and legal text, is our own, too; see below.
 
 Where the papers leave it open: a duplicate line, paragraph or n-gram is one that equals an earlier
 one of the document (as in the datatrove library); shares of lines are of lines that are not empty;
@@ -27,6 +27,21 @@ units are Chinese characters or kana. In a Chinese document
 - bullets, ellipses and ends of sentences include the Chinese ones. Line and paragraph rules are
   the same.
 
+The prose of a technical text is what is left without code fences, tables and drawn lines. Left out
+are
+- code between two fences of ``` or ~~~ (CommonMark 0.31, section 4.5), with the fences; a fence
+  without an end hides nothing, so that it cannot hide the rest of a text;
+- rows of tables: lines that begin with |, and lines with | around a row such as `--- | :---:`;
+- reference definitions, `[name]: target`;
+- lines without a letter: rules, brackets, grids, rulers and rows of numbers. Chinese characters and
+  kana are letters.
+
+Rules that read prose count its lines and words, but take their shares of the whole text: a line
+"Output:" before each of ten listings is not a repetition of half a document. What is left out may
+repeat itself, but not nearly all of it (`repetition.max_duplicate_code_chars`).
+
+Normalisation takes the spaces off the beginning of lines, so indented code is prose here.
+
 Line rules of C4 come first and change the text; then cheap rules before expensive ones; the mask is
 last. The first rule that fails is the reason.
 """
@@ -36,16 +51,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
+from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from data_prep.config import C4Config, FiltersConfig
 from data_prep.filters.mask import Masker
-from data_prep.filters.prose import prose
 from data_prep.filters.text_stats import DIGIT, HAN, KANA, LATIN, LETTER, SYMBOL, NGrams, TextStats
 from data_prep.plugins import Languages, OwnDocument, OwnRule, digest
-from data_prep.readers.items import Document
+from data_prep.types import Document
 from pipeline.errors import ConfigError
 
 _STOP_WORDS = re.compile(r"\b(?:the|be|to|of|and|that|have|with)\b", re.IGNORECASE | re.ASCII)
@@ -64,6 +79,10 @@ _PARAGRAPH = re.compile("\n\n+")
 _CJK = re.compile("[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]")
 _LETTERS = "a-z0-9_\u00df-\u024f"
 _TOKEN = re.compile(f"[{_LETTERS}]+")
+_FENCE = re.compile(r"(?:(?:[-*+>]|\d+[.)]) )*(```+|~~~+)")
+_DELIMITERS = re.compile(r"[\s:|-]*-[\s:|-]*\|[\s:|-]*|[\s:|-]*\|[\s:|-]*-[\s:|-]*")
+_LETTER = re.compile(r"[^\W\d_]")
+_REFERENCE = re.compile(r"\[[^\]\n]+\]: ")
 
 
 @dataclass(frozen=True)
@@ -170,6 +189,49 @@ _NO_ITEM = Document("", "")
 Check = tuple[str, float, float | None, bool]
 """The rule, the measured value, its limit (None: off), and whether that is the lowest value that
 passes; else it is the highest."""
+
+
+def prose(text: str) -> tuple[str, list[str]]:
+    """Divide a normalised text into its prose, and its lines of code and tables with a letter.
+
+    Returns:
+        The lines that are prose, joined (the same object if all of them are); and the other lines.
+    """
+    lines = text.split("\n")
+    stays = [not line or _is_prose(line) for line in lines]
+    if "```" in text or "~~~" in text:
+        _leave_out_fences(lines, stays)
+    if "|" in text:
+        _leave_out_tables(lines, stays)
+    if all(stays):
+        return text, []
+    rest = [line for line, stay in zip(lines, stays, strict=True) if not stay]
+    kept = "\n".join(line for line, stay in zip(lines, stays, strict=True) if stay)
+    return kept, list(filter(_LETTER.search, rest))
+
+
+def _is_prose(line: str) -> bool:
+    return not line.startswith("|") and bool(_LETTER.search(line)) and not _REFERENCE.match(line)
+
+
+def _leave_out_fences(lines: list[str], stays: list[bool]) -> None:
+    fences = [(i, match[1]) for i, line in enumerate(lines) if (match := _FENCE.match(line))]
+    opened: tuple[int, str] | None = None
+    for i, fence in fences:
+        if opened is None:
+            opened = (i, fence)
+        elif fence.startswith(opened[1]) and not lines[i].strip(" >").strip(fence[0]):
+            stays[opened[0] : i + 1] = [False] * (i + 1 - opened[0])
+            opened = None
+
+
+def _leave_out_tables(lines: list[str], stays: list[bool]) -> None:
+    """Leave out the runs of lines with | that have a row of dashes among them."""
+    for has_bar, run in groupby(range(len(lines)), key=lambda i: "|" in lines[i]):
+        rows = list(run)
+        if has_bar and any(_DELIMITERS.fullmatch(lines[i]) for i in rows):
+            for i in rows:
+                stays[i] = False
 
 
 class _RuleView(NamedTuple):

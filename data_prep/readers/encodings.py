@@ -9,11 +9,10 @@ import codecs
 import io
 from collections import Counter
 from collections.abc import Sequence
-from typing import IO, Literal
+from typing import IO
 
-Encoding = Literal[
-    "utf-8", "gb18030", "big5", "shift_jis", "euc-jp", "windows-1252", "utf-16-le", "utf-16-be"
-]
+from data_prep.config import Encoding
+
 CODECS: dict[Encoding, str] = {
     "utf-8": "utf-8",
     "gb18030": "gb18030",
@@ -215,3 +214,8 @@ class _AsUtf8(io.RawIOBase):
         given, self._waiting = self._waiting[: len(buffer)], self._waiting[len(buffer) :]
         buffer[: len(given)] = given
         return len(given)
+
+
+def storable(text: str) -> str:
+    """Replace lone surrogates, which JSON may hold but UTF-8 cannot store."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -10,9 +10,17 @@ import pyarrow as pa  # type: ignore[import-untyped,import-not-found]
 import pyarrow.parquet as pq  # type: ignore[import-untyped,import-not-found]
 
 from data_prep.readers.encodings import decode
-from data_prep.readers.items import BEGINNING_BYTES, DAMAGED, BrokenFileError, FileOrigin, Metadata
 from data_prep.readers.records import Fields, joined, value_at
-from data_prep.readers.text import Items, open_binary, whole_document
+from data_prep.readers.text import (
+    BEGINNING_BYTES,
+    DAMAGED,
+    BrokenFileError,
+    FileOrigin,
+    Items,
+    open_binary,
+    whole_document,
+)
+from data_prep.types import Metadata
 
 # Rows in memory at a time, and what is read of a column at a time.
 _ROWS = 256

@@ -1,35 +1,41 @@
-"""Documents of files of records: JSON lines, JSON arrays, and tables of commas or tabs.
+"""Documents of files of records: JSON lines and arrays, tables, and WikiExtractor's output.
 
 A record is an object with the fields that the source names. JSON arrays are UTF-8 by RFC 8259; they
 are read element by element, so that a file of any size needs the memory of its longest document.
 """
 
 import csv
+import html
 import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, AnyStr
 
-from data_prep.readers.encodings import LongLine, decode
-from data_prep.readers.items import (
+from data_prep.readers.encodings import LongLine, decode, storable
+from data_prep.readers.text import (
     BEGINNING_BYTES,
     CUT_SHORT,
     DAMAGED,
     BrokenFileError,
-    Document,
     FileOrigin,
-    Metadata,
-    Rejected,
-    storable,
+    GrowingDocument,
+    Items,
+    Lines,
+    Stream,
+    line_documents,
 )
-from data_prep.readers.text import Items, Lines, Stream, line_documents
+from data_prep.types import Document, Metadata, Rejected
 
 _STEP = 1 << 16
 _STRUCTURE = re.compile(rb'["\[\]{},]')
 _IN_STRING = re.compile(rb'["\\]')
 _JSON_SPACE = b" \t\r\n"
 _SHOWN_FIELDS = 12
+# WikiExtractor's: https://github.com/attardi/wikiextractor, README.md and wikiextractor/extract.py.
+_OPENING = re.compile(r'<doc (id="[^"]*"[^\n]*)>\s*')
+_ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
+_CLOSING = "</doc>"
 
 
 @dataclass(frozen=True)
@@ -276,3 +282,49 @@ class _RowLines:
         taken, self._taken = self._taken, []
         long = next((raw for _, raw in taken if isinstance(raw, LongLine)), None)
         return taken[0][0] if taken else 0, long or b"\n".join(raw for _, raw in taken)
+
+
+def wiki_documents(lines: Lines, place: FileOrigin, metadata: tuple[str, ...]) -> Items:
+    """Yield the documents of WikiExtractor's output, `<doc id=...>` ... `</doc>` or JSON lines.
+
+    Of their attributes, such as url and title, they have the named ones. The title, which
+    WikiExtractor repeats as the first line, is part of the text. A document with a line that is too
+    long is rejected as a whole.
+
+    Raises:
+        DataError: a document is too long, and the run is to stop there.
+        BrokenFileError: the file is cut or damaged here.
+    """
+    draft = GrowingDocument(place)
+    fields = Fields(metadata=metadata)
+    attributes: dict[str, str] = {}
+    opening: tuple[str, int] | None = None  # the open document's own id and offset
+    try:
+        for offset, raw in lines:
+            line = decode(raw, place.encoding)
+            tag = _OPENING.fullmatch(line) if line is not None else None
+            if tag:
+                yield from _unclosed(opening, draft, place)
+                attributes = {k: html.unescape(v) for k, v in _ATTRIBUTE.findall(tag[1])}
+                opening = attributes["id"], offset
+            elif opening and line is not None and line.strip() == _CLOSING:
+                yield draft.take(place.own(*opening), fields.metadata_of(attributes))
+                opening = None
+            elif opening:
+                yield from draft.add(offset, raw, line)
+            elif line is None:
+                yield place.invalid_line(offset, raw)
+            elif line.lstrip().startswith("{"):
+                yield json_document(line, raw, place, offset, fields)
+            elif line.strip():
+                yield Rejected(place.at(offset), "line outside <doc>", raw)
+    except BrokenFileError as broken:
+        draft.keep_in(broken)
+        raise
+    yield from _unclosed(opening, draft, place)
+
+
+def _unclosed(opening: tuple[str, int] | None, draft: GrowingDocument, place: FileOrigin) -> Items:
+    if opening:
+        yield Rejected(place.own(*opening), "no </doc>", draft.text().encode())
+        draft.clear()

@@ -13,30 +13,30 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from backports import zstd
 
+from data_prep.config import Encoding
 from data_prep.readers.encodings import (
     UTF_16,
-    Encoding,
     LongLine,
     as_utf8,
     decode,
     detect,
     invalid_line,
+    storable,
 )
-from data_prep.readers.items import (
-    BEGINNING_BYTES,
-    CUT_SHORT,
-    DAMAGED,
-    BrokenFileError,
-    Document,
-    FileOrigin,
-    Metadata,
-    Rejected,
-)
+from data_prep.types import Document, Metadata, Rejected
+from pipeline.errors import DataError
 from pipeline.runtime import remote
+
+MOST_BYTES = 1_000_000_000
+"""What is read of a document to split or reject it."""
+BEGINNING_BYTES = 1000
+"""What is kept of a document that is longer, and not read to be split or rejected."""
+CUT_SHORT = "file cut short"
+DAMAGED = "file damaged"
 
 Lines = Iterator[tuple[int, bytes]]
 Items = Iterator[Document | Rejected]
@@ -47,6 +47,65 @@ _NEWLINE_SEARCH = 1 << 16
 _HEAD_BYTES = 1 << 18
 _LATER_BYTES = 1 << 16
 _LATER_PARTS = 8
+
+
+class BrokenFileError(Exception):
+    """A file is not readable from here on; `documents.read_file` catches it."""
+
+    def __init__(self, reason: str, message: str, unfinished: bytes = b"") -> None:
+        super().__init__(message)
+        self.reason = reason
+        """`CUT_SHORT` or `DAMAGED`."""
+        self.unfinished = unfinished
+        """The beginning of the document that the break goes through."""
+
+
+@dataclass(frozen=True)
+class FileOrigin:
+    """The file that documents come from: gives them their ids, and has their limit."""
+
+    source: str
+    path: str
+    name: str
+    """The file's name in ids."""
+    max_bytes: int
+    """Of a document."""
+    encoding: Encoding = "utf-8"
+    longer: Literal["stop", "split", "reject"] = "stop"
+    """What becomes of a document longer than `max_bytes`; only lines of text can be split."""
+
+    def at(self, offset: int) -> str:
+        """Make the id of a document at a byte of the decompressed file (parquet: in a row)."""
+        return f"{self.source}/{self.name}@{offset}"
+
+    def own(self, value: object, offset: int) -> str:
+        """Make the id from the document's own value, or from its place if that is unusable."""
+        if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
+            return self.at(offset)
+        return f"{self.source}/{storable(str(value))}"
+
+    def invalid_line(self, offset: int, raw: bytes) -> Rejected:
+        """Reject a line that cannot be decoded, or is too long."""
+        if isinstance(raw, LongLine):
+            return self.too_long(self.at(offset), raw, raw.num_bytes)
+        return Rejected(self.at(offset), invalid_line(self.encoding), raw, rows=0)
+
+    def too_long(self, document_id: str, beginning: bytes, num_bytes: int = 0) -> Rejected:
+        """Reject a document that is longer than `max_bytes`.
+
+        Raises:
+            DataError: the run is to stop there.
+        """
+        if self.longer == "stop":
+            raise DataError(
+                f"{self.path}: document {document_id} is longer than clean.max_document_mb = "
+                f"{self.max_bytes // 1_000_000} MB; set clean.on_long_document to split or reject, "
+                "or raise clean.max_document_mb (about 25 times as much memory is needed for it)"
+            )
+        reason = f"longer than {self.max_bytes // 1_000_000} MB"
+        detail = f"{num_bytes:,} bytes" if num_bytes else ""
+        beginning = beginning[:BEGINNING_BYTES]
+        return Rejected(document_id, reason, beginning, detail, is_lost=False)
 
 
 class _Gzip:

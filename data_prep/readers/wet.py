@@ -11,15 +11,17 @@ from typing import Any
 from warcio.archiveiterator import WARCIterator  # type: ignore[import-untyped,import-not-found]
 from warcio.exceptions import ArchiveLoadFailed  # type: ignore[import-untyped,import-not-found]
 
-from data_prep.readers.items import (
+from data_prep.readers.encodings import storable
+from data_prep.readers.text import (
     CUT_SHORT,
     DAMAGED,
     BrokenFileError,
     FileOrigin,
-    Rejected,
-    storable,
+    Items,
+    Stream,
+    whole_document,
 )
-from data_prep.readers.text import Items, Stream, whole_document
+from data_prep.types import Rejected
 
 _STEP = 1 << 16
 _HEADERS = {

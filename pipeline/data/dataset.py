@@ -1,7 +1,7 @@
 """Packed sequences of one split: the place where pure functions meet shards."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
@@ -21,6 +21,7 @@ from pipeline.data.packing import (
     specials_per_piece,
 )
 from pipeline.data.pairs import Pair, PairRule, Text, lay_out_pairs, pairs_of, sentence_starts
+from pipeline.data.random import Purpose
 from pipeline.data.reader import Block, BlockReader
 from pipeline.errors import DataError
 
@@ -84,6 +85,32 @@ class Inputs(Protocol):
 
     def without_targets(self, batch: Batch) -> Batch:
         """Return the same slots with nothing to predict, so that the batch adds 0 to every sum."""
+
+
+class Whole(NamedTuple):
+    """All sequences of a call of `Inputs`, which `Part` sees before they are cut."""
+
+    slots: PackedSequences
+    locations: Locations
+    key: tuple[int, Purpose]
+    """Seed and purpose of the masks."""
+    masked: Ints
+    """(M,) rising flat indices b * S + s of the slots to predict."""
+    predicted: dict[str, npt.NDArray[Any]]
+    """(M,) each: fields of `Batch.inputs`, to which a part may add others."""
+    hashed: dict[str, npt.NDArray[Any]]
+    """`documents` and `targets` as `sequence_hashes` takes them; a part may put in other arrays."""
+
+
+AddTo = Callable[[Batch, slice, slice], None]
+"""Adds to inputs, weights and counts of a micro-batch: its range of B sequences and of M slots."""
+
+
+class Part(Protocol):
+    """What an objective adds to masked tokens; picklable, without a state, and imports no torch."""
+
+    def __call__(self, whole: Whole) -> AddTo:
+        """See all sequences, since a call costs more than a short sequence."""
 
 
 class PackedSplit:

@@ -16,7 +16,7 @@ from data_prep import ingest
 from data_prep.config import PrepConfig, SourceConfig
 from data_prep.inputs import find, pieces
 from data_prep.pieces import read_documents, read_lines
-from data_prep.readers.items import Rejected
+from data_prep.types import Rejected
 from tests.support.prepare import read_source, texts_of
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from data_prep.config import SourceConfig
+from data_prep.documents import read_file
 from data_prep.inputs import encoding_of, find, pieces
-from data_prep.readers.documents import read_file
-from data_prep.readers.items import Document, Rejected
+from data_prep.types import Document, Rejected
 from pipeline.errors import DataError
 from tests.support.prepare import read_source, reasons_of, texts_of
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.config import SourceConfig
+from data_prep.config import Encoding, SourceConfig
 from data_prep.inputs import encoding_of, find, pieces
-from data_prep.readers.encodings import CODECS, Encoding, detect
-from data_prep.readers.items import Rejected
+from data_prep.readers.encodings import CODECS, detect
+from data_prep.types import Rejected
 from tests.support.prepare import read_source, texts_of
 
 SIMPLIFIED = (

@@ -13,9 +13,9 @@ import pytest
 from warcio.warcwriter import WARCWriter
 
 from data_prep.config import SourceConfig
+from data_prep.documents import read_file
 from data_prep.inputs import find
-from data_prep.readers.documents import read_file
-from data_prep.readers.items import Document, Rejected
+from data_prep.types import Document, Rejected
 from pipeline.errors import DataError
 from tests.support.prepare import read_source, reasons_of, texts_of
 

@@ -11,9 +11,9 @@ import pytest
 
 from data_prep.config import PrepConfig
 from data_prep.losses import Losses, ReadReport
-from data_prep.readers.items import Rejected
 from data_prep.run import run, run_part
 from data_prep.show import status
+from data_prep.types import Rejected
 from pipeline.config.load import load
 from pipeline.errors import ConfigError, DataError
 

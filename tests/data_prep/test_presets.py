@@ -10,11 +10,10 @@ import pytest
 from data_prep import corpus, ingest
 from data_prep.clean.normalise import normalise
 from data_prep.config import CleanConfig, FiltersConfig, LanguageConfig, PrepConfig
-from data_prep.filters.prose import prose
-from data_prep.filters.rules import Chain, Dropped, Filters, Kept, key_parts
+from data_prep.documents import ReadStats, read_piece
+from data_prep.filters.rules import Chain, Dropped, Filters, Kept, key_parts, prose
 from data_prep.plugins import OwnDocument, OwnRule, located, source_of
-from data_prep.readers.documents import ReadStats, read_piece
-from data_prep.readers.items import Document, Rejected
+from data_prep.types import Document, Rejected
 from pipeline.config.load import load
 from pipeline.errors import ConfigError, DataError
 

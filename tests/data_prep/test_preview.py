@@ -14,7 +14,7 @@ from data_prep.__main__ import main
 from data_prep.clean.normalise import normalise
 from data_prep.config import PrepConfig
 from data_prep.filters.rules import Filters
-from data_prep.readers.items import Document
+from data_prep.types import Document
 from pipeline.config.load import load
 
 GOOD = "The miller and his wife went to the market of the town with grain that they had, day {}."

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from data_prep.config import SourceConfig
+from data_prep.documents import read_file
 from data_prep.inputs import find, pieces
-from data_prep.readers.documents import read_file
-from data_prep.readers.items import Document, Rejected
+from data_prep.types import Document, Rejected
 from pipeline.errors import DataError
 
 PARTS = [

@@ -13,15 +13,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep.config import CleanConfig, PrepConfig, SourceConfig
+from data_prep.documents import ReadStats, read_piece
 from data_prep.export import export
-from data_prep.inputs import InputPiece, find, pieces
-from data_prep.metadata import FieldCounts, count, merged, shown
+from data_prep.ingest import FieldCounts, count, merged, shown
+from data_prep.inputs import find, pieces
 from data_prep.pieces import read_lines
 from data_prep.readers import records
-from data_prep.readers.documents import ReadStats, read_piece
-from data_prep.readers.items import Document, Rejected
 from data_prep.run import run
 from data_prep.show import document_text, rejected_text
+from data_prep.types import Document, InputPiece, Rejected
 from pipeline.config.load import load
 from pipeline.errors import ConfigError, DataError
 from tests.support.prepare import read_source, reasons_of, texts_of
@@ -222,7 +222,7 @@ _LINES = ["short", "山 水 " * 300_000, "雪" * 900_000, "last"]  # 2.4 MB and 
 def test_what_is_longer_than_is_read_is_split_or_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, how: Any
 ) -> None:
-    monkeypatch.setattr("data_prep.readers.documents.MOST_BYTES", 2_000_000)
+    monkeypatch.setattr("data_prep.documents.MOST_BYTES", 2_000_000)
     rows = [{"text": line, "id": str(i)} for i, line in enumerate(_LINES)]
     encoded = [line.encode() for line in _LINES]
     (tmp_path / name).write_bytes({

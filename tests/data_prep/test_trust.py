@@ -13,10 +13,10 @@ from backports import zstd
 
 from data_prep import corpus
 from data_prep.config import PrepConfig
+from data_prep.documents import read_file
 from data_prep.inputs import find
-from data_prep.readers.documents import read_file
-from data_prep.readers.items import Document
 from data_prep.run import run
+from data_prep.types import Document
 from pipeline.config.load import load
 from pipeline.data.format import DatasetIndex, read_index
 from pipeline.errors import EXIT_FAILED_RETRY, DataError

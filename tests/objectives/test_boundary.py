@@ -32,8 +32,9 @@ from pipeline.errors import ConfigError
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layout import rows
 from pipeline.objectives.boundary import BoundaryModel, SpanBoundaries
+from pipeline.objectives.boundary_inputs import find_boundaries
 from pipeline.objectives.choose import make_objective
-from pipeline.objectives.inputs import MaskedInputs, find_boundaries
+from pipeline.objectives.inputs import PARTS, MaskedInputs
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from tests.support.mask_reference import VOCABULARY, batch_of
 from tests.support.ranks import CONFIG
@@ -112,7 +113,8 @@ def made(
 
 
 def inputs_of(objective: ObjectiveConfig, **data: Any) -> MaskedInputs:
-    return MaskedInputs(replace(SPANS, **data), VOCABULARY, 5, Purpose.MASK, objective)
+    data_config = replace(SPANS, **data)
+    return MaskedInputs(data_config, VOCABULARY, 5, Purpose.MASK, PARTS[objective.kind])
 
 
 @pytest.mark.parametrize("micro_batch", [1, 3, 8])

@@ -23,7 +23,7 @@ from pipeline.errors import ConfigError
 from pipeline.kernels import loss as kernel
 from pipeline.model.layout import rows
 from pipeline.objectives import rtd
-from pipeline.objectives.inputs import MaskedInputs
+from pipeline.objectives.inputs import PARTS, MaskedInputs
 from pipeline.objectives.rtd import ReplacedTokenDetection, ReplacedTokenModel
 from tests.model import reference
 from tests.support.mask_reference import VOCABULARY
@@ -337,7 +337,7 @@ def _made(
         dir="none", masking="token", mask_selection="exact", replace_mask_prob=0.85,
         replace_random_prob=0.0,
     )  # fmt: skip
-    made = MaskedInputs(data, VOCABULARY, 7, purpose, kind)
+    made = MaskedInputs(data, VOCABULARY, 7, purpose, PARTS[kind.kind])
     return made(slots, where, 0, micro_batch=micro_batch, places=np.arange(len(where.blocks)))
 
 

@@ -7,10 +7,10 @@ from typing import Any
 from data_prep import corpus
 from data_prep.chain import walk
 from data_prep.config import PrepConfig, SourceConfig
+from data_prep.documents import read_file
 from data_prep.inputs import encoding_of, find
-from data_prep.readers.documents import read_file
-from data_prep.readers.items import Document, Rejected
 from data_prep.stage import Done, Stage, run_tasks
+from data_prep.types import Document, Rejected
 from pipeline.config.load import load
 
 

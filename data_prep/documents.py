@@ -7,21 +7,14 @@ from pathlib import Path
 from typing import Literal
 
 from data_prep import embedded
-from data_prep.config import CleanConfig, SourceConfig
-from data_prep.inputs import RECORDS, InputFile, InputPiece, encoding_of, format_of, refuse_changed
+from data_prep.config import CleanConfig, Encoding, SourceConfig
+from data_prep.inputs import RECORDS, encoding_of, format_of, refuse_changed
 from data_prep.losses import Losses, ReadReport
 from data_prep.plugins import load_function, raised, source_of
-from data_prep.readers import records, text, wiki
-from data_prep.readers.encodings import Encoding, of_lines
-from data_prep.readers.items import (
-    BEGINNING_BYTES,
-    MOST_BYTES,
-    BrokenFileError,
-    Document,
-    FileOrigin,
-    Rejected,
-    storable,
-)
+from data_prep.readers import records, text
+from data_prep.readers.encodings import of_lines, storable
+from data_prep.readers.text import BEGINNING_BYTES, MOST_BYTES, BrokenFileError, FileOrigin
+from data_prep.types import Document, InputFile, InputPiece, Rejected
 from pipeline.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -197,7 +190,7 @@ def _items(
         lines = text.lines(stream, place, file.start)
         in_range = text.owned(lines, file.start, file.end)
         if kind == "wikiextractor":
-            yield from wiki.documents(lines, place, source.metadata)
+            yield from records.wiki_documents(lines, place, source.metadata)
         elif kind == "jsonl":
             yield from records.json_documents(in_range, place, fields)
         elif kind in ("csv", "tsv"):
