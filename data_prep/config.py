@@ -469,7 +469,8 @@ class DecontaminateConfig:
     )
     ngram_cjk: int = param(
         20,
-        "the same for n-grams that start with a Chinese, Japanese or Korean character",
+        "the same for n-grams that start with a Chinese, Japanese or Korean character, or to half "
+        "consist of such",
         unit="characters",
         ge=4,
         le=1000,

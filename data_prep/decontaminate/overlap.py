@@ -21,7 +21,7 @@ from data_prep import inputs
 from data_prep.clean.normalise import normalise
 from data_prep.config import CleanConfig, DecontaminateConfig, PrepConfig, SourceConfig
 from data_prep.corpus import RESOLVED_FILE
-from data_prep.decontaminate.search import ARRAYS, Finder, Tables
+from data_prep.decontaminate.search import ARRAYS, RULE, Finder, Tables
 from data_prep.dedup.minhash import fold, shingle_hashes, shingle_lengths
 from data_prep.documents import ReadStats, read_piece
 from data_prep.pieces import batches
@@ -62,7 +62,8 @@ def write_overlap(rows: Path, corpus: list[str], config: DecontaminateConfig, ou
         ) from None
     sources, clean = _sources(corpus)
     listed = [(source, inputs.find(source).files) for source in sources]
-    key = hashlib.sha256(repr((content, corpus, config, clean, listed)).encode()).hexdigest()
+    of = content, corpus, config, clean, listed, RULE
+    key = hashlib.sha256(repr(of).encode()).hexdigest()
     if _key_of(out) == key:
         logger.info("%s is a count of these rows and files", out)
         return
@@ -157,8 +158,8 @@ class _Search:
     def verdict(self, text: str) -> bool | None:
         """Return whether a text is shared; None if it is too short to search for."""
         letters, _ = fold([text])
-        [hashes] = shingle_hashes(letters, self._lengths)
-        ends = np.arange(len(letters)) + shingle_lengths(letters, *self._lengths)
+        [hashes] = shingle_hashes(letters, self._lengths, by_half=True)
+        ends = np.arange(len(letters)) + shingle_lengths(letters, *self._lengths, by_half=True)
         hashes = hashes[ends <= len(letters)]
         if len(hashes):
             # Texts of equal n-grams share a row of the table.

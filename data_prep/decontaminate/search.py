@@ -1,7 +1,8 @@
 """The search for text of evaluation sets: tables of their n-grams, and a finder that uses them.
 
 The unit is the shingle of `data_prep.dedup.minhash`: letters and digits of the case-folded text, of
-one length where they start with a Chinese, Japanese or Korean character and of another elsewhere.
+one length where they start with a Chinese, Japanese or Korean character, or half of them are such
+("2011" before Chinese), and of another elsewhere.
 An item with fewer n-grams than must be shared is searched for as a whole: at its first complete
 *anchor*, a shingle of `min_chars` or `min_chars_cjk` letters; an item without an anchor is too
 short. Of items of one set with equal letters the first one counts. Files of the tables:
@@ -35,6 +36,8 @@ from data_prep.dedup.minhash import Letters, fold, letter_positions, shingle_has
 from data_prep.pieces import Hashes, Numbers
 
 ARRAYS = (".ngrams.npy", ".items.npy", ".anchors.npy", ".whole.npy", ".letters.npy")
+RULE = "by half"
+"""Which shingles are short; what was made by another rule is made anew."""
 _SHOWN_CHARS = 80
 _WINDOW = 1 << 14  # the text that is hashed at a time fits the second-level cache
 _STRETCH_CHARS = 1000
@@ -66,7 +69,7 @@ class Tables:
             letters, sizes = fold([item["text"] for item in batch])
             lengths = (self._config.ngram, self._config.ngram_cjk)
             anchor_lengths = (self._config.min_chars, self._config.min_chars_cjk)
-            hashes, anchors = shingle_hashes(letters, lengths, anchor_lengths)
+            hashes, anchors = shingle_hashes(letters, lengths, anchor_lengths, by_half=True)
             complete = _complete(letters, sizes, lengths)
             anchored = _complete(letters, sizes, anchor_lengths)
             end = 0
@@ -122,7 +125,7 @@ class Tables:
 def _complete(letters: Letters, sizes: Numbers, lengths: tuple[int, int]) -> Any:
     """Return (L,) bool: the shingle that starts here ends within its item."""
     ends = np.repeat(np.cumsum(sizes), sizes)
-    return np.arange(len(letters)) + shingle_lengths(letters, *lengths) <= ends
+    return np.arange(len(letters)) + shingle_lengths(letters, *lengths, by_half=True) <= ends
 
 
 def _has_different(values: Hashes, least: int) -> bool:
@@ -176,7 +179,7 @@ class Finder:
         candidates: list[list[_Candidates]] = [[_NONE], [_NONE]]
         for start in range(0, len(letters), _WINDOW):
             window = letters[start : start + _WINDOW + longest]
-            every = shingle_hashes(window, *(lengths for _, lengths in tables))
+            every = shingle_hashes(window, *(lengths for _, lengths in tables), by_half=True)
             for (sieve, _), hashes, parts in zip(tables, every, candidates, strict=True):
                 places = sieve.candidates(hashes[:_WINDOW])
                 parts.append((start + places, hashes[places]))
@@ -188,7 +191,9 @@ class Finder:
     def _shared(self, letters: Letters, ends: Numbers, places: Numbers, hashes: Hashes) -> Numbers:
         """Return (h, 3): first letter, letter behind the last, and row of every shared n-gram."""
         places, rows = _look_up(places, hashes, self._ngrams)
-        behind = places + shingle_lengths(letters[places], *self._lengths)
+        if not len(places):
+            return np.zeros((0, 3), dtype=np.int64)
+        behind = places + shingle_lengths(letters, *self._lengths, by_half=True)[places]
         within = behind <= ends[np.searchsorted(ends, places, side="right")]
         return cast("Numbers", np.stack([places, behind, rows], axis=1)[within])
 

@@ -36,7 +36,7 @@ from data_prep.clean.normalise import normalise
 from data_prep.config import CleanConfig, DecontaminateConfig
 from data_prep.corpus import Progress
 from data_prep.decontaminate import eval_items
-from data_prep.decontaminate.search import ARRAYS, Finder, Tables
+from data_prep.decontaminate.search import ARRAYS, RULE, Finder, Tables
 from data_prep.pieces import Pieces, batches, read_documents
 from data_prep.stage import (
     Estimate,
@@ -107,8 +107,8 @@ def _items(
             yield {"place": place, "text": normalise(text, clean)}
 
 
-def _lengths(config: DecontaminateConfig) -> tuple[int, int, int, int]:
-    return config.ngram, config.ngram_cjk, config.min_chars, config.min_chars_cjk
+def _lengths(config: DecontaminateConfig) -> tuple[int | str, ...]:
+    return config.ngram, config.ngram_cjk, config.min_chars, config.min_chars_cjk, RULE
 
 
 @dataclass(frozen=True)

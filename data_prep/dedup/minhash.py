@@ -29,6 +29,7 @@ Letters: D documents, L characters of a window, K = 256 bins, R = 257 bytes of a
 
 import functools
 import unicodedata
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -156,17 +157,36 @@ def letter_positions(text: str) -> Numbers:
     return np.flatnonzero(_fold_table()[points])
 
 
-def shingle_lengths(letters: Letters, ngram: int, ngram_cjk: int) -> Any:
+def shingle_lengths(letters: Letters, ngram: int, ngram_cjk: int, *, by_half: bool = False) -> Any:
     """Return (L,) int64 letters of the shingle that starts at every letter."""
-    return np.where(letters >= _FIRST_CJK, np.int64(ngram_cjk), np.int64(ngram))
+    [is_cjk] = _have_cjk_length(letters, [(ngram, ngram_cjk)], by_half)
+    return np.where(is_cjk, np.int64(ngram_cjk), np.int64(ngram))
 
 
-def shingle_hashes(letters: Letters, *lengths: tuple[int, int]) -> list[Any]:
+def _have_cjk_length(letters: Letters, lengths: Sequence[tuple[int, int]], by_half: bool) -> Any:
+    """Return (L,) bool for each pair of lengths: the shingle that starts here has that of CJK.
+
+    By half, it is judged by the letters that it has at either length, so none outside of it counts.
+    """
+    cjk = letters >= _FIRST_CJK
+    if not by_half or not cjk.any():
+        return [cjk] * len(lengths)
+    sums = np.zeros(len(cjk) + 1, dtype=np.int32)
+    np.cumsum(cjk, out=sums[1:])
+    others, found = np.flatnonzero(~cjk), [cjk.copy() for _ in lengths]
+    for size, is_cjk in zip(map(min, lengths), found, strict=True):
+        whole = others[others + size <= len(cjk)]
+        is_cjk[whole[2 * (sums[whole + size] - sums[whole]) >= size]] = True
+    return found
+
+
+def shingle_hashes(letters: Letters, *lengths: tuple[int, int], by_half: bool = False) -> list[Any]:
     """Hash the shingles that start at every letter; zeros follow the last letter.
 
     Args:
         letters: (L,) folded code points.
         lengths: of shingles that start with other and with CJK characters; any number of pairs.
+        by_half: also those of which half is CJK have that length, such as "2011" before Chinese.
 
     Returns:
         (L,) uint64 for each pair.
@@ -176,10 +196,10 @@ def shingle_hashes(letters: Letters, *lengths: tuple[int, int]) -> list[Any]:
     padded = np.zeros(count + max(every), dtype=_U64)
     padded[:count] = letters
     by_length = _window_hashes(padded, every)
-    cjk = letters >= _FIRST_CJK
+    are_cjk = _have_cjk_length(letters, lengths, by_half)
     return [
-        _mix(np.where(cjk, by_length[of_cjk][:count], by_length[other][:count]))
-        for other, of_cjk in lengths
+        _mix(np.where(is_cjk, by_length[of_cjk][:count], by_length[other][:count]))
+        for is_cjk, (other, of_cjk) in zip(are_cjk, lengths, strict=True)
     ]
 
 

@@ -44,6 +44,8 @@ OTHER_NAMES = {
     "adam_beta1": "beta1 beta_1 betas adam_betas",
     "adam_beta2": "beta2 beta_2",
     "adam_eps": "adam_epsilon epsilon eps",
+    "beta2": "adam_beta2 beta_2 betas adam_betas",
+    "eps": "adam_epsilon adam_eps epsilon",
     "norm_eps": "layer_norm_eps layernorm_eps rms_norm_eps eps epsilon",
     "precision": "bf16 fp16 fp32 dtype torch_dtype mixed_precision amp",
     "activation_checkpoint_layers": "gradient_checkpointing activation_checkpointing",

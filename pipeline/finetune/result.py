@@ -13,14 +13,16 @@ from typing import Any, NamedTuple
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.runtime.files import write_atomic
-from pipeline.tasks.scores import Table, bootstrap, chance, interval, majority, tables
-from pipeline.tasks.task import TaskConfig, load_task
+from pipeline.tasks.scores import Table, bootstrap, chance, interval, majority, tables, types_of
+from pipeline.tasks.task import TaskConfig, TaskTrainConfig, load_task
 
 SPLITS = ("dev", "test")
 RESULT = "result.json"
 CLASS_KINDS = ("classify", "pair", "coref")
 """Kinds whose rows have one class each, and a score for each class."""
 _CHOICE_KINDS = ("choice", "cloze")
+ADAM = {"beta2": TaskTrainConfig.beta2, "eps": TaskTrainConfig.eps}
+"""Settings that the protocol of older runs does not name."""
 
 
 # Rows
@@ -379,6 +381,9 @@ def read_result(folder: Path) -> dict[str, Any]:
         raise DataError(f"{path} is not valid JSON ({error}); get the file again") from None
     if not isinstance(body, dict):
         raise DataError(f"{path}: expected a JSON object; get the file again")
+    protocol = body.get("protocol")
+    if isinstance(protocol, dict) and "weight_decay" in protocol:
+        body["protocol"] = {**ADAM, **protocol}
     return body
 
 
@@ -392,6 +397,7 @@ def read_run(folder: Path) -> SeedRun:
         if kind in CLASS_KINDS or kind in ("tag", "spans", "multilabel"):
             raise DataError(f"{path}: data.labels is auto; expected the labels of the model")
         labels = ()
+    labels = types_of(kind, labels)
     has_split = {split: bool(config.data.splits[split][0]) for split in SPLITS}
     has_split["dev"] |= config.data.hold_out > 0
     predictions = {

@@ -40,6 +40,7 @@ from pipeline.finetune.model import (
 )
 from pipeline.finetune.predict import DTYPES, Predictor, predictions
 from pipeline.finetune.result import (
+    ADAM,
     RESULT,
     SPLITS,
     PredictionRow,
@@ -257,7 +258,7 @@ def prepare_rows(
             f"the rows of data.train have {len(data.labels)} classes ({', '.join(data.labels)}); "
             "a model cannot learn to tell fewer than two apart"
         )
-    if data.labels:
+    if data.labels and config.data.labels == "auto":  # tags that are numbers keep their names
         config = replace(config, data=replace(config.data, labels=data.labels))
     if data.joiner is not None:  # so that other files are joined as these were
         config = replace(config, data=replace(config.data, joiner=data.joiner))
@@ -335,6 +336,8 @@ def run_config(prepared: Prepared, seed: int, folder: Path, world_size: int) -> 
             lr=train.lr,
             warmup_steps=min(steps - 1, round(train.warmup * steps)),
             min_lr_ratio=1.0 if train.decay == "none" else 0.0,
+            adam_beta2=train.beta2,
+            adam_eps=train.eps,
             weight_decay=train.weight_decay,
             grad_clip=train.clip,
             precision=precision,
@@ -363,6 +366,7 @@ class TaskWork:
         """Take a task; `more` is written into its result."""
         self._more = more or {}
         self.objective = TaskObjective(prepared.spec)
+        protocol = {**_asked(prepared.config), **_protocol(prepared, config)}
         content = {
             "format_version": FORMAT_VERSION,
             "tokenizer_file": prepared.tokenizer_file,
@@ -371,7 +375,7 @@ class TaskWork:
             "task": prepared.name,
             "rows_sha256": {name: rows.digest for name, rows in prepared.rows.items()},
             # So that a run is not continued with another model or other settings.
-            "protocol": {**_asked(prepared.config), **_protocol(prepared, config)},
+            "protocol": {name: it for name, it in protocol.items() if it != ADAM.get(name, ...)},
         }
         self.index = TaskIdentity(
             folder,

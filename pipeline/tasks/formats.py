@@ -1,22 +1,42 @@
 """Formats of files: each turns a file into rows, mappings with the place that they stand at."""
 
+import bz2
 import csv
+import gzip
+import io
 import json
+import lzma
 import re
+import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import islice, pairwise
+from dataclasses import dataclass, replace
+from itertools import chain, islice, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import IO, Any, NamedTuple, TextIO
 
-from pipeline.errors import DataError
+from backports import zstd
+
+from pipeline.errors import ConfigError, DataError
 from pipeline.tasks.scores import Span, decode_tags, split_tag
 from pipeline.tasks.task import FIXED_FORMATS, TaskConfig, TaskDataConfig
 
+_OPEN: dict[str, Any] = {".gz": gzip.open, ".zst": zstd.open, ".xz": lzma.open, ".bz2": bz2.open}
+_DAMAGE = (OSError, EOFError, zlib.error, lzma.LZMAError, zstd.ZstdError)
+_HEAD_CHARS = 1 << 20  # of a file, which tell its format
+_BATCH_ROWS = 256
 _CONLL_SUFFIXES = (".conll", ".bio", ".bmes", ".bioes", ".iob", ".iob2", ".txt")
 _TURN_JOINER = "||"
+_JSON_FORMS = {
+    "c3": r"\[\s*\[",
+    "cmrc": r'\[.*?(?<!\\)"context_text"\s*:',
+    "squad": r'\{(?>.*?(?<!\\)"data"\s*:\s*\[).*?(?<!\\)"paragraphs"\s*:',
+    "json": r'\[|\{.*?(?<!\\)"data"\s*:\s*\[',
+    "jsonl": r"\{[^\S\n]*\S",
+}
+"""How files begin whose first line is no object by itself; JSON lines may have a broken one."""
+_OTHER_FORMAT = "correct it, or set data.format if it is another one"
 _HALF = re.compile("[\ud800-\udfff]")
 _FLAGS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False, "": False}
 _NAME_IN_HEADER = re.compile(r"[A-Za-z_][A-Za-z0-9_. -]{0,30}")
@@ -31,6 +51,10 @@ class Row(NamedTuple):
     """File and line, or the place in the file."""
     values: dict[str, Any]
     """Values by key or column of the file, or by field name in formats with fixed names."""
+    words: tuple[tuple[int, int], ...] = ()
+    """Bounds of the words of a text that the file has in words."""
+    blanks: tuple[tuple[int, int], ...] = ()
+    """Of a cloze: the blank that is asked for, then the others."""
 
 
 @dataclass(frozen=True)
@@ -48,58 +72,76 @@ class TableFile:
         """What the task says of its files."""
         return self.config.data
 
-    def column(self, field: str) -> str | None:
-        """Key or column of a field."""
-        if self.format in FIXED_FORMATS:
-            return field
-        name: str | None = getattr(self.data.fields, field)
-        return name
+    def column(self, field: str) -> Any:
+        """Key or column of a field, or None; of choices perhaps several."""
+        return field if self.format in FIXED_FORMATS else getattr(self.data.fields, field)
 
 
 def detect(path: Path, config: TaskConfig) -> str:
-    """Detect the format of a file by its name, and of JSON by its content."""
-    suffix = path.suffix.lower()
-    if suffix in (".csv", ".tsv"):
+    """Detect the format of a file by its name, and of JSON by its beginning."""
+    suffix = _plain(path).suffix.lower()
+    if suffix in (".csv", ".tsv", ".parquet"):
         return suffix[1:]
     if suffix in _CONLL_SUFFIXES:
         return "conll" if config.task.kind in FIXED_FORMATS["conll"] else "tsv"
-    _, first = next(_lines(path))
+    head = head_of(path)
+    first, _, rest = head.partition("\n")
     try:
         row = json.loads(first)
     except json.JSONDecodeError:
         row = None
-    if isinstance(row, dict) and not isinstance(row.get("data"), list):
+    if isinstance(row, dict) and (rest.strip() or not isinstance(row.get("data"), list)):
         lists = isinstance(row.get("candidates"), list) and isinstance(row.get("content"), list)
         return "chid" if lists else "jsonl"
+    forms = (form for form, how in _JSON_FORMS.items() if re.match(how, head, re.DOTALL))
+    return next(forms, "json")
+
+
+def _plain(path: Path) -> Path:
+    """Return a path without the suffix of compression."""
+    return path.with_suffix("") if path.suffix.lower() in _OPEN else path
+
+
+@contextmanager
+def _binary(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file, decompressed by its suffix."""
     try:
-        whole = _whole_json(path)
-    except DataError:
-        # The reader of JSON lines names the line that is broken.
-        if first.startswith("{") and len(first) > 1:
-            return "jsonl"
-        raise
-    if isinstance(whole, dict):
-        items = whole.get("data")
-        return "squad" if _has_key(items, "paragraphs") else "json"
-    if isinstance(whole, list) and whole and isinstance(whole[0], list):
-        return "c3"
-    return "cmrc" if _has_key(whole, "context_text") else "json"
+        with _OPEN.get(path.suffix.lower(), open)(path, "rb") as file:
+            yield file
+    except _DAMAGE as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # of the operating system
+        raise DataError(
+            f"{path} is damaged, cut short or not what its name says ({error}); get it again"
+        ) from None
 
 
-def _has_key(items: Any, key: str) -> bool:
-    return (
-        isinstance(items, list) and bool(items) and isinstance(items[0], dict) and key in items[0]
-    )
+def ends_in_cr(path: Path) -> bool:
+    """Whether bare carriage returns end the lines of a file: it has some, and no line feed."""
+    with _binary(path) as file:
+        part = file.read(_HEAD_CHARS)
+        has_some = b"\r" in part
+        while has_some and part and b"\n" not in part:
+            part = file.read(_HEAD_CHARS)
+    return has_some and not part
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[TextIO]:
-    """Open a text file in which only a line feed ends a line."""
+    """Open a text file in which only a line feed ends a line, or a carriage return as above."""
+    newline = None if ends_in_cr(path) else "\n"
     try:
-        with path.open(encoding="utf-8-sig", newline="\n") as file:
-            yield file
+        with _binary(path) as file:
+            yield io.TextIOWrapper(file, encoding="utf-8-sig", newline=newline)
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 ({error}); convert it first") from None
+
+
+def head_of(path: Path) -> str:
+    """Return the beginning of a text file, behind white space; "" if it has nothing else."""
+    with _opened(path) as file:
+        parts = iter(lambda: file.read(_HEAD_CHARS), "")
+        return next((part.lstrip() for part in parts if part.strip()), "")
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -119,11 +161,19 @@ def _whole_json(path: Path) -> Any:
         with _opened(path) as file:
             return json.load(file)
     except json.JSONDecodeError as error:
-        raise DataError(f"{path}:{error.lineno}: not valid JSON ({error.msg})") from None
+        line = error.doc.split("\n")[error.lineno - 1]
+        raise DataError(
+            f"{path}:{error.lineno}: not valid JSON ({error.msg}): {line[:80]!r}; {_OTHER_FORMAT}"
+        ) from None
 
 
 def _whole_characters(value: Any, counts: Counter[str]) -> Any:
-    """Replace halves of a character (a surrogate alone), which no text can be stored with."""
+    """Replace halves of a character (a surrogate alone), which no text can be stored with.
+
+    Bytes, as some parquet files hold texts, become text.
+    """
+    if isinstance(value, bytes):
+        value = value.decode()
     if isinstance(value, str) and _HALF.search(value):
         counts["texts with half a character, now U+FFFD"] += 1
         return _HALF.sub("\ufffd", value)
@@ -140,7 +190,10 @@ def _json_rows(source: TableFile) -> Iterator[Row]:
     whole = _whole_json(source.path)
     items = whole.get("data") if isinstance(whole, dict) else whole
     if not isinstance(items, list):
-        raise DataError(f"{source.path}: expected a list of objects, or an object with it as data")
+        raise DataError(
+            f"{source.path}: {str(whole)[:80]!r}; expected a list of objects, or an object with it "
+            f"as data; {_OTHER_FORMAT}"
+        )
     for number, item in enumerate(items):
         yield Row(f"{source.path}, item {number}", _mapping(item, f"{source.path}, item {number}"))
 
@@ -151,12 +204,31 @@ def _jsonl_rows(source: TableFile) -> Iterator[Row]:
         try:
             yield Row(where, _mapping(json.loads(line), where))
         except json.JSONDecodeError as error:
-            raise DataError(f"{where}: not valid JSON ({error.msg}): {line[:80]!r}") from None
+            raise DataError(
+                f"{where}: not valid JSON ({error.msg}): {line[:80]!r}; {_OTHER_FORMAT}"
+            ) from None
+
+
+def _parquet_rows(source: TableFile) -> Iterator[Row]:
+    try:
+        import pyarrow.parquet as pq  # type: ignore[import-untyped,import-not-found]
+    except ImportError:
+        raise ConfigError(
+            f"{source.path}: .parquet files need pyarrow; pip install pyarrow, or write JSON lines"
+        ) from None
+    try:
+        with _binary(source.path) as file:
+            batches = pq.ParquetFile(file).iter_batches(_BATCH_ROWS)
+            rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+            for number, values in enumerate(rows):
+                yield Row(f"{source.path}, row {number}", values)
+    except ValueError as error:
+        raise DataError(f"{source.path} is damaged ({error}); get the file again") from None
 
 
 def _mapping(item: Any, where: str) -> dict[str, Any]:
     if not isinstance(item, dict):
-        raise DataError(f"{where}: expected a JSON object, got {str(item)[:80]!r}")
+        raise DataError(f"{where}: expected a JSON object, got {str(item)[:80]!r}; {_OTHER_FORMAT}")
     return item
 
 
@@ -221,37 +293,77 @@ def _csv_cells(path: Path) -> Iterator[tuple[int, list[str]]]:
                     yield number, cells
                 number = rows.line_num + 1  # a row may have several lines
         except csv.Error as error:
-            raise DataError(f"{path}:{rows.line_num}: not valid CSV ({error})") from None
+            raise DataError(
+                f"{path}:{rows.line_num}: not valid CSV ({error}); {_OTHER_FORMAT}"
+            ) from None
 
 
 def _conll_rows(source: TableFile) -> Iterator[Row]:
     """Yield sentences: a word a line, its tag in the last column, a blank line between two."""
-    sentences = _sentences(source)
-    joiner = _joiner(sentences) if source.data.joiner is None else source.data.joiner
-    for rows in sentences:
-        words, start = [], 0
-        for _, word, _ in rows:
-            words.append((start, start + len(word)))
-            start += len(word) + len(joiner)
-        text = joiner.join(word for _, word, _ in rows)
-        values: dict[str, Any] = {"text": text, "words": tuple(words)}
-        tags = [tag for *_, tag in rows]
-        if all(tags):
-            source.counts["tags that continue no entity"] += _num_illegal(tags)
-            values["spans"] = [
-                Span(t, words[i][0], words[j - 1][1]) for t, i, j in decode_tags(tags)
-            ]
+    for rows in _sentences(source):
+        words, tags = [word for _, word, _ in rows], [tag for *_, tag in rows]
+        values = {"text": words, "spans": tags if all(tags) else None}
         yield Row(f"{source.path}:{rows[0][0]}", values)
 
 
-def _joiner(sentences: list[list[tuple[int, str, str]]]) -> str:
+def _in_words(source: TableFile, row: Row, joiner: str | None) -> Row:
+    """Make a text of a list of words, and spans of the list of their tags."""
+    text, gold = source.column("text"), source.column("spans")
+    words, tags = row.values.get(text), row.values.get(gold)
+    if source.config.task.kind not in FIXED_FORMATS["conll"] or not isinstance(words, list):
+        return row
+    words = [str(word) for word in words]
+    joiner = _joiner([words]) if joiner is None else joiner
+    bounds, start = [], 0
+    for word in words:
+        bounds.append((start, start + len(word)))
+        start += len(word) + len(joiner)
+    if tags is not None:
+        if not isinstance(tags, list) or len(tags) != len(words):
+            raise DataError(
+                f"{row.where}: {gold!r} is {str(tags)[:80]!r}; expected a list with a tag for each "
+                f"of the {len(words)} words in {text!r}: correct the row, or name other keys in "
+                "data.fields.spans and data.fields.text"
+            )
+        tags = [_tag(tag, row.where, source.data.labels) for tag in tags]
+        source.counts["tags that continue no entity"] += _num_illegal(tags)
+        tags = [Span(kind, bounds[i][0], bounds[j - 1][1]) for kind, i, j in decode_tags(tags)]
+    values = {**row.values, text: joiner.join(words), gold: tags}
+    return row._replace(values=values, words=tuple(bounds))
+
+
+def _tag(tag: Any, where: str, names: Sequence[str] = ()) -> str:
+    """Check a tag; a number is the index of its name."""
+    if isinstance(tag, int):
+        if "O" not in names or not 0 <= tag < len(names):
+            raise DataError(
+                f"{where}: tag {tag} is a number, and data.labels does not name the tags: list all "
+                "of them there, in the order of their numbers, such as [O, B-ORG, I-ORG]"
+            )
+        tag = names[tag]
+    if tag != "O" and split_tag(str(tag))[0] == "O":
+        raise DataError(
+            f"{where}: tag {tag!r} is neither O nor a prefix (B I E S M) and a type, such as "
+            "B-ORG; correct it, or name the key or column of the tags"
+        )
+    return str(tag)
+
+
+def _joiner(sentences: Iterable[Sequence[Any]]) -> str:
     """Tell a file of characters from one of words."""
-    return "" if all(len(word) == 1 for rows in sentences for _, word, _ in rows) else " "
+    return "" if all(len(str(word)) == 1 for words in sentences for word in words) else " "
 
 
 def joiner_of(source: TableFile) -> str | None:
-    """Find what joins the words of a task's files, by its first one; None for other formats."""
-    return _joiner(_sentences(source)) if source.format == "conll" else None
+    """Find what joins the words of a task's files, by its first one; None if it has texts."""
+    if source.config.task.kind not in FIXED_FORMATS["conll"]:
+        return None
+    rows = _FORMATS[source.format](replace(source, counts=Counter()))
+    texts = (row.values.get(source.column("text")) for row in rows)
+    first = next(texts, None)
+    if not isinstance(first, list):
+        return None
+    return _joiner(words for words in chain([first], texts) if isinstance(words, list))
 
 
 def _sentences(source: TableFile) -> list[list[tuple[int, str, str]]]:
@@ -269,17 +381,14 @@ def _sentences(source: TableFile) -> list[list[tuple[int, str, str]]]:
             continue
         tag = cells[-1] if len(cells) > 1 else ""
         if not tag and source.needs_gold:
-            raise DataError(f"{where}: expected a word and its tag, got {line!r}")
-        if tag not in ("", "O") and split_tag(tag)[0] == "O":
             raise DataError(
-                f"{where}: tag {tag!r} is neither O nor a prefix (B I E S M) and a type, such as "
-                "B-ORG"
+                f"{where}: expected a word and its tag behind a space or tab, got {line!r}"
             )
-        sentences[-1].append((number, cells[0], tag))
+        sentences[-1].append((number, cells[0], tag and _tag(tag, where)))
     return [rows for rows in sentences if rows]
 
 
-def _num_illegal(tags: list[str]) -> int:
+def _num_illegal(tags: Sequence[str]) -> int:
     """Count the I and E that stand behind nothing of their type; they open an entity."""
     pairs = pairwise([("O", ""), *map(split_tag, tags)])
     return sum(
@@ -346,25 +455,30 @@ def _c3_rows(source: TableFile) -> Iterator[Row]:
             yield Row(f"{where}, question {n}", values)
 
 
+def each_blank(text: str, pattern: str) -> list[tuple[tuple[int, int], ...]]:
+    """Return, for each blank of a text, its place and then those of the others."""
+    places = [match.span() for match in re.finditer(pattern, text)]
+    return [(place, *(other for other in places if other != place)) for place in places]
+
+
 def _chid_rows(source: TableFile) -> Iterator[Row]:
     """Yield a row for each blank; the answers are in FILE_answer.json beside FILE.json."""
-    beside = source.path.with_name(f"{source.path.stem}_answer.json")
-    answers = _whole_json(beside) if beside.is_file() else None
+    beside = source.path.with_name(f"{_plain(source.path).stem}_answer.json")
+    packed = [path for suffix in ("", *_OPEN) if (path := Path(f"{beside}{suffix}")).is_file()]
+    answers = _whole_json(packed[0]) if packed else None
     if answers is None and source.needs_gold:
         raise DataError(f"{source.path}: its answers are missing; expected them in {beside}")
-    for where, row in _jsonl_rows(source):
+    for where, row, *_ in _jsonl_rows(source):
         for passage in row.get("content", ()):
-            blanks = list(re.finditer(source.data.blank, passage))
-            for blank in blanks:
-                id_ = blank.group()
-                others = [(each.start(), each.end()) for each in blanks if each is not blank]
+            for blanks in each_blank(passage, source.data.blank):
+                id_ = passage[slice(*blanks[0])]
                 values = {"id": id_, "text": passage, "choices": row.get("candidates")}
-                values |= {"blanks": [blank.span(), *others], "group": where}
+                values["group"] = where
                 if answers is not None:
                     if id_ not in answers:
                         raise DataError(f"{where}: blank {id_} has no answer in {beside}")
                     values["label"] = answers[id_]
-                yield Row(where, values)
+                yield Row(where, values, blanks=blanks)
 
 
 TABLES: dict[str, Callable[[Path], Iterator[tuple[int, list[str]]]]] = {
@@ -374,6 +488,7 @@ TABLES: dict[str, Callable[[Path], Iterator[tuple[int, list[str]]]]] = {
 _FORMATS: dict[str, Callable[[TableFile], Iterator[Row]]] = {
     "json": _json_rows,
     "jsonl": _jsonl_rows,
+    "parquet": _parquet_rows,
     "csv": _table_rows,
     "tsv": _table_rows,
     "conll": _conll_rows,
@@ -390,11 +505,20 @@ def read_rows(source: TableFile) -> Iterator[Row]:
     Raises:
         DataError: the file is damaged, or is not in the form of its format.
     """
+    where, has_old_ends = "the beginning", source.format != "parquet" and ends_in_cr(source.path)
     try:
-        for where, values in _FORMATS[source.format](source):
-            yield Row(where, _whole_characters(values, source.counts))
+        joiner = joiner_of(source) if source.data.joiner is None else source.data.joiner
+        for row in _FORMATS[source.format](source):
+            where = row.where
+            source.counts["rows of files whose lines end in CR alone"] += has_old_ends
+            values = _whole_characters(row.values, source.counts)
+            yield _in_words(source, row._replace(values=values), joiner)
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{source.path} is not UTF-8 behind {where} ({error}); convert it"
+        ) from None
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise DataError(
-            f"{source.path} is not in the form of {source.format} files ({error!r}); set "
-            "data.format if it is another one"
+            f"{source.path} is not in the form of {source.format} files behind {where} "
+            f"({error!r}); {_OTHER_FORMAT}"
         ) from error

@@ -5,7 +5,6 @@ Nothing here knows a tokenizer, so what is gold does not depend on one.
 
 import hashlib
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -13,13 +12,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.tasks.formats import TABLES, Row, TableFile, detect, joiner_of, read_rows
-from pipeline.tasks.scores import Span
+from pipeline.tasks.formats import (
+    TABLES,
+    Row,
+    TableFile,
+    detect,
+    each_blank,
+    head_of,
+    joiner_of,
+    read_rows,
+)
+from pipeline.tasks.scores import Span, types_of
 from pipeline.tasks.task import FIXED_FORMATS, TaskConfig, missing_fields
 
 _LIST_JOINER, _LABEL_JOINER = "；", ","
 _OFFSET_KINDS = ("tag", "spans", "qa", "coref")
 """Kinds whose gold or marks are characters of the text, so that it cannot be a list."""
+_OTHER_LABEL = "correct it, or name the key of another in data.fields.label"
 _STEPS_BACK = 3  # characters that CMRC's reference code steps back for an answer to match
 
 
@@ -132,7 +141,8 @@ def read_file(
     if missing:
         raise ConfigError(f"{missing_fields(config.task.kind, missing)} (to read {source.path})")
     examples = []
-    for number, row in enumerate(read_rows(source)):
+    rows = (part for row in read_rows(source) for part in _by_blank(source, row))
+    for number, row in enumerate(rows):
         example = _example(source, number, row)
         if example is not None:
             examples.append(example)
@@ -163,9 +173,9 @@ def _source(
             f"{path} does not exist; put the files of the task there, or set data.root to the "
             "folder that holds them"
         )
-    if not path.read_bytes().strip():
-        raise DataError(f"{path} is empty; take it out of the task, or get the file again")
     form = config.data.format if config.data.format != "auto" else detect(path, config)
+    if form != "parquet" and not head_of(path):
+        raise DataError(f"{path} is empty; take it out of the task, or get the file again")
     source = TableFile(path, form, config, needs_gold, counter)
     kinds = FIXED_FORMATS.get(form, (config.task.kind,))
     if config.task.kind not in kinds:
@@ -225,7 +235,7 @@ def _labels(config: TaskConfig, read: dict[str, list[Example]]) -> tuple[str, ..
         labels = tuple(sorted(names, key=_label_order))
         origin = "data.train"
     else:
-        labels, origin = config.data.labels, "data.labels"
+        labels, origin = types_of(kind, config.data.labels), "data.labels"
     known = set(labels)
     for rows in read.values():
         for row in rows:
@@ -261,6 +271,44 @@ def _some(names: Iterable[str]) -> str:
 # Kinds: a row to an example
 
 
+def _by_blank(source: TableFile, row: Row) -> Iterator[Row]:
+    """Yield a row for each blank of a cloze, with its own of the answers, and of lists of choices.
+
+    Raises:
+        DataError: there are several blanks, and not an answer or a list of choices for each.
+    """
+    if source.config.task.kind != "cloze" or row.blanks:
+        yield row
+        return
+    text = _text(source, row, "text", required=True)
+    blanks = each_blank(text, source.data.blank)
+    if not blanks:
+        raise DataError(
+            f"{row.where}: no blank {source.data.blank!r} in {text[:80]!r}; set data.blank to the "
+            "pattern of one"
+        )
+    keys = {field: source.column(field) for field in ("id", "label", "choices")}
+    values: dict[str, Any] = {field: row.values.get(key) for field, key in keys.items()}
+    has_own = isinstance(values["label"], list) or (len(blanks) > 1 and values["label"] is not None)
+    own = ["label"] * has_own + ["choices"] * _holds_lists(values["choices"])
+    for field in own:
+        if not isinstance(values[field], list) or len(values[field]) != len(blanks):
+            raise DataError(
+                f"{row.where}: {len(blanks)} blanks, but {keys[field]!r} is "
+                f"{str(values[field])[:80]!r}; expected a list with one for each, in the order of "
+                "the text, or a data.blank that finds only the one that is asked for"
+            )
+    for number, places in enumerate(blanks):
+        part = {keys[field]: values[field][number] for field in own}
+        if len(blanks) > 1 and values["id"] is not None:
+            part[keys["id"]] = f"{values['id']}-{number}"
+        yield row._replace(values={**row.values, **part}, blanks=places)
+
+
+def _holds_lists(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(part, list) for part in value)
+
+
 def _example(source: TableFile, number: int, row: Row) -> Example | None:
     """Make an example of a row, or count it as dropped and return None."""
     config, kind = source.config, source.config.kind
@@ -291,9 +339,9 @@ def _example(source: TableFile, number: int, row: Row) -> Example | None:
     example = Example(
         id=str(number if id_ is None else id_),
         where=row.where,
-        choices=_choices(source, row) if "choices" in kind.fields else (),
+        choices=_choices(source, row)[0] if "choices" in kind.fields else (),
         marks=_marks(source, row, texts.get("text", "")),
-        words=row.values.get("words", ()) if source.format == "conll" else (),
+        words=row.words,
         group=str(row.values.get("group", "")) if source.format in FIXED_FORMATS else "",
         **texts,
     )
@@ -315,27 +363,40 @@ def _text(source: TableFile, row: Row, field: str, *, required: bool) -> str:
         joiner = _LIST_JOINER if source.data.joiner is None else source.data.joiner
         return joiner.join(map(str, value))
     if isinstance(value, (list, dict)):
-        raise DataError(f"{row.where}: {key!r} must be a text, got {str(value)[:80]!r}")
+        raise DataError(
+            f"{row.where}: {key!r} must be a text, got {str(value)[:80]!r}; name the key of one in "
+            f"data.fields.{field}"
+        )
     source.counts["texts that are empty"] += key is not None and not str(value).strip()
     return str(value)
 
 
-def _choices(source: TableFile, row: Row) -> tuple[str, ...]:
-    value = row.values.get(source.column("choices") or "")
-    if not isinstance(value, list) or len(value) < 2:
-        raise DataError(f"{row.where}: expected a list of two choices or more, got {value!r}")
-    return tuple(map(str, value))
+def _choices(source: TableFile, row: Row) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+    """Return the choices of a row, and the names that the file has for them; () if it has none."""
+    key = source.column("choices")
+    names: Any = ()
+    value: Any = row.values.get(key) if isinstance(key, str) else None
+    if isinstance(key, tuple):
+        names, value = key, [row.values.get(name) for name in key]
+        while value and (value[-1] in (None, "") or value[-1] != value[-1]):
+            value.pop()  # a row may have fewer
+    elif isinstance(value, list) and all(isinstance(item, dict) for item in value):
+        value, names = ([part.get(name) for part in value] for name in ("text", "label"))
+    elif isinstance(value, dict):
+        value, names = value.get("text"), value.get("label") or ()
+    if not isinstance(value, list) or len(value) < 2 or None in value or _holds_lists(value):
+        raise DataError(
+            f"{row.where}: {key} is {str(value)[:80]!r} (keys: {', '.join(row.values)}); expected "
+            "two choices or more: a list of texts, or {text: [...], label: [...]}, or set "
+            "data.fields.choices to the list of the keys or columns that have one each"
+        )
+    return tuple(map(str, value)), tuple(names)[: len(value)]
 
 
 def _marks(source: TableFile, row: Row, text: str) -> tuple[Span, ...]:
     kind = source.config.task.kind
     if kind == "cloze":
-        blanks = row.values.get("blanks") if source.format == "chid" else None
-        if blanks is None:
-            blanks = [match.span() for match in re.finditer(source.data.blank, text)]
-        if not blanks:
-            raise DataError(f"{row.where}: no blank {source.data.blank!r} in {text[:80]!r}")
-        return tuple(Span("blank", *bounds) for bounds in blanks)
+        return tuple(Span("blank", *bounds) for bounds in row.blanks)
     if kind != "coref":
         return ()
     target: Any = row.values.get(source.column("target") or "")
@@ -345,7 +406,8 @@ def _marks(source: TableFile, row: Row, text: str) -> tuple[Span, ...]:
             part, start = str(target[f"{name}_text"]), int(target[f"{name}_index"])
         except (KeyError, TypeError, ValueError):
             raise DataError(
-                f"{row.where}: expected {name}_text and {name}_index, got {target!r}"
+                f"{row.where}: expected {name}_text and {name}_index, got {target!r}; name the key "
+                "of the mapping with both spans in data.fields.target"
             ) from None
         _require_text(row, text, part, start)
         marks.append(Span(name, start, start + len(part)))
@@ -363,7 +425,7 @@ def _require_text(row: Row, text: str, part: str, start: int) -> None:
 
 def _name(value: Any, row: Row) -> str:
     if isinstance(value, (dict, list)):
-        raise DataError(f"{row.where}: label {value!r} must be a text or a number")
+        raise DataError(f"{row.where}: label {value!r} must be a text or a number; {_OTHER_LABEL}")
     if isinstance(value, float) and value.is_integer():
         value = int(value)  # 1 and 1.0 are one number, and one class
     return json.dumps(value) if isinstance(value, bool) else str(value).strip()
@@ -374,26 +436,37 @@ def _class_gold(source: TableFile, row: Row, example: Example, value: Any) -> st
 
 
 def _choice_gold(source: TableFile, row: Row, example: Example, value: Any) -> int:
-    """Find the index of the choice; of equal choices it is the first."""
-    if isinstance(value, str) and value in example.choices:
-        index = example.choices.index(value)
-        is_other = value.isdecimal() and int(value) < len(example.choices) and int(value) != index
-        if is_other and source.format != "c3":
-            raise DataError(
-                f"{row.where}: answer {value!r} is the text of choice {index}, and as an index "
-                f"choice {int(value)}, {example.choices[int(value)]!r}; write indices as numbers, "
-                "without quotes, and texts otherwise"
-            )
-        return index
-    # C3 answers by texts alone: "2" would be one that is not among the choices.
-    is_index = str(value).isdecimal() and source.format != "c3"
-    index = int(value) if is_index else -1
-    if not 0 <= index < len(example.choices):
-        raise DataError(
-            f"{row.where}: answer {value!r} is neither one of the choices "
-            f"{list(example.choices)} nor an index of them, from 0"
-        )
-    return example.choices.index(example.choices[index])
+    """Find the index of the choice; of equal choices it is the first.
+
+    An answer is a text, the file's own name of a choice, a letter, or an index from 0. Where a row
+    has names beside its texts, one of them is nothing else.
+    """
+    texts, names = _choices(source, row)
+    name, own = _name(value, row).casefold(), [str(each).casefold() for each in names]
+    places = {each: place for place, each in enumerate(own)}
+    letters = {chr(ord("a") + place): place for place in range(len(texts))}
+    readings = {"the text of": texts.index(value)} if value in texts else {}
+    is_nested = not isinstance(source.column("choices"), tuple)
+    if name in places and is_nested and type(value) in map(type, names):
+        readings = {"as a name": places[name]}
+    elif source.format != "c3":  # which answers by texts alone: "2" would be a wrong one
+        if name in (known := {**letters, **places}):
+            readings["as a name"] = known[name]
+        if name.isdecimal() and int(name) < len(texts):
+            readings["as an index"] = int(name)
+    found = {texts.index(texts[index]) for index in readings.values()}
+    if len(found) == 1:
+        return found.pop()
+    meant = (
+        "neither one of the choices, nor the name or letter of one, nor an index of them, from 0"
+    )
+    if found:
+        meant = ", and ".join(f"{how} choice {index}" for how, index in readings.items())
+    raise DataError(
+        f"{row.where}: answer {value!r} is {meant}: {list(texts)}; write a text, a name, a letter "
+        "(A for the first) or, without quotes, an index, whichever means one thing; or "
+        f"{_OTHER_LABEL}"
+    )
 
 
 def _labels_gold(source: TableFile, row: Row, example: Example, value: Any) -> tuple[str, ...]:
@@ -428,14 +501,14 @@ def _number_gold(source: TableFile, row: Row, example: Example, value: Any) -> f
     try:
         number = float(value)
     except (TypeError, ValueError):
-        raise DataError(f"{row.where}: {value!r} is not a number") from None
+        raise DataError(f"{row.where}: {value!r} is not a number; {_OTHER_LABEL}") from None
     if number - number != 0:  # infinite, or NaN
-        raise DataError(f"{row.where}: {value!r} is not a finite number")
+        raise DataError(f"{row.where}: {value!r} is not a finite number; {_OTHER_LABEL}")
     return number
 
 
 def _spans_gold(source: TableFile, row: Row, example: Example, value: Any) -> tuple[Span, ...]:
-    """Read [[type, start, end], ...], mappings with these keys, or CLUENER's inclusive mapping."""
+    """Read lists of type, start and end, mappings with these keys, or CLUENER's mapping."""
     spans = set()
     try:
         for span, part in _written_spans(value, int(source.data.span_ends == "inclusive")):
@@ -453,8 +526,10 @@ def _spans_gold(source: TableFile, row: Row, example: Example, value: Any) -> tu
             spans.add(span)
     except (AttributeError, KeyError, TypeError, ValueError):
         raise DataError(
-            f"{row.where}: {str(value)[:80]!r} is not a list of [type, start, end] or of mappings "
-            "with type, start and end, nor {type: {text: [[start, last], ...]}}"
+            f"{row.where}: {str(value)[:80]!r} is not a list of [type, start, end] or [start, end, "
+            "type], of which the type is a text, or of mappings with type, start and end, nor "
+            "{type: {text: [[start, last], ...]}}; tags need their words as a list, too. Correct "
+            "it, or name the key of the entities in data.fields.spans"
         ) from None
     return tuple(sorted(spans, key=lambda span: (span.start, span.end, span.type)))
 
@@ -471,11 +546,19 @@ def _written_spans(value: Any, after: int) -> Iterator[tuple[Span, str]]:
         if isinstance(item, Span):  # of tags: exclusive already
             yield item, ""
         elif isinstance(item, dict):
-            kind, end = item.get("type") or item["label"], int(item["end"])
-            yield Span(kind, int(item["start"]), end + after), item.get("text", "")
+            kind = item.get("type") or item["label"]
+            start, end = (
+                int(item[name] if name in item else item[f"{name}_offset"])
+                for name in ("start", "end")
+            )
+            yield Span(kind, start, end + after), item.get("text", "")
         else:
-            kind, start, end = item
-            yield Span(kind, int(start), int(end) + after), ""
+            kinds = [part for part in item if isinstance(part, str)]
+            if len(kinds) > 1:
+                kinds = [part for part in kinds if not part.isdecimal()]
+            [kind] = kinds
+            start, end = (int(part) for part in item if part is not kind)
+            yield Span(kind, start, end + after), ""
 
 
 def _answers_gold(source: TableFile, row: Row, example: Example, value: Any) -> tuple[Answer, ...]:
@@ -497,6 +580,7 @@ def _answers_gold(source: TableFile, row: Row, example: Example, value: Any) -> 
         if not isinstance(text, str) or isinstance(value, str):
             raise DataError(
                 f"{row.where}: {str(value)[:80]!r} is not a list of {{text, answer_start}} or texts"
+                "; correct it, or name the key of one in data.fields.answers"
             )
         answers.append(Answer(text, _place(source, example.text, text.strip(), stated)))
     if answers and all(answer.start is None for answer in answers):

@@ -40,6 +40,13 @@ def split_tag(tag: str) -> tuple[str, str]:
     return (prefix, kind) if prefix in ("B", "I", "E", "S") and kind else ("O", "")
 
 
+def types_of(kind: str, labels: Sequence[str]) -> tuple[str, ...]:
+    """Return the classes that `data.labels` names, of tags such as O, B-ORG, I-ORG their types."""
+    types = [split_tag(label)[1] for label in labels if label != "O"]
+    is_tags = kind in ("tag", "spans") and "O" in labels and all(types)
+    return tuple(dict.fromkeys(types) if is_tags else labels)
+
+
 def decode_tags(tags: Sequence[str]) -> list[Span]:
     """Read entities from tags as conlleval and seqeval's default mode do.
 
@@ -74,11 +81,12 @@ def encode_tags(spans: Sequence[Span], length: int, scheme: str) -> list[str] | 
 
 
 _CMRC_SIGNS = set("-:_*^/\\~`+=，。：？！“”；’《》·、「」（）－～『』")
-# As nltk's word_tokenize, with which the official CMRC scorer splits what is not Chinese.
+# As nltk's word_tokenize, with which the official CMRC scorer splits what is not Chinese. A full
+# stop is a word at the end, also before marks that close something.
 _OPENS_QUOTE = re.compile(r'(?:^|(?<=[\s(\[{<]))"')
 _APART = (
-    r"\.\.\.|--|[,:](?!\d)|\.(?=\s*$)|n't\b|'(?:s|m|d|ll|re|ve)\b|``|''|'(?=\s|$)"
-    r"|[?!;@#$%&()\[\]{}<>–—«»]"
+    r"\.{2,}|--|[,:](?!\d)|(?<=[^.])\.(?=[\])}>\"'»\s]*$)|n't\b|'(?:s|m|d|ll|re|ve)\b|``|''"
+    r"|'(?=\s|$)|[?!;@#$%&()\[\]{}<>‒–—―«»]"
 )
 _WORDS = re.compile(rf"{_APART}|(?:(?!{_APART})\S)+")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -109,7 +117,7 @@ def cmrc_segments(text: str) -> list[str]:
         if char and not "\u4e00" <= char <= "\u9fa5":
             run += char
             continue
-        segments += _WORDS.findall(_OPENS_QUOTE.sub("``", run).replace('"', "''"))
+        segments += _WORDS.findall(_OPENS_QUOTE.sub(" `` ", run).replace('"', " '' "))
         segments += [char] if char else []
         run = ""
     return segments

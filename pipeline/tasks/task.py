@@ -12,14 +12,16 @@ from typing import Any, ClassVar, Literal
 
 from pipeline.config.load import find_config, load
 from pipeline.config.schema import REQUIRED, param, path_param, section
-from pipeline.config.train import MonitorConfig
+from pipeline.config.train import MonitorConfig, TrainConfig
 from pipeline.errors import ConfigError
 
 KindName = Literal[
     "classify", "pair", "choice", "tag", "spans", "qa", "multilabel", "regress", "cloze", "coref"
 ]
 MetricName = Literal["accuracy", "f1", "macro_f1", "matthews", "pearson", "spearman", "em"]
-Format = Literal["auto", "json", "jsonl", "csv", "tsv", "conll", "squad", "cmrc", "c3", "chid"]
+Format = Literal[
+    "auto", "json", "jsonl", "parquet", "csv", "tsv", "conll", "squad", "cmrc", "c3", "chid"
+]
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ KINDS = {
     "cloze": TaskKind(("text", "choices"), ("accuracy",)),
     "coref": TaskKind(("text", "target"), _CLASSES),
 }
+_STRIDE = 128
 RANDOM = "random:"
 """Before a model: its architecture and tokenizer with fresh weights."""
 PROBED_KINDS = ("classify", "pair", "coref")
@@ -87,8 +90,12 @@ class FieldsConfig:
     text: str | None = param(None, "the first text: sentence, premise, passage")
     text_b: str | None = param(None, "the second text: hypothesis, question")
     label: str | None = param("label", "the class, a list of classes, the number or the choice")
-    choices: str | None = param(None, "list of choices, of which the label is an index or a text")
-    spans: str | None = param("label", "entities: [[type, start, end], ...] or CLUENER's mapping")
+    choices: str | tuple[str, ...] | None = param(
+        None, "list of choices, or a list of the keys that have one each"
+    )
+    spans: str | None = param(
+        "label", "entities: [[type, start, end], ...] or CLUENER's mapping; tags of a list of words"
+    )
     answers: str | None = param(
         "answers", "answers to the question: [{text, answer_start}], [] if it has none"
     )
@@ -117,7 +124,9 @@ class TaskDataConfig:
     )
     fields: FieldsConfig = section(FieldsConfig, "where a row has what")
     labels: Literal["auto"] | tuple[str, ...] = param(
-        "auto", "the classes or types in order; auto takes train's distinct ones, sorted"
+        "auto",
+        "the classes or types in order; auto takes train's distinct ones, sorted; of tags that are "
+        "numbers their names",
     )
     drop_labels: tuple[str, ...] = param((), "rows with these labels are left out and counted")
     joiner: str | None = param(
@@ -151,7 +160,12 @@ class InputConfig:
     )
     head_share: float = param(0.25, "share of the head that head_tail keeps", gt=0, lt=1)
     max_question: int = param(64, "longest question of qa", unit="tokens", ge=1)
-    stride: int = param(128, "from one window of a qa passage to the next", unit="tokens", ge=1)
+    stride: int = param(
+        0,
+        "from one window of a qa passage to the next; 0 takes 128, of short windows half",
+        unit="tokens",
+        ge=0,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +198,10 @@ class TaskTrainConfig:
     warmup: float = param(0.1, "share of the steps that the rate rises in", ge=0, lt=1)
     decay: Literal["linear", "none"] = param("linear", "of the rate after the warm-up, to zero")
     weight_decay: float = param(0.01, "of matrices", ge=0, usual=(0, 0.5))
+    beta2: float = param(
+        TrainConfig.adam_beta2, "Adam's decay of its squares' mean", ge=0, lt=1, usual=(0.9, 1)
+    )
+    eps: float = param(TrainConfig.adam_eps, "Adam's, added to their root", gt=0, usual=(0, 1e-3))
     clip: float = param(1.0, "largest norm of the gradient", gt=0)
     class_weights: Literal["none", "balanced"] = param(
         "none", "weights of the classes in the loss: equal, or rows / (classes x rows of the class)"
@@ -251,6 +269,10 @@ class TaskConfig:
 
     def __post_init__(self) -> None:
         kind, name = self.kind, self.task.kind
+        if not self.input.stride:
+            room = self.input.max_length - 3 - self.input.max_question
+            stride = max(1, min(_STRIDE, room // 2)) if name == "qa" else _STRIDE
+            object.__setattr__(self, "input", replace(self.input, stride=stride))
         if self.task.metric is not None and self.task.metric not in kind.metrics:
             raise ConfigError(
                 f"task.metric={self.task.metric} does not fit task.kind={name}; expected one of "

@@ -75,7 +75,10 @@ def _letters(text: str) -> str:
 def _ngrams(letters: str, length: int, length_cjk: int) -> set[str]:
     found = set()
     for start, letter in enumerate(letters):
-        size = length_cjk if letter >= "\u2e80" else length
+        near = letters[start : start + min(length, length_cjk)]
+        num_cjk = sum(each >= "\u2e80" for each in near)
+        is_cjk = letter >= "\u2e80" or 2 * num_cjk >= min(length, length_cjk)
+        size = length_cjk if is_cjk else length
         if start + size <= len(letters):
             found.add(letters[start : start + size])
     return found

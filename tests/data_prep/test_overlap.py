@@ -60,6 +60,21 @@ def test_a_made_up_corpus(tmp_path: Path) -> None:
     assert (found["documents"], found["ngram"], found["ngram_cjk"]) == (2, 60, 13)
 
 
+@pytest.mark.parametrize(("row", "corpus", "is_shared"), [
+    ("2011职称英语等级考试报名", "关于2011职称英语等级考试报名的通知", True),  # 4 and 10 letters
+    ("2011职称英语等级考试报名", "关于2012职称英语等级考试报名的通知", False),
+    ("另2011职称英语等级考试报名费", "2011职称英语等级考试报名费用", True),
+    ("GDP增长百分之八2019年", "去年GDP增长百分之八2019年初", True),
+    ("2011职称英语等级考试", "2011职称英语等级考试", True),  # 12 letters, as a whole
+    ("13812345678张三", "电话13812345678张三", False),  # too few of them Chinese
+    ("2011年第3期考试大纲", "见2011年第3期考试大纲附录", True),
+    ("the annual report 年报", "the annual report 年报", False),
+])  # fmt: skip
+def test_letters_of_both_kinds(row: str, corpus: str, is_shared: bool, tmp_path: Path) -> None:
+    path = _corpus(tmp_path / "c.jsonl.gz", [f"前文。{corpus}。后文", "别的"])
+    assert _count(tmp_path, [("a", [row])], [path])["sets"]["a"]["shared"] == is_shared
+
+
 def _letters(text: str) -> str:
     plain = unicodedata.normalize("NFKC", text).casefold()
     return "".join(char for char in plain if unicodedata.category(char)[0] in "LMN")

@@ -26,6 +26,7 @@ from pipeline.finetune.batches import TaskStream, class_weights, tokenised
 from pipeline.finetune.can import CanConfig
 from pipeline.finetune.model import TaskModel
 from pipeline.finetune.rescore_command import recompute, write_results
+from pipeline.finetune.result import read_runs
 from pipeline.finetune.run import DevScores, TaskWork, finetune, prepare, run_config
 from pipeline.inspect.status import run_status, summary
 from pipeline.model.encoder import MaskedLanguageModel
@@ -143,6 +144,56 @@ def test_finished_result_is_kept(tuned: Path, tiny_model: Path) -> None:
         _run(path, tiny_model, out, seeds=[1, 2], overrides=["search.lr=[1e-3,2e-3]"])
     assert not (out / "search").exists()
     assert json.loads((out / "result.json").read_text()) == first
+
+
+def test_adam_is_the_task_file_s(task_file: Make, tiny_model: Path, tmp_path: Path) -> None:
+    path = task_file("classify", train={"beta2": 0.9, "eps": 1e-8})
+    prepared = prepare(load_task(str(path)), "t", str(tiny_model), None)
+    config = run_config(prepared, 1, tmp_path, 1)
+    assert (config.train.adam_beta2, config.train.adam_eps) == (0.9, 1e-8)
+    protocol = json.loads(TaskWork(prepared, config, tmp_path).index.content)["protocol"]
+    assert (protocol["beta2"], protocol["eps"]) == (0.9, 1e-8)
+    # With the defaults a run that was begun without them is continued.
+    prepared = prepare(load_task(str(task_file("classify"))), "t", str(tiny_model), None)
+    work = TaskWork(prepared, run_config(prepared, 1, tmp_path, 1), tmp_path)
+    protocol = json.loads(work.index.content)["protocol"]
+    assert not {"beta2", "eps"} & set(protocol)
+    assert "weight_decay" in protocol
+
+
+def test_a_result_that_does_not_name_adam_s_settings(
+    tuned: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(tuned / "out", tmp_path / "out")
+    body = json.loads((tmp_path / "out/result.json").read_text())
+    assert (body["protocol"].pop("beta2"), body["protocol"].pop("eps")) == (0.98, 1e-6)
+    (tmp_path / "out/result.json").write_text(json.dumps(body))
+    path = tuned / "my-classify.yaml"
+    again = _run(path, tiny_model, tmp_path / "out", seeds=[1])
+    assert (again["protocol"]["beta2"], again["protocol"]["eps"]) == (0.98, 1e-6)
+    with pytest.raises(ConfigError, match=r"beta2: 0\.98 there, 0\.999 now"):
+        _run(path, tiny_model, tmp_path / "out", seeds=[1], overrides=["train.beta2=0.999"])
+
+
+def test_tags_that_are_numbers_keep_their_names(
+    task_file: Make, tiny_model: Path, tmp_path: Path
+) -> None:
+    names = ["O", "B-place", "I-place", "B-name"]
+    rows = [{"tokens": ["去", "了", "北", "京"], "ner_tags": [0, 0, 1, 2], "id": "1"},
+            {"tokens": ["张", "去", "了"], "ner_tags": [3, 0, 0], "id": "2"}]  # fmt: skip
+    write_rows(tmp_path / "a.jsonl", rows)
+    files = {name: ["a.jsonl"] for name in ("train", "dev", "test")}
+    fields = {"text": "tokens", "spans": "ner_tags"}
+    data = {**files, "fields": fields, "labels": names}
+    path = task_file("tag", data=data, train={"steps": 1})
+    body = _run(path, tiny_model, tmp_path / "out")
+    [run] = read_runs(tmp_path / "out")
+    assert run.labels == ("place", "name")
+    golds = [row["gold"] for row in _lines(tmp_path / "out/predictions-test.jsonl")]
+    assert golds == [[["place", 2, 4]], [["name", 0, 1]]]
+    summary_ = predict(tmp_path / "out", tmp_path / "a.jsonl", tmp_path / "answers.jsonl")
+    assert summary_.scores == pytest.approx(body["test"])
+    assert _run(path, tiny_model, tmp_path / "out") == body
 
 
 def test_other_layers_are_not_finished(task_file: Make, tiny_model: Path, tmp_path: Path) -> None:

@@ -252,6 +252,15 @@ def test_windows_cover_the_passage_and_find_the_answer(tokenizer: Any) -> None:
     assert all(span == [Span("answer", start, start + 2)] for span in answers)
 
 
+def test_windows_by_default(wordpiece: WordPieceTokenizer) -> None:
+    text = (CHINESE * 9)[:500]
+    rows, _ = _encode(wordpiece, _config("qa"), text=text, text_b=CHINESE * 9)
+    assert max(len(row.ids) for row in rows) == 128
+    assert {int(place) for row in rows for place in row.offsets[:, 0]} >= {
+        place for place, char in enumerate(text) if char != " "
+    }
+
+
 @pytest.mark.parametrize("length", [5, 9, 10, 14, 23, 33])
 @pytest.mark.parametrize("stride", [1, 4, 9])
 def test_most_context_scores(wordpiece: WordPieceTokenizer, length: int, stride: int) -> None:

@@ -1,13 +1,21 @@
 """Readers on made-up rows in the shape of published files, with the traps of those files."""
 
+import bz2
+import gzip
 import json
+import lzma
+import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from backports import zstd
 
 from pipeline.config.load import build
 from pipeline.errors import ConfigError, DataError
+from pipeline.tasks import formats
 from pipeline.tasks.readers import Answer, Example, TaskData, read_file, read_task
 from pipeline.tasks.scores import Span
 from pipeline.tasks.task import TaskConfig, load_task
@@ -178,7 +186,8 @@ TABLE = "s,label\n"
     ("classify", "a.json", '{"s": {"x": 1}, "label": "a"}', "'s' must be a text"),
     ("classify", "a.json", '{"s": "x", "label": "a"}\n[1]', ":2: expected a JSON object"),
     ("multilabel", "a.json", '{"s": "x", "label": {"a": 1}}', "must be a text or a number"),
-    ("spans", "a.json", '{"s": ["x"], "label": []}', "'s' must be a text"),
+    ("qa", "a.json", '{"s": ["x"], "b": "q"}', "'s' must be a text"),
+    ("spans", "a.json", '{"s": ["x"], "label": []}', r"'label' is '\[\]'; expected .* a tag"),
     ("classify", "a.csv", f"{TABLE}x,a\ny,\n", ":3: no 'label' .or an empty one"),
     ("classify", "a.csv", f'{TABLE}"a\nb",1\n"x" y,a\n', ":4: not valid CSV"),
     ("classify", "a.tsv", "s\tlabel\na\t1\nb\n", ":3: 1 cells, expected the 2"),
@@ -191,7 +200,7 @@ TABLE = "s,label\n"
     ("pair", "a.json", '[[["x"], [], "1"]]', "looks like c3, which is for task.kind choice"),
 ])  # fmt: skip
 def test_wrong_files(folder: Folder, kind: str, name: str, content: str, message: str) -> None:
-    fields = {"text": "s", "text_b": "b"} if kind == "pair" else {"text": "s"}
+    fields = {"text": "s"} | ({"text_b": "b"} if kind in ("pair", "qa") else {})
     with pytest.raises(DataError, match=rf"{name}.*{message}"):
         folder.read(kind, content, name, fields=fields)
 
@@ -234,6 +243,145 @@ def test_test_may_be_without_labels_and_with_a_header_of_its_own(folder: Folder)
     assert [(row.text, row.gold) for row in data.splits["test"]] == [("Bill left.", None)]
 
 
+# Files
+
+
+PACK = {".gz": gzip.compress, ".zst": zstd.compress, ".xz": lzma.compress, ".bz2": bz2.compress}
+
+
+def _pack(folder: Folder, suffix: str, *names: str) -> list[str]:
+    for name in names:
+        path = folder.path / name
+        Path(f"{path}{suffix}").write_bytes(PACK[suffix](path.read_bytes()))
+        path.unlink()
+    return [name + suffix for name in names]
+
+
+@pytest.mark.parametrize("suffix", PACK)
+def test_compressed_files_are_read_as_plain_ones(folder: Folder, suffix: str) -> None:
+    files = {"train": "a.json", "dev": "b.csv", "test": "c.tsv"}
+    folder.write("a.json", [{"sentence": "甲\u2028", "label": label} for label in "ab"])
+    folder.write("b.csv", 'sentence,label\n"乙, b",a\n')
+    folder.write("c.tsv", "sentence\n丙\n")
+    plain = read_task(folder.task("classify", **{k: [v] for k, v in files.items()}, **SENTENCE))
+    packed = _pack(folder, suffix, *files.values())
+    task = folder.task(
+        "classify", **{k: [v] for k, v in zip(files, packed, strict=True)}, **SENTENCE
+    )
+    found = read_task(task)
+    for name, rows in plain.splits.items():
+        assert [(row.text, row.gold) for row in found.splits[name]] == [
+            (row.text, row.gold) for row in rows
+        ]
+    folder.write("d.bio", "甲 B-LOC\n乙 I-LOC\n")
+    assert read_file(folder.task("tag"), *_pack(folder, suffix, "d.bio"), needs_gold=True)[0].words
+    folder.write(
+        "e.json",
+        json.dumps([{"context_text": "甲", "qas": [{"query_id": "1", "query_text": "?"}]}]),
+    )
+    task = folder.task("qa")
+    assert read_file(task, *_pack(folder, suffix, "e.json"), needs_gold=False)[0].id == "1"
+    folder.write("f.json", [{"candidates": ["一", "二"], "content": ["#idiom1#"]}])
+    folder.write("f_answer.json", '{"#idiom1#": 1}')
+    _pack(folder, suffix, "f.json", "f_answer.json")
+    assert read_file(folder.task("cloze"), f"f.json{suffix}", needs_gold=True)[0].gold == 1
+    whole = (folder.path / packed[0]).read_bytes()
+    for content in (whole[: len(whole) // 2], b"no such thing" * 9):
+        (folder.path / packed[0]).write_bytes(content)
+        with pytest.raises(DataError, match=rf"a\.json{suffix} is damaged, cut short or not what"):
+            read_file(folder.task("classify", **SENTENCE), packed[0], needs_gold=True)
+    (folder.path / packed[0]).write_bytes(PACK[suffix](b"\r\n"))
+    with pytest.raises(DataError, match=rf"a\.json{suffix} is empty"):
+        read_file(folder.task("classify", **SENTENCE), packed[0], needs_gold=True)
+
+
+ROWS = [{"s": f"{i} [{{", "data": [{"data": [i]}]} for i in range(9)]
+PARAGRAPHS = [{"paragraphs": [], "title": str(i)} for i in range(9)]
+
+
+@pytest.mark.parametrize(("content", "form"), [
+    (ROWS, "jsonl"), (json.dumps(ROWS), "json"), (json.dumps(ROWS, indent=1), "json"),
+    (json.dumps({"version": [1], "data": ROWS}), "json"),
+    (json.dumps({"version": [1], "data": ROWS}, indent=1), "json"),
+    (json.dumps({"version": "1", "data": PARAGRAPHS}), "squad"),
+    (json.dumps({"version": "1", "data": PARAGRAPHS}, indent=1), "squad"),
+    (json.dumps([{"id": 1, "context_text": "x"}] * 9), "cmrc"),
+    (json.dumps([{"s": '"context_text": '}] * 9), "json"),
+    (json.dumps([[["x"], []]] * 9, indent=1), "c3"), ('{"s": 1\n{"s": 2}\n', "jsonl"),
+    ([{"candidates": [], "content": []}] * 9, "chid"), ("{\n}", "json"), ("nothing", "json"),
+])  # fmt: skip
+@pytest.mark.parametrize("head", [40, 1 << 20])
+def test_the_beginning_tells_the_form(
+    folder: Folder, content: Any, form: str, head: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.write("a.json", content)
+    if head < 100:  # what follows is not looked at, nor need it be there
+        monkeypatch.setattr(formats, "_HEAD_CHARS", (folder.path / "a.json").stat().st_size // 2)
+    assert formats.detect(folder.path / "a.json", folder.task("classify")) == form
+
+
+def test_a_large_file_is_not_read_to_tell_its_form(folder: Folder) -> None:
+    rows = [{"context_text": "甲" * 1000, "qas": [], "id": i} for i in range(4000)]
+    whole = gzip.compress(json.dumps(rows, ensure_ascii=False).encode(), compresslevel=0)
+    (folder.path / "a.json.gz").write_bytes(whole[: len(whole) // 2])  # the rest would be missed
+    assert formats.detect(folder.path / "a.json.gz", folder.task("qa")) == "cmrc"
+
+
+def _parquet(folder: Folder, name: str, rows: list[dict[str, Any]], **types: Any) -> None:
+    schema = pa.schema(list(types.items())) if types else None
+    pq.write_table(pa.Table.from_pylist(rows, schema), folder.path / name)
+
+
+def test_parquet(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = {"text": "s", "text_b": "q", "choices": "choices", "label": "answerKey"}
+    choices = {"text": ["甲", "乙"], "label": ["A", "B"]}
+    row = {"s": "一\u2028", "q": b"\xe4\xb8\xad", "choices": choices, "answerKey": "B", "id": "x"}
+    _parquet(folder, "a.parquet", [row, {**row, "id": "y", "answerKey": "a"}] * 300)
+    rows = read_file(folder.task("choice", fields=fields), "a.parquet", needs_gold=True)
+    assert [(row.id, row.gold, row.text, row.text_b) for row in rows[:2]] == [
+        ("x", 1, "一\u2028", "中"), ("y", 0, "一\u2028", "中"),
+    ]  # fmt: skip
+    assert [len(rows), rows[-1].where.rpartition(", ")[2]] == [600, "row 599"]
+    with pytest.raises(DataError, match=r"a\.parquet, row 0: no 'label'"):
+        read_file(folder.task("choice", fields={**fields, "label": "label"}), "a.parquet",
+                  needs_gold=True)  # fmt: skip
+    _parquet(folder, "b.parquet", [{"s": b"\xff", "label": 1}])
+    task = folder.task("classify", fields={"text": "s"})
+    with pytest.raises(DataError, match=r"b\.parquet is not UTF-8"):
+        read_file(task, "b.parquet", needs_gold=True)
+    whole = (folder.path / "a.parquet").read_bytes()
+    (folder.path / "c.parquet").write_bytes(whole[:-20])
+    for kind in ("classify", "tag"):
+        broken = folder.task(kind, train=["c.parquet"], fields={"text": "s"})
+        with pytest.raises(DataError, match=r"c\.parquet is damaged"):
+            read_task(broken)
+    _parquet(folder, "d.parquet", [], s=pa.string())
+    with pytest.raises(DataError, match=r"d\.parquet holds no row"):
+        read_file(task, "d.parquet", needs_gold=True)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ConfigError, match=r"a\.parquet: .* pip install pyarrow"):
+        read_file(task, "a.parquet", needs_gold=True)
+
+
+@pytest.mark.parametrize(("name", "content"), [
+    ("a.csv", 'sentence,label\r"a, b",0\rc,1\r'), ("a.tsv", "sentence\tlabel\ra, b\t0\rc\t1"),
+    ("a.json", '{"sentence": "a, b", "label": 0}\r\r{"sentence": "c", "label": 1}\r'),
+])  # fmt: skip
+def test_a_carriage_return_ends_lines_where_there_is_no_line_feed(
+    folder: Folder, name: str, content: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for head in (8, 1 << 20):
+        monkeypatch.setattr(formats, "_HEAD_CHARS", max(head, content.index("\r") + 1))
+        data = folder.read("classify", content, name, **SENTENCE)
+        rows = data.splits["train"]
+        assert [(row.text, row.gold) for row in rows] == [("a, b", "0"), ("c", "1")]
+        assert data.counts["train"]["rows of files whose lines end in CR alone"] == 2
+    assert rows[1].where.endswith(":3")
+    data = folder.read("classify", "sentence\tlabel\na\rb\t0\n", "b.tsv", **SENTENCE)
+    assert [row.text for row in data.splits["train"]] == ["a\rb"]
+    assert data.counts["train"] == {"rows": 1}
+
+
 # Tables
 
 
@@ -272,6 +420,67 @@ def test_spans_of_cluener_and_in_lists(folder: Folder) -> None:
     inclusive = [{"text": "“金庸", "entities": [["name", 1, 2]]}]
     [row] = folder.rows("spans", inclusive, fields=fields, span_ends="inclusive")
     assert row.gold == (Span("name", 1, 3),)
+
+
+@pytest.mark.parametrize("key", ["label", "entities"])
+@pytest.mark.parametrize("span", [
+    ["name", 1, 3], [1, 3, "name"], [1, "name", 3], ["name", "1", "3"], ["1", "3", "name"],
+    {"label": "name", "start_offset": 1, "end_offset": 3, "id": 7},
+])  # fmt: skip
+def test_the_type_of_a_span_may_stand_anywhere(folder: Folder, span: Any, key: str) -> None:
+    fields = {"text": "text", "spans": key}
+    rows = [{"text": "“金庸", key: [span]}, {"text": "“", key: [["1", 0, 1]]}]
+    golds = [row.gold for row in folder.rows("spans", rows, fields=fields)]
+    assert golds == [(Span("name", 1, 3),), (Span("1", 0, 1),)]
+    for wrong in ([1, 1, 3], ["a", "b", 1], ["1", "1", "3"], [1, 3], ["name", 1, 3, 4]):
+        with pytest.raises(DataError, match=r"a\.json:1: .* data\.fields\.spans"):
+            folder.read("spans", [{"text": "“金庸", key: [wrong]}], fields=fields)
+
+
+TOKENS = {"fields": {"text": "tokens", "spans": "ner_tags"}}
+TAGS = ["O", "B-LOC", "I-LOC", "B-ORG"]
+
+
+@pytest.mark.parametrize("kind", ["tag", "spans"])
+@pytest.mark.parametrize("numbers", [False, True])
+def test_words_with_a_tag_each(folder: Folder, kind: str, numbers: bool) -> None:
+    rows = [
+        {"tokens": ["New", "York", "is"], "ner_tags": ["B-LOC", "I-LOC", "O"]},
+        {"tokens": ["a", "b"], "ner_tags": ["I-LOC", "B-ORG"]},
+    ]
+    labels = {"labels": TAGS} if numbers else {}
+    if numbers:
+        rows = [{**row, "ner_tags": [TAGS.index(tag) for tag in row["ner_tags"]]} for row in rows]
+    folder.write("b.json", rows[1:])
+    folder.write("c.json", [{"tokens": rows[0]["tokens"]}])
+    _parquet(folder, "d.parquet", rows)
+    files = {"dev": ["b.json"], "test": ["c.json", "d.parquet"]}
+    data = folder.read(kind, rows, **files, **labels, **TOKENS)
+    [first, second], [dev] = data.splits["train"], data.splits["dev"]
+    assert (first.text, first.gold) == ("New York is", (Span("LOC", 0, 8),))
+    assert first.words == ((0, 3), (4, 8), (9, 11))
+    assert (second.text, second.gold) == ("a b", (Span("LOC", 0, 1), Span("ORG", 2, 3)))
+    assert (dev.text, dev.gold) == (second.text, second.gold), "joined as train is"
+    assert (data.labels, data.joiner) == (("LOC", "ORG"), " ")
+    assert data.counts["train"]["tags that continue no entity"] == 1
+    golds = [(row.text, row.gold) for row in data.splits["test"]]
+    assert golds == [("New York is", None), *((row.text, row.gold) for row in (first, second))]
+    rows = [{"tokens": ["北", "京"], "ner_tags": ["B-LOC", "I-LOC"]}]
+    assert folder.rows(kind, rows, **TOKENS)[0].text == "北京"
+    assert folder.rows(kind, rows, joiner="_", **TOKENS)[0].gold == (Span("LOC", 0, 3),)
+
+
+@pytest.mark.parametrize(("tags", "labels", "message"), [
+    ([0, 1], {}, r"tag 0 is a number, .* data\.labels"),
+    ([0, 1], {"labels": ["LOC", "ORG"]}, r"tag 0 is a number, .* data\.labels"),
+    ([0, 4], {"labels": TAGS}, r"tag 4 is a number, .* data\.labels"),
+    (["O", "LOC"], {}, "tag 'LOC' is neither O nor a prefix"), ("O O", {}, "expected a list with"),
+    (["O"], {}, r"a tag for each of the 2 words in 'tokens': .* data\.fields\.spans"),
+])  # fmt: skip
+def test_tags_that_do_not_fit(folder: Folder, tags: Any, labels: Any, message: str) -> None:
+    rows = [{"tokens": ["a", "b"], "ner_tags": tags}]
+    with pytest.raises(DataError, match=rf"a\.json:1: .*{message}"):
+        folder.read("tag", rows, **labels, **TOKENS)
 
 
 @pytest.mark.parametrize(("label", "message"), [
@@ -418,6 +627,122 @@ def test_c3(folder: Folder) -> None:
             folder.read("choice", json.dumps(items))
 
 
+COLUMNS = {"text": "q", "choices": ["A", "B", "C", "D"]}
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.json", "a.parquet"])
+def test_choices_in_columns(folder: Folder, name: str) -> None:
+    answers = [("B", 1), ("d", 3), ("0", 0), ("x3", 2)]
+    rows = [
+        {"q": f"{i}", **{key: f"x{n}" for n, key in enumerate("ABCD", 1)}, "label": answer}
+        for i, (answer, _) in enumerate(answers)
+    ]
+    rows += [{"q": "5", "A": "x", "B": "y", "C": "", "D": "", "label": "B"}]  # of two choices
+    if name == "a.parquet":
+        _parquet(folder, name, rows)
+    elif name == "a.json":
+        folder.write(name, rows)
+    else:
+        apart = "\t" if name == "a.tsv" else ","
+        lines = [apart.join(row.values()) for row in rows]
+        folder.write(name, "\n".join([apart.join(rows[0]), *lines]))
+    found = read_file(folder.task("choice", fields=COLUMNS), name, needs_gold=True)
+    assert [row.gold for row in found] == [gold for _, gold in answers] + [1]
+    assert [row.choices for row in found[-2:]] == [("x1", "x2", "x3", "x4"), ("x", "y")]
+    fields = {**COLUMNS, "choices": ["A", "E"]}
+    with pytest.raises(
+        DataError, match=r"row 0|item 0|:[12]: .*keys: q, A, B.*data\.fields\.choices"
+    ):
+        read_file(folder.task("choice", fields=fields), name, needs_gold=True)
+
+
+NESTED = {"text": "q", "choices": "choices", "label": "answerKey"}
+
+
+@pytest.mark.parametrize(("labels", "texts", "answer", "gold"), [
+    ("ABCD", "wxyz", "C", 2), ("ABCD", "wxyz", "c", 2), ("ABCD", "wxyz", "z", 3),
+    ("1234", "wxyz", "1", 0), ("1234", "wxyz", "4", 3), ("1234", "wxyz", "B", 1),
+    ("1234", "2345", "2", 1), ("BADC", "wxyz", "A", 1), ("ABCD", "BADC", "A", 0),
+    ("ABCD", "wxyz", 3, 3), ("ABCD", "wwyz", "B", 0), ([1, 2, 3, 4], "wxyz", 4, 3),
+    ([1, 2, 3, 4], "wxyz", 1, 0), ("ABCDE", "vwxyz", "e", 4),
+])  # fmt: skip
+def test_choices_with_names(
+    folder: Folder, labels: Any, texts: str, answer: Any, gold: int
+) -> None:
+    both = {"label": list(labels), "text": list(texts)}
+    pairs = [{"label": one, "text": other} for one, other in zip(labels, texts, strict=True)]
+    rows = [{"q": "?", "choices": choices, "answerKey": answer} for choices in (both, pairs)]
+    found = folder.rows("choice", rows, fields=NESTED)
+    assert [(row.choices, row.gold) for row in found] == [(tuple(texts), gold)] * 2
+
+
+@pytest.mark.parametrize(("choices", "answer", "meant"), [
+    (["B", "A", "C"], "A", "the text of choice 1, and as a name choice 0"),
+    (["B", "A", "C"], "c", None), (["5", "1", "2"], "1", None),
+    ({"label": ["1", "2", "3"], "text": ["x", "y", "z"]}, 1, "as a name choice 0, and as an index"),
+    (["1", "0"], "0", "the text of choice 1, and as an index choice 0"),
+    (["x", "y"], "C", "neither one of the choices"), (["x", "y"], 2, "neither one of the choices"),
+    (["x", "y"], "", None), (["x", "y"], -1, "neither one of the choices"),
+])  # fmt: skip
+def test_answers_that_mean_two_things_or_none(
+    folder: Folder, choices: Any, answer: Any, meant: str | None
+) -> None:
+    rows = [{"q": "?", "choices": choices, "answerKey": answer}]
+    if meant is None and answer:
+        texts = choices if isinstance(choices, list) else choices["text"]
+        gold = texts.index(answer) if answer in texts else 2
+        assert folder.rows("choice", rows, fields=NESTED)[0].gold == gold
+        return
+    pattern = (
+        rf"a\.json:1: answer {answer!r} is {meant}.*data\.fields\.label" if meant else ":1: no"
+    )
+    with pytest.raises(DataError, match=pattern):
+        folder.read("choice", rows, fields=NESTED)
+
+
+@pytest.mark.parametrize(
+    "choices", [None, [], ["x"], "x", {"label": ["A"]}, [["x"], ["y"]], [1, None]]
+)
+def test_choices_that_cannot_be_read(folder: Folder, choices: Any) -> None:
+    rows = [{"q": "?", "choices": choices, "answerKey": "A"}]
+    with pytest.raises(DataError, match=r"a\.json:1: choices is .*data\.fields\.choices"):
+        folder.read("choice", rows, fields=NESTED)
+
+
+CLOZE = {"text": "article", "choices": "options", "label": "answers"}
+
+
+def test_a_row_for_each_blank_of_a_passage(folder: Folder) -> None:
+    row = {"article": "a _ b _ c", "options": ["x", "y", "z"], "answers": [2, "x"], "id": "p"}
+    data = folder.read("cloze", [row, {**row, "id": None}], blank="_", fields=CLOZE)
+    first, second, *others = data.splits["train"]
+    assert [(row.id, row.gold) for row in (first, second)] == [("p-0", 2), ("p-1", 0)]
+    assert first.marks == (Span("blank", 2, 3), Span("blank", 6, 7))
+    assert second.marks == (Span("blank", 6, 7), Span("blank", 2, 3)), "its own is first"
+    assert [row.id for row in others] == ["2", "3"]
+    assert "ids that stand before" not in data.counts["train"]
+    row["options"] = [["x", "y"], ["u", "v"]]
+    row["answers"] = ["B", "A"]
+    rows = folder.rows("cloze", [row], blank="_", fields=CLOZE)
+    assert [(row.choices, row.gold) for row in rows] == [(("x", "y"), 1), (("u", "v"), 0)]
+    del row["answers"]
+    folder.write("b.json", [row])
+    task = folder.task("cloze", blank="_", fields=CLOZE)
+    assert [row.gold for row in read_file(task, "b.json", needs_gold=False)] == [None, None]
+    one = {"article": ["a", "_"], "options": ["x", "y"], "answers": [1], "id": "p"}
+    [example] = folder.rows("cloze", [one], blank="_", fields=CLOZE)
+    assert (example.text, example.id, example.gold) == ("a；_", "p", 1)
+
+
+@pytest.mark.parametrize("change", [
+    {"answers": [1]}, {"answers": 1}, {"answers": [1, 0, 1]}, {"options": [["x", "y"]]},
+])  # fmt: skip
+def test_blanks_without_an_answer_each(folder: Folder, change: dict[str, Any]) -> None:
+    row = {"article": "a _ b _", "options": ["x", "y"], "answers": [1, 0], **change}
+    with pytest.raises(DataError, match=r"a\.json:1: 2 blanks, but '.*in the order .*data\.blank"):
+        folder.read("cloze", [row], blank="_", fields=CLOZE)
+
+
 def test_blanks_of_fewclue_and_chid(folder: Folder) -> None:
     row = {"id": 1, "content": "他#idiom#地来。", "candidates": ["甲", "乙"], "answer": 1}
     fields = {"text": "content", "choices": "candidates", "label": "answer"}
@@ -492,7 +817,8 @@ def test_repeats_are_counted(folder: Folder) -> None:
     ("choice", "c3", [[[], ["x"]]]),
 ])  # fmt: skip
 def test_other_forms_are_refused(folder: Folder, kind: str, form: str, content: Any) -> None:
-    with pytest.raises(DataError, match=rf"a\.json is not in the form of {form} files"):
+    message = rf"a\.json is not in the form of {form} files behind .*data\.format"
+    with pytest.raises(DataError, match=message):
         folder.read(kind, json.dumps(content), format=form)
 
 

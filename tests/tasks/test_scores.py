@@ -184,6 +184,78 @@ def test_words_are_those_of_nltk(run: str, words: str) -> None:
     assert metrics.cmrc_segments(run) == words.split()
 
 
+@pytest.mark.parametrize(("run", "words"), [
+    ('he said "yes."', "he said `` yes . ''"), ("(see u.s.)", "( see u.s . )"),
+    ('"a."', "`` a . ''"), ("[\"a.'\"]", "[ `` a . ' '' ]"), ('wait..."', "wait ... ''"),
+    ("a..", "a .."), ('a.b."', "a.b . ''"), ('9." ', "9 . ''"), ('is."?', "is. '' ?"),
+    ('don\'t."', "do n't . ''"), ('".', "`` ."), ("a ―b", "a ― b"), ("»a.»", "» a . »"),
+])  # fmt: skip
+def test_a_full_stop_before_what_closes(run: str, words: str) -> None:
+    assert metrics.cmrc_segments(run) == words.split()
+
+
+def _published_segments(text: str) -> list[str]:
+    """CMRC 2018: Chinese characters alone, the words of what lies between; without its signs.
+
+    Of words in quotes and brackets: a mark that opens or closes is a word, a double one written
+    `` and ''; so is the full stop behind which only marks that close are left of the run.
+    """
+    runs, names = [""], {"(": "(", ")": ")", '"': "''", "'": "'"}
+    for char in text.lower().strip():
+        if "\u4e00" <= char <= "\u9fa5":
+            runs += [char, ""]
+        elif char not in "《》，。“”’-":
+            runs[-1] += char
+    found: list[str] = []
+    for run in runs:
+        body, behind = run.rstrip(), list[str]()
+        while body and body[-1] in "\"')":
+            behind.insert(0, names[body[-1]])
+            body = body[:-1].rstrip()
+        if body.endswith("."):
+            body, behind = body[:-1], [".", *behind]
+        for word in body.split():
+            while word[:1] in ('"', "("):
+                found.append("``" if word[0] == '"' else "(")
+                word = word[1:]
+            found.append(word)
+        found += behind
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_cmrc_scores_are_those_of_the_published_rules(seed: int) -> None:
+    rng = random.Random(seed)
+
+    def text() -> str:
+        parts = []
+        for _ in range(rng.randrange(1, 4)):
+            parts += rng.choices("北京《大学》的，年", k=rng.randrange(4))
+            words = [
+                rng.choice(["u.s", "yes", "no", "3.5", "bert"]) for _ in range(rng.randrange(3))
+            ]
+            ends = rng.choice(["", '"', "'", ")", '")', ')"', "'\"", "\"'"])
+            opens = rng.choice(["", '"', "(", '("'])
+            parts += [opens, *" ".join(words), rng.choice(["", "."]), ends] if words else []
+            parts += rng.choices("北京大学", k=rng.randrange(1, 3))
+        while rng.random() < 0.6 and parts and parts[-1] in list("北京大学"):
+            parts.pop()
+        return "".join(parts)
+
+    for _ in range(300):
+        answer, prediction = text(), text()
+        one, other = _published_segments(answer), _published_segments(prediction)
+        assert metrics.cmrc_segments(answer) == one
+        runs = {
+            size: any(one[i : i + size] == other[j : j + size]
+                      for i in range(len(one) - size + 1) for j in range(len(other) - size + 1))
+            for size in range(1, min(len(one), len(other)) + 1)
+        }  # fmt: skip
+        common = max((size for size, there in runs.items() if there), default=0)
+        f1 = 2 * common / (len(one) + len(other)) if common else 0.0
+        assert metrics.cmrc_scores([answer], prediction)[1] == pytest.approx(f1)
+
+
 @pytest.mark.parametrize("ties", [False, True])
 def test_candidates_are_assigned_as_scipy_does(ties: bool) -> None:
     rng = np.random.default_rng(int(ties))

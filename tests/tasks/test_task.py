@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from pipeline.config.load import load, to_yaml
+from pipeline.config.load import build, load, to_yaml
+from pipeline.config.train import TrainConfig
 from pipeline.errors import ConfigError
 from pipeline.tasks.task import KINDS, SuiteConfig, TaskConfig, load_task
 
@@ -50,7 +52,7 @@ def test_defaults_of_the_kinds_and_forms_of_labels(tmp_path: Path) -> None:
     ("{task: {kind: spans}, head: {decoder: crf}}", "task.kind=spans; expected pointer"),
     ("{task: {kind: tag}, input: {truncate: head_tail}}", "an entity could lie over the gap"),
     ("{task: {kind: qa}, input: {truncate: head}}", "whose texts are cut into windows"),
-    ("{task: {kind: qa}}", "input.stride=128 must be below input.max_length=128"),
+    ("{task: {kind: qa}, input: {stride: 128}}", "input.stride=128 must be below input.max_length"),
 ])  # fmt: skip
 def test_what_is_wrong_is_refused(tmp_path: Path, override: str, message: str) -> None:
     overrides = [override]
@@ -60,6 +62,30 @@ def test_what_is_wrong_is_refused(tmp_path: Path, override: str, message: str) -
     with pytest.raises(ConfigError) as caught:
         _task(tmp_path, PAIR, *overrides)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(("kind", "given", "stride"), [
+    ("qa", {}, 30), ("qa", {"max_length": 512}, 128), ("qa", {"max_length": 384}, 128),
+    ("qa", {"max_length": 64, "max_question": 16}, 22), ("qa", {"max_length": 66}, 1),
+    ("qa", {"stride": 60}, 60), ("qa", {"max_length": 512, "stride": 100}, 100),
+    ("pair", {}, 128), ("pair", {"max_length": 16}, 128),
+])  # fmt: skip
+def test_windows_fit_by_themselves(kind: str, given: Any, stride: int, tmp_path: Path) -> None:
+    config = build(TaskConfig, {"task": {"kind": kind}, "input": given}, "test")
+    assert config.input.stride == stride
+    (tmp_path / "again.yaml").write_text(to_yaml(config))
+    again = load_task(str(tmp_path / "again.yaml"))
+    assert (again.input, again.task) == (config.input, config.task)
+
+
+def test_adam_s_settings_are_the_trainer_s() -> None:
+    train = build(TaskConfig, {"task": {"kind": "pair"}}, "test").train
+    assert (
+        (train.beta2, train.eps) == (TrainConfig.adam_beta2, TrainConfig.adam_eps) == (0.98, 1e-6)
+    )
+    for name in ("adam_beta2", "adam_eps"):
+        with pytest.raises(ConfigError, match=f"did you mean '{name.removeprefix('adam_')}'"):
+            build(TaskConfig, {"task": {"kind": "pair"}, "train": {name: 0.5}}, "test")
 
 
 @pytest.mark.parametrize("name", TASKS)
