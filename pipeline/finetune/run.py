@@ -221,7 +221,15 @@ def _adopt_best_trial(trial: Path, folder: Path, searched: list[dict[str, Any]])
         write_json_atomic(folder / RESULT, {**read_result(trial), "search": searched})
         write_atomic(folder / TASK_FILE, (trial / TASK_FILE).read_bytes())
     else:
-        _wait_for(folder / TASK_FILE, process.rank, TrainConfig.collective_timeout_s)
+        timeout_s = TrainConfig.collective_timeout_s  # the process group is closed
+        deadline = time.monotonic() + timeout_s
+        while not (folder / TASK_FILE).is_file():
+            if time.monotonic() > deadline:
+                raise LostRankError(
+                    f"rank {process.rank} has waited {timeout_s:g} s for rank 0 to write "
+                    f"{folder / TASK_FILE}; its log in {folder / 'logs'} says more"
+                )
+            time.sleep(_LOOK_EVERY_S)
 
 
 def prepare(config: TaskConfig, name: str, source: str, tokens: Path | None) -> Prepared:
@@ -509,17 +517,6 @@ def _finetune_seed(
         raise PreemptedError(
             f"{folder} was stopped by a signal and has saved; the same command continues it"
         )
-
-
-def _wait_for(path: Path, rank: int, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not path.is_file():
-        if time.monotonic() > deadline:
-            raise LostRankError(
-                f"rank {rank} has waited {timeout_s:g} s for rank 0 to write {path}; its log in "
-                f"{path.parent / 'logs'} says more"
-            )
-        time.sleep(_LOOK_EVERY_S)
 
 
 def _task_text(prepared: Prepared, config: TaskRunConfig) -> bytes:
