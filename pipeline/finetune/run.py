@@ -226,8 +226,7 @@ def _adopt_best_trial(trial: Path, folder: Path, searched: list[dict[str, Any]])
         while not (folder / TASK_FILE).is_file():
             if time.monotonic() > deadline:
                 raise LostRankError(
-                    f"rank {process.rank} has waited {timeout_s:g} s for rank 0 to write "
-                    f"{folder / TASK_FILE}; its log in {folder / 'logs'} says more"
+                    f"rank 0 has not written {folder / TASK_FILE} in {timeout_s:g} s; see its log"
                 )
             time.sleep(_LOOK_EVERY_S)
 
