@@ -6,22 +6,23 @@ nsp   Next-sentence prediction (Devlin et al. 2019, section 3.1; google-research
 sop   Sentence order (Lan et al. 2020, arXiv 1909.11942, section 3.1; google-research/albert,
       create_pretraining_data.py). With probability 1/2 the two parts change places: label 1.
 
-A piece is a text of one document, of at most a sequence's length. Unlike in the sources:
+A piece is a text of one document, of at most a sequence's length. Neither the lengths of A and B
+nor how they begin and end may tell the label. So, unlike in the sources:
 
-- The other text of nsp is of the same block, so that no other block is read: of any other document
-  with equal probability, from any of its sentences on. It is at most as long as the rest that it
-  replaces. Where that ends with a sentence, so does the other text, or its cut end would tell the
-  label: it starts with the first of ten sentences from there on that fits, and has as many as fit;
-  if none does, it is cut all the same.
-- Packing cuts long documents anywhere. A part of a sentence at either end of a piece stays there
-  when sop exchanges whole sentences: a [SEP] behind half a sentence would tell the label.
-- A piece with too few sentences (nsp: two, whole or not; sop: two whole ones) is cut where a word
-  starts, and has either label with probability 1/2; the other text of nsp then starts with a word,
-  too: anywhere, or where it is to end with a sentence, in that sentence. In BERT and ALBERT, a
-  chunk of one sentence is always followed by another text, with label 1: how A ends then gives the
-  label away.
-- A piece of one word has no label and is a single segment. Without another document in the block,
-  nsp takes the true rest.
+- The other text of nsp has as many tokens as the rest that it replaces, and its shape: both begin
+  with a sentence or both within one, and end with the document, a sentence, a word or within one,
+  with the same kind of mark. It is of another document of the same block, so that no other block is
+  read: the first that fits, from a random place on. It is looked for whatever the label is. Where
+  none fits, the piece is cut at its other sentences, then within a sentence.
+- sop exchanges whole sentences that end with a mark. What else is at either end of a piece stays
+  there, such as a part of a sentence, of which packing makes many: a [SEP] behind it would tell the
+  label.
+- A piece with too few sentences (nsp: two, whole or not; sop: two that can be exchanged) is cut at
+  a word within a sentence, and has either label with probability 1/2; its first and last words stay
+  when sop exchanges what is between them. In BERT and ALBERT, a chunk of one sentence is always
+  followed by another text, with label 1: how A ends then gives the label away.
+- A piece of too few words has no label and is a single segment; with nsp also one for which there
+  is no other text. The true rest in its place would tell the label by its length.
 
 A sentence starts with a document, and behind a token of 。！？；… . ! ? ; (full or half width) and
 closing quotes and brackets that follow it, if the next token starts a word. That is only a guess
@@ -55,7 +56,10 @@ _HALF = np.uint64(32)
 _ONE, _THREE, _SEVEN = np.uint64(1), np.uint64(3), np.uint64(7)
 _NO_LABEL = -1
 _IN_SENTENCE, _TOO_SHORT, _ALONE = range(3)
-_TRIES = 10
+_CUTS, _PLACES = 10, 1000
+"""How many are tried: cuts of a piece, and places of a block for the other text of one cut."""
+_Rule = tuple[bool, int, int, npt.NDArray[np.uint8]]
+"""Whether segments change places; seed; purpose; (V,) marks."""
 
 
 class PairRule(NamedTuple):
@@ -96,12 +100,13 @@ class Text(NamedTuple):
     doc_ends: Ints
     """(d,)."""
     sentences: Ints
-    """(k,) of `sentence_starts`."""
+    """(k + 1,) of `sentence_starts`, and the block's end."""
 
     @classmethod
     def of(cls, block: Block, sentences: Ints) -> "Text":
         """Put a block and its sentences together."""
-        return cls(block.tokens, block.word_bits, block.doc_ends, sentences)
+        bounds = np.append(sentences, len(block.tokens))
+        return cls(block.tokens, block.word_bits, block.doc_ends, bounds)
 
 
 class Pair(NamedTuple):
@@ -148,8 +153,8 @@ def pairs_of(text: Text, packing: Packing, one: Locations, rule: PairRule) -> li
     return found
 
 
-def _numbers(rule: PairRule) -> tuple[bool, int, int]:
-    return rule.kind == "sop", rule.seed, int(rule.purpose)
+def _numbers(rule: PairRule) -> _Rule:
+    return rule.kind == "sop", rule.seed, int(rule.purpose), rule.marks
 
 
 @inlined
@@ -185,124 +190,154 @@ def _draw(
     piece: tuple[int, int, int],
     text: Text,
     at: tuple[int, int, int],
-    rule: tuple[bool, int, int],
+    rule: _Rule,
 ) -> tuple[int, bool, bool]:
     """Fill `parts`, (4, 2), with the pair of a piece: start, stop, document.
 
     Returns:
-        The label or -1, whether it is cut within a sentence, and whether nsp found no other
-        document.
+        The label or -1, whether it is cut within a sentence, and whether nsp found no other text.
     """
     start, stop, document = piece
     number, epoch, sample_id = at
-    swaps, seed, purpose = rule
-    sentences = text.sentences
+    swaps, seed, purpose, marks = rule
     low, high = np.uint64(sample_id) & _LOW, np.uint64(sample_id) >> _HALF
-    cut_draw, coin, which, where = philox_words(
+    cut_draw, coin, where, _ = philox_words(
         np.uint64(number), np.uint64(epoch), low, high, np.uint64(seed), np.uint64(purpose)
     )
-    # The bias of a remainder of 32 bits is below the number of choices / 2^32.
-    first = np.searchsorted(sentences, start, side="right")
-    last = np.searchsorted(sentences, stop)
-    ends_whole = bool(
-        stop == text.doc_ends[document] or (last < len(sentences) and sentences[last] == stop)
-    )
-    begin, end = start, stop
-    if swaps:
-        # Whole sentences are those of first .. last - 1, but for one that goes on behind the piece.
-        if not ends_whole:
-            last -= 1
-            if last >= first:
-                end = sentences[last]
-        if sentences[first - 1] != start and first < last:
-            begin = sentences[first]
-            first += 1
-    in_sentence = bool(first >= last)
-    if in_sentence:
-        begin, end = start, stop
-        cut = _random_word(text.word_bits, start, stop, cut_draw)
-        if cut < 0:
-            parts[:] = 0
-            parts[0, 0], parts[0, 1] = start, stop
-            return _NO_LABEL, False, False
-    else:
-        cut = sentences[first + np.int64(cut_draw % np.uint64(last - first))]
     label = int(np.int64(coin >> np.uint64(31)))
-    parts[0, 0], parts[0, 1], parts[1, 0], parts[1, 1] = start, begin, begin, cut
-    parts[2, 0], parts[2, 1], parts[3, 0], parts[3, 1] = cut, end, end, stop
-    if swaps and label:
-        parts[1, 0], parts[1, 1], parts[2, 0], parts[2, 1] = cut, end, begin, cut
-    elif label:
-        if len(text.doc_ends) < 2:
-            return 0, in_sentence, True
-        other = int(np.int64(which % np.uint64(len(text.doc_ends) - 1)))
-        other += other >= document
-        parts[2, 0], parts[2, 1] = _other_text(
-            text, other, (where, in_sentence), stop - cut, ends_whole
-        )
-    return label, in_sentence, False
+    is_alone = False
+    # The bias of a remainder of 32 bits is below the number of choices / 2^32.
+    for in_sentence in (False, True):
+        places = _places(text, marks, (start, stop), swaps, in_sentence)
+        count = len(places) - 2 * swaps
+        for turn in range(min(count, _CUTS)):
+            cut = places[swaps + (np.int64(cut_draw) + turn) % count]
+            begin, end, other = start, stop, cut
+            if swaps:
+                begin, end = places[0], places[-1]
+            else:
+                other = _other_text(text, marks, (cut, stop, document), where)
+            if other < 0:
+                is_alone = True
+                continue
+            parts[0, 0], parts[0, 1], parts[1, 0], parts[1, 1] = start, begin, begin, cut
+            parts[2, 0], parts[2, 1], parts[3, 0], parts[3, 1] = cut, end, end, stop
+            if label and swaps:
+                parts[1, 0], parts[1, 1], parts[2, 0], parts[2, 1] = cut, end, begin, cut
+            elif label:
+                parts[2, 0], parts[2, 1] = other, other + stop - cut
+            return label, in_sentence, False
+    parts[:] = 0
+    parts[0, 0], parts[0, 1] = start, stop
+    return _NO_LABEL, False, is_alone
 
 
 @kernel
-def _random_word(word_bits: npt.NDArray[np.uint8], start: int, stop: int, draw: np.uint64) -> int:
-    """Return one of the places behind `start` where a word starts, -1 if there is none."""
-    count = 0
-    for at in range(start + 1, stop):
-        count += _starts_word(word_bits, at)
-    if count == 0:
+def _places(
+    text: Text,
+    marks: npt.NDArray[np.uint8],
+    piece: tuple[int, int],
+    swaps: bool,
+    in_sentence: bool,
+) -> Ints:
+    """Return the (p,) rising places where a piece, start and stop, may be cut.
+
+    With sop the first and the last one bound what changes places.
+    """
+    start, stop = piece
+    if in_sentence:
+        found = np.empty(stop - start, np.int64)
+        count = 0
+        for at in range(start + 1, stop):
+            if _is_within_sentence(text, marks, at):
+                found[count] = at
+                count += 1
+        return found[:count]
+    bounds = text.sentences
+    first = np.searchsorted(bounds, start + 1 - swaps)
+    last = np.searchsorted(bounds, stop + swaps)
+    # Behind a last sentence without a mark, a document's end would become the end of A.
+    if swaps and first < last and bounds[last - 1] == stop and marks[text.tokens[stop - 1]] == 0:
+        last -= 1
+    return bounds[first:last]
+
+
+@inlined
+def _is_within_sentence(text: Text, marks: npt.NDArray[np.uint8], at: int) -> bool:
+    """Whether a word starts at a place behind another token, and neither is a mark."""
+    return bool(
+        _starts_word(text.word_bits, at)
+        and marks[text.tokens[at]] == 0
+        and marks[text.tokens[at - 1]] == 0
+    )
+
+
+@inlined
+def _is_bound(text: Text, at: int) -> bool:
+    return bool(text.sentences[np.searchsorted(text.sentences, at)] == at)
+
+
+@kernel
+def _shape(text: Text, marks: npt.NDArray[np.uint8], start: int, stop: int) -> int:
+    """Return a number for how a text begins and ends; -1 if it cannot stand for a rest.
+
+    Such a text begins a document, begins neither a sentence nor a word, or passes a document's end.
+    """
+    document = np.searchsorted(text.doc_ends, start, side="right")
+    end = text.doc_ends[document]
+    if start == 0 or start == text.doc_ends[document - 1] or stop > end:
         return -1
-    left = np.int64(draw % np.uint64(count))
-    at = start
-    while left >= 0:
-        at += 1
-        left -= _starts_word(word_bits, at)
-    return at
+    begins_sentence = _is_bound(text, start)
+    if not (begins_sentence or _is_within_sentence(text, marks, start)):
+        return -1
+    # 0 within a word, 1 behind a word, 2 a sentence, 3 a document.
+    ends = int(stop == end or _starts_word(text.word_bits, stop))
+    ends += int(_is_bound(text, stop)) + (stop == end)
+    return int(12 * begins_sentence + 3 * ends + marks[text.tokens[stop - 1]])
 
 
 # From the same block, which is read anyway: pairs cost no input and stay a function of (seed,
 # sample, epoch).
 @kernel
 def _other_text(
-    text: Text, document: int, how: tuple[np.uint64, bool], longest: int, ends_whole: bool
-) -> tuple[int, int]:
-    """Return from where to where a text of a document goes that has at most `longest` tokens."""
-    draw, from_word = how
-    sentences, end = text.sentences, text.doc_ends[document]
-    first = text.doc_ends[document - 1] if document else 0
-    if from_word and not ends_whole:
-        start = first + int(np.int64(draw % np.uint64(end - first)))
-        while start > first and not _starts_word(text.word_bits, start):
-            start -= 1
-        return int(start), int(min(start + longest, end))
-    low, high = np.searchsorted(sentences, first), np.searchsorted(sentences, end)
-    which = int(low + np.int64(draw % np.uint64(high - low)))
-    if ends_whole and not from_word:
-        for after in range(_TRIES):
-            at = int(low + (which - low + after) % (high - low))
-            if _sentence_end(sentences, at, end) - sentences[at] <= longest:
-                which = at
-                break
-    start = sentences[which]
-    if from_word:
-        end = _sentence_end(sentences, which, end)
-        if end - start > longest:
-            start = end - longest
-            while start < end - 1 and not _starts_word(text.word_bits, start):
-                start += 1
-    elif end - start > longest:
-        end = start + longest
-        whole = sentences[np.searchsorted(sentences, end, side="right") - 1]
-        if ends_whole and whole > start:
-            end = whole
-    return int(start), int(end)
+    text: Text, marks: npt.NDArray[np.uint8], rest: tuple[int, int, int], draw: np.uint64
+) -> int:
+    """Return where a text of another document starts that has a rest's length and shape; -1: none.
 
-
-@inlined
-def _sentence_end(sentences: Ints, which: int, document_end: int) -> int:
-    """Return where a sentence of a document ends."""
-    if which + 1 == len(sentences):
-        return document_end
-    return int(min(sentences[which + 1], document_end))
+    The rest is tokens from, to of a document.
+    """
+    begin, stop, document = rest
+    tokens, sentences, doc_ends = text.tokens, text.sentences, text.doc_ends
+    length, shape = stop - begin, _shape(text, marks, begin, stop)
+    is_behind_mark = marks[tokens[begin - 1]] != 0
+    ends_whole, ends_document = _is_bound(text, stop), stop == doc_ends[document]
+    # Tried are ends of documents, bounds of sentences or all tokens, without the document's own.
+    own, own_stop, count = document, document + 1, len(doc_ends)
+    if not ends_document:
+        own = int(doc_ends[document - 1]) if document else 0
+        own_stop, count = int(doc_ends[document]), len(tokens)
+        if ends_whole or is_behind_mark:
+            own = int(np.searchsorted(sentences, own))
+            own_stop, count = int(np.searchsorted(sentences, own_stop)), len(sentences)
+    count -= own_stop - own
+    for turn in range(min(count, _PLACES)):
+        at = int((np.int64(draw) + turn) % count)
+        if at >= own:
+            at += own_stop - own
+        if ends_document:
+            at = int(doc_ends[at])
+        elif ends_whole or is_behind_mark:
+            at = int(sentences[at])
+        start = at - length if ends_whole else at
+        # Most places fail by the token before them, which is cheap to look at.
+        if (
+            start > 0
+            and start + length <= len(tokens)
+            and (marks[tokens[start - 1]] != 0) == is_behind_mark
+            and _shape(text, marks, start, start + length) == shape
+        ):
+            return start
+    return -1
 
 
 @kernel
@@ -313,7 +348,7 @@ def _lay_out_pairs(
     text: Text,
     packing: tuple[Ints, Ints, Ints, Ints],
     special: tuple[int, int, int, int, int],
-    rule: tuple[bool, int, int],
+    rule: _Rule,
 ) -> None:
     rows, sequences, sample_ids, epochs = which
     starts, stops, docs, ends = packing

@@ -58,66 +58,94 @@ class ReferencePairs:
         start, stop, document = piece
         counter = (number, epoch, sample_id % 2**32, sample_id >> 32)
         key = (self.rule.seed, self.rule.purpose)
-        cut_draw, coin, which, where = (int(word) for word in philox(counter, key))
-        sentences = self.sentences(document)
-        bounds = [*sentences, self.documents[document][1]]
-        ends_whole = stop in bounds
-        low, high = start, stop
-        choices = [at for at in sentences if start < at < stop]
-        if self.rule.kind == "sop":
-            inside = [at for at in bounds if start <= at <= stop]
-            choices = inside[1:-1]
-            if choices:
-                low, high = inside[0], inside[-1]
-        in_sentence = not choices
-        if in_sentence:
-            choices = [at for at in range(start + 1, stop) if self.starts_word[at]]
-        if not choices:
-            return Made([*range(start, stop)], None, None, False, False)
-        cut = choices[cut_draw % len(choices)]
+        cut_draw, coin, where, _ = (int(word) for word in philox(counter, key))
         label = int(coin >= 2**31)
-        head, tail = [*range(start, low)], [*range(high, stop)]
-        one, other = [*range(low, cut)], [*range(cut, high)]
-        if not label:
-            return Made(head + one, other + tail, 0, in_sentence, False)
-        if self.rule.kind == "sop":
-            return Made(head + other, one + tail, 1, in_sentence, False)
-        others = [each for each in range(len(self.documents)) if each != document]
-        if not others:
-            return Made(head + one, other + tail, 0, in_sentence, True)
-        chosen = others[which % len(others)]
-        text = self._other(chosen, where, stop - cut, from_word=in_sentence, whole=ends_whole)
-        return Made(head + one, text, 1, in_sentence, False)
+        is_alone = False
+        for in_sentence in (False, True):
+            if self.rule.kind == "sop":
+                low, choices, high = self._exchanged(piece, in_sentence)
+            else:
+                low, choices, high = start, self._cuts(piece, in_sentence), stop
+            turn = cut_draw % len(choices) if choices else 0
+            for cut in (choices[turn:] + choices[:turn])[:10]:
+                head, tail = [*range(start, low)], [*range(high, stop)]
+                one, other = [*range(low, cut)], [*range(cut, high)]
+                if self.rule.kind == "nsp":
+                    text = self._other((cut, stop), document, where)
+                    if text is None:
+                        is_alone = True
+                        continue
+                    return Made(one, text if label else other, label, in_sentence, False)
+                if label:
+                    one, other = other, one
+                return Made(head + one, other + tail, label, in_sentence, False)
+        return Made([*range(start, stop)], None, None, False, is_alone)
 
-    def _other(
-        self, document: int, draw: int, longest: int, *, from_word: bool, whole: bool
-    ) -> list[int]:
-        first, last = self.documents[document]
-        sentences = self.sentences(document)
-        whole_ones = list(zip(sentences, [*sentences[1:], last], strict=True))
-        if from_word and not whole:
-            token = first + draw % (last - first)
-            begins = max(
-                at for at in range(first, token + 1) if at == first or self.starts_word[at]
-            )
-            return [*range(begins, min(begins + longest, last))]
-        number = draw % len(sentences)
-        if from_word:
-            begins, stop = whole_ones[number]
-            room = range(max(begins, stop - longest), stop)
-            if len(room) == stop - begins:
-                return [*room]
-            words = [at for at in room if self.starts_word[at]]
-            return [*range(words[0] if words else stop - 1, stop)]
-        if whole:
-            turned = whole_ones[number:] + whole_ones[:number]
-            fitting = [each for each in (turned * 10)[:10] if each[1] - each[0] <= longest]
-            number = whole_ones.index(fitting[0]) if fitting else number
-        begins = sentences[number]
-        stop = begins + longest
-        if stop < last and whole:
-            stop = max([at for at in sentences if begins < at <= stop], default=stop)
-        return [*range(begins, min(stop, last))]
+    def _cuts(self, piece: tuple[int, int, int], in_sentence: bool) -> list[int]:
+        start, stop, document = piece
+        found = self._inner_words(document) if in_sentence else self.sentences(document)
+        return [at for at in found if start < at < stop]
+
+    def _exchanged(
+        self, piece: tuple[int, int, int], in_sentence: bool
+    ) -> tuple[int, list[int], int]:
+        """From where to where parts change places, and cuts between them."""
+        start, stop, document = piece
+        bounds = self._cuts(piece, in_sentence)
+        if not in_sentence:
+            if start in self.sentences(document):
+                bounds = [start, *bounds]
+            is_marked = self._ends(stop - 1) or self._closes(stop - 1)
+            if stop in [*self.sentences(document), self.documents[document][1]] and is_marked:
+                bounds = [*bounds, stop]
+        return (bounds[0], bounds[1:-1], bounds[-1]) if len(bounds) > 2 else (start, [], stop)
+
+    def _inner_words(self, document: int) -> list[int]:
+        """Words of a document behind its first token, away from marks."""
+        start, stop = self.documents[document]
+        is_mark = [self._ends(at) or self._closes(at) for at in range(start, stop)]
+        return [
+            at for at in range(start + 1, stop)
+            if self.starts_word[at] and not is_mark[at - start] and not is_mark[at - start - 1]
+        ]  # fmt: skip
+
+    def _shape(self, text: Range, document: int) -> tuple[str, str, str] | None:
+        """How a text of a document begins and ends; None: it is not an other text of any rest."""
+        start, stop = text
+        sentences, (first, last) = self.sentences(document), self.documents[document]
+        if not first < start < stop <= last:
+            return None
+        if start not in [*sentences, *self._inner_words(document)]:
+            return None
+        begins = "sentence" if start in sentences else "word"
+        if stop == last:
+            ends = "document"
+        elif stop in sentences:
+            ends = "sentence"
+        else:
+            ends = "word" if self.starts_word[stop] else "within"
+        mark = "closes" if self._closes(stop - 1) else "ends" if self._ends(stop - 1) else ""
+        return begins, ends, mark
+
+    def _other(self, rest: Range, document: int, draw: int) -> list[int] | None:
+        length, shape = rest[1] - rest[0], self._shape(rest, document)
+        assert shape is not None
+        others = [each for each in range(len(self.documents)) if each != document]
+        if shape[1] == "document":
+            starts = [self.documents[each][1] - length for each in others]
+        elif shape[1] == "sentence" or shape[0] == "sentence":
+            # The block's end counts as a sentence's start.
+            starts = [at for each in others for at in self.sentences(each)] + [len(self.texts)]
+            if shape[1] == "sentence":
+                starts = [at - length for at in starts]
+        else:
+            starts = [at for each in others for at in range(*self.documents[each])]
+        turn = draw % len(starts) if starts else 0
+        for start in (starts[turn:] + starts[:turn])[:1000]:
+            of = [each for each in others if range(*self.documents[each]).count(start)]
+            if of and self._shape((start, start + length), of[0]) == shape:
+                return [*range(start, start + length)]
+        return None
 
     def row(
         self, packing: Packing, sequence: int, epoch: int, sample_id: int
