@@ -108,7 +108,10 @@ def _byte_bpe(body: dict[str, Any], content: bytes, path: Path) -> GivenTokenize
         with tempfile.TemporaryDirectory() as folder:
             made = Path(folder) / TOKENIZER_JSON
             made.write_bytes(content)
-            ByteBpeTokenizer(made)
+            try:
+                ByteBpeTokenizer(made)
+            except DataError as error:  # names the user's file, not the one that is gone
+                raise DataError(str(error).replace(str(made), str(path))) from None
     elif isinstance(body.get("model"), dict) and body["model"].get("type") == "BPE":
         ByteBpeTokenizer(path)
     else:

@@ -224,6 +224,10 @@ def test_published_forms(tmp_path: Path) -> None:
     (tmp_path / "made.json").write_bytes(given.content)
     pair = load_tokenizer(tmp_path / "made.json"), load_tokenizer(path)
     assert [pair[0].encode(text) for text in TEXTS] == [pair[1].encode(text) for text in TEXTS]
+    _changed(tmp_path / "vocab.json", lambda vocabulary: vocabulary.pop("ä"))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    with pytest.raises(DataError, match=rf"{tmp_path}/vocab\.json has no tokens for 1 of 256"):
+        read_given(TokenizerConfig(file=str(tmp_path / "vocab.json")))
     (tmp_path / "merges.txt").unlink()
     with pytest.raises(DataError, match=r"merges\.txt"):
         read_given(TokenizerConfig(file=str(tmp_path / "vocab.json")))
