@@ -21,12 +21,12 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.train import TrainConfig
 from pipeline.data.dataset import Batch
 from pipeline.data.loader import MicroBatch
-from pipeline.finetune.model import HeadSpec
 from pipeline.multitask.balancer import Balancer, LossBaseline
 from pipeline.multitask.config import BalanceConfig
 from pipeline.multitask.draws import Draws
 from pipeline.multitask.model import MultiTaskObjective
 from pipeline.runtime import env
+from pipeline.tasks.types import HeadSpec
 from pipeline.train.engine import Engine, init_process_group
 from pipeline.use.pretrain import own_process
 

@@ -14,8 +14,10 @@ import numpy as np
 
 from pipeline.errors import DataError
 from pipeline.runtime.files import write_atomic
-from pipeline.tasks.readers import Example, read_task
-from pipeline.tasks.task import FieldsConfig, TaskConfig
+from pipeline.tasks.config import FieldsConfig
+from pipeline.tasks.readers import read_task
+from pipeline.tasks.task import TaskConfig
+from pipeline.tasks.types import Example
 from studies.config import ClassesConfig
 
 _FILE = "{}.jsonl"

@@ -10,16 +10,15 @@ import torch
 
 from pipeline.data.run_order import DataRank
 from pipeline.errors import CheckpointError, DataError
-from pipeline.finetune.batches import TaskRows
-from pipeline.finetune.model import HeadSpec, TaskModel, from_head_weights
+from pipeline.finetune.model import TaskModel, from_head_weights
 from pipeline.finetune.predict import DTYPES, Predictor, predictions
-from pipeline.finetune.result import PredictionRow, tables_of, write_predictions
+from pipeline.finetune.result import tables_of, write_predictions
 from pipeline.finetune.submission import write_submission
 from pipeline.model.architecture import HEAD_FILE, TASK_FILE, WEIGHTS_FILE, read_architecture
 from pipeline.runtime import tensors
-from pipeline.tasks.encode import encode
-from pipeline.tasks.readers import read_file
+from pipeline.tasks.readers import encode, read_file
 from pipeline.tasks.task import TaskConfig, load_task
+from pipeline.tasks.types import HeadSpec, PredictionRow, TaskRows
 from pipeline.use.folder import fine_tuned, read_tokenizer, require_fit, require_intact
 
 
@@ -89,10 +88,8 @@ def predict(
     examples = read_file(task, file.resolve(), needs_gold=False, counts=read)
     known = set(spec.labels)
     for example in examples:
-        names = example.gold if isinstance(example.gold, tuple) else [example.gold]
-        for name in names if known else ():
-            name = getattr(name, "type", name)
-            if name is not None and str(name) not in known:
+        for name in task.kind.labels_in(example.gold):
+            if name not in known:
                 raise DataError(
                     f"{example.where}: label {name!r} is not one of the {len(known)} that the "
                     f"model in {folder} knows; is it the file of another task?"

@@ -28,7 +28,6 @@ from pipeline.config.load import to_yaml
 from pipeline.finetune.result import (
     RESULT,
     SPLITS,
-    PredictionRow,
     combine,
     predictions_file,
     read_result,
@@ -36,9 +35,10 @@ from pipeline.finetune.result import (
     write_predictions,
 )
 from pipeline.runtime.files import write_atomic, write_json_atomic
-from pipeline.tasks.readers import Example, TaskData, read_task
-from pipeline.tasks.scores import Floats, Span
+from pipeline.tasks.readers import TaskData, read_task
+from pipeline.tasks.scores import Floats
 from pipeline.tasks.task import TaskConfig
+from pipeline.tasks.types import Example, PredictionRow, Span
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -26,13 +26,13 @@ from pipeline.data.dataset import Batch
 from pipeline.data.loader import MicroBatch
 from pipeline.data.run_order import DataRank
 from pipeline.errors import DataError
-from pipeline.finetune.model import CHOOSES, NAMES, HeadSpec
-from pipeline.model.heads import IGNORED
 from pipeline.runtime.files import temporary_beside
-from pipeline.tasks.encode import Codec, TokenRow, TokenSpan, encode
-from pipeline.tasks.readers import Example
-from pipeline.tasks.scores import Span, encode_tags
+from pipeline.tasks.kinds.base import Kind, UnitBatch
+from pipeline.tasks.kinds.table import KINDS
+from pipeline.tasks.readers import encode
+from pipeline.tasks.rows import Codec
 from pipeline.tasks.task import TaskConfig
+from pipeline.tasks.types import Example, HeadSpec, TaskRows, TokenRow, TokenSpan
 
 logger = logging.getLogger(__name__)
 
@@ -56,36 +56,6 @@ class TaskIdentity:
     def location(self) -> str:
         """The folder."""
         return str(self.folder)
-
-
-@dataclass(frozen=True)
-class TaskRows:
-    """Examples and their rows of tokens."""
-
-    examples: Sequence[Example]
-    rows: Sequence[TokenRow]
-    counts: dict[str, int] = field(default_factory=dict)
-    """What tokens cannot express, in words."""
-
-    def scoring_groups(self, kind: str) -> list[list[int]]:
-        """Return the rows that are scored together: those of an example's choices, or one."""
-        if kind not in CHOOSES:
-            return [[row] for row in range(len(self.rows))]
-        found: dict[int, list[int]] = {}
-        for number, row in enumerate(self.rows):
-            found.setdefault(row.example, []).append(number)
-        return list(found.values())
-
-    @cached_property
-    def digest(self) -> str:
-        """Hash of all that a model is trained on."""
-        total = hashlib.sha256()
-        for row in self.rows:
-            total.update(row.ids.tobytes())
-            total.update(repr((row.example, row.part, row.spans)).encode())
-        for example in self.examples:
-            total.update(repr(example.gold).encode())
-        return total.hexdigest()
 
 
 def tokenised(
@@ -170,9 +140,7 @@ def collate(
 ) -> Batch:
     """Make a batch of one row a document, padded at the end.
 
-    `inputs` have `mask` (B, S) bool; for kinds with places also `text` (B, S) bool, the slots that
-    may be labelled; of qa `starts` (B, S) bool, those an answer may begin at; and with gold what
-    the loss of the kind needs.
+    `inputs` have `mask` (B, S) bool, what the kind's head needs, and with gold its targets.
     """
     rows = [data.rows[row] for unit in units for row in unit]
     shape = len(rows), max(len(row.ids) for row in rows)
@@ -182,23 +150,11 @@ def collate(
         input_ids[number, : len(row.ids)] = row.ids
         mask[number, : len(row.ids)] = True
     inputs: dict[str, npt.NDArray[Any]] = {"mask": mask}
-    if spec.kind in CHOOSES:
-        inputs["choices"] = np.zeros(
-            (len(units), max(len(data.examples[data.rows[u[0]].example].choices) for u in units)),
-            np.bool_,
-        )
-        for number, unit in enumerate(units):
-            inputs["choices"][number, [data.rows[row].part for row in unit]] = True
-    if spec.kind in ("tag", "spans", "qa"):
-        inputs["text"] = np.zeros(shape, np.bool_)
-        for number, row in enumerate(rows):
-            inputs["text"][number, labelled(row, data.examples[row.example])] = True
-    if spec.kind == "qa":
-        inputs["starts"] = np.zeros(shape, np.bool_)
-        for number, row in enumerate(rows):
-            inputs["starts"][number, slice(*row.starts)] = True
+    kind = KINDS[spec.kind]
+    of_units = UnitBatch(data, units, shape)
+    inputs |= kind.inputs(of_units)
     if with_gold:
-        inputs |= _gold(spec, data, rows, [data.rows[unit[0]] for unit in units], shape)
+        inputs |= kind.targets(spec, of_units)
         if row_weights is not None:
             golds = [data.examples[row.example].gold for row in rows]
             inputs["row_weights"] = np.array([row_weights[str(gold)] for gold in golds], np.float32)
@@ -223,66 +179,6 @@ def rows_hash(input_ids: npt.NDArray[np.int64], mask: npt.NDArray[np.bool_]) -> 
         for ids, seen in zip(input_ids, mask, strict=True)
     ]
     return sum(int.from_bytes(digest, "little") for digest in digests) % 2**64
-
-
-def labelled(row: TokenRow, example: Example) -> npt.NDArray[np.int64]:
-    """Return the slots of a row that a label may stand at.
-
-    Those are the tokens of the text; where it is given in words, the first token of each word.
-    """
-    slots = np.flatnonzero(row.offsets[:, 0] >= 0)
-    if not example.words:
-        return slots
-    firsts = {start for start, _ in example.words}
-    return np.array([slot for slot in slots if int(row.offsets[slot, 0]) in firsts], np.int64)
-
-
-def _gold(
-    spec: HeadSpec,
-    data: TaskRows,
-    rows: Sequence[TokenRow],
-    firsts: Sequence[TokenRow],
-    shape: tuple[int, int],
-) -> dict[str, npt.NDArray[Any]]:
-    """Return the targets of rows, or of the units that begin with the rows `firsts`."""
-    golds: list[Any] = [data.examples[row.example].gold for row in firsts]
-    place = {label: number for number, label in enumerate(spec.labels)}
-    if spec.kind in NAMES:
-        return {"labels": np.array([place[gold] for gold in golds], np.int64)}
-    if spec.kind in CHOOSES:
-        return {"labels": np.array(golds, np.int64)}
-    if spec.kind == "regress":
-        return {"labels": np.array(golds, np.float32)}
-    if spec.kind == "multilabel":
-        chosen = np.zeros((len(rows), len(place)), np.bool_)
-        for number, gold in enumerate(golds):
-            chosen[number, [place[name] for name in gold]] = True
-        return {"labels": chosen}
-    if spec.kind == "spans":
-        spans = [
-            (number, place[span.type], span.start, span.end - 1)
-            for number, row in enumerate(rows)
-            for span in row.spans
-        ]
-        return {"spans": np.array(spans, np.int64).reshape(-1, 4)}
-    if spec.kind == "qa":
-        bounds = [row.spans[0][1:] if row.spans else (0, 1) for row in rows]
-        start, end = np.array(bounds, np.int64).T
-        return {"start": start, "last": end - 1}
-    tags = np.full(shape, IGNORED, np.int64)
-    number_of = {tag: number for number, tag in enumerate(spec.tags)}
-    for number, row in enumerate(rows):
-        slots = labelled(row, data.examples[row.example])
-        # From slots of the row to places among those that have a label.
-        spans_here = [
-            Span(span.type, *np.searchsorted(slots, (span.start, span.end)).tolist())
-            for span in row.spans
-        ]
-        names = encode_tags([span for span in spans_here if span.start < span.end], len(slots),
-                            spec.scheme)  # fmt: skip
-        assert names is not None, "encode keeps no overlapping spans"
-        tags[number, slots] = [number_of[name] for name in names]
-    return {"tags": tags}
 
 
 def class_weights(examples: Sequence[Example], labels: Sequence[str]) -> dict[str, float]:
@@ -315,7 +211,7 @@ class TaskStream:
         self._spec, self._data, self._plan, self._share = spec, data, plan, share
         self._seed, self._pad_id, self._row_weights = seed, pad_id, row_weights
         self._corrupt = corrupt
-        self._units = data.scoring_groups(spec.kind)
+        self._units = KINDS[spec.kind].scoring_groups(data.rows)
         if not self._units:
             raise DataError("train has no rows; see data.train of the task")
         lengths = [max(len(data.rows[row].ids) for row in unit) for unit in self._units]
@@ -399,14 +295,14 @@ class TaskStream:
         return np.concatenate(parts)
 
 
-def by_length(data: TaskRows, kind: str, most: int) -> list[list[list[int]]]:
-    """Return all units in batches of at most `most` rows, the longest first."""
+def by_length(data: TaskRows, kind: Kind) -> list[list[list[int]]]:
+    """Return all units in batches of at most `kind.batch_rows` rows, the longest first."""
     units = sorted(
-        data.scoring_groups(kind), key=lambda unit: -max(len(data.rows[r].ids) for r in unit)
+        kind.scoring_groups(data.rows), key=lambda unit: -max(len(data.rows[r].ids) for r in unit)
     )
     batches: list[list[list[int]]] = []
     for unit in units:
-        if not batches or sum(map(len, batches[-1])) + len(unit) > most:
+        if not batches or sum(map(len, batches[-1])) + len(unit) > kind.batch_rows:
             batches.append([])
         batches[-1].append(unit)
     return batches

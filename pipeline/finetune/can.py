@@ -14,8 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.finetune.result import CLASS_KINDS, RESULT, PredictionRow, SeedRun, averaged, joined
-from pipeline.tasks.scores import Floats, tables
+from pipeline.finetune.result import RESULT, SeedRun, averaged, joined
+from pipeline.tasks.kinds.table import KINDS
+from pipeline.tasks.scores import Floats
+from pipeline.tasks.types import PredictionRow
 
 # Above what sampling gives; a fixed bound would warn of noise at 119 classes and miss shifts at 2.
 _SHIFT = 0.1
@@ -99,10 +101,11 @@ def can_result(runs: Sequence[SeedRun], config: CanConfig) -> dict[str, Any]:
 
 
 def _one_run(run: SeedRun, config: CanConfig) -> tuple[dict[str, Any], list[str]]:
-    if run.config.task.kind not in CLASS_KINDS:
+    if not run.config.kind.has_classes:
+        known = ", ".join(kind.name for kind in KINDS.values() if kind.has_classes)
         raise DataError(
             f"{run.folder}: --can corrects probabilities of classes; task.kind="
-            f"{run.config.task.kind} has none (expected {', '.join(CLASS_KINDS)})"
+            f"{run.config.task.kind} has none (expected {known})"
         )
     prior, splits, warnings = _prior(run), {}, []
     for split, rows in run.predictions.items():
@@ -149,7 +152,7 @@ def _one_split(
     }
     if golds:
         kept = [new for row, new in zip(rows, after, strict=True) if row.gold is not None]
-        every = tables(run.config.task.kind, golds, kept, labels=run.labels)
+        every = run.config.kind.score(golds, kept, labels=run.labels)
         body["after"] = {name: table.score for name, table in every.items()}
     warnings = []
     if not uncertain.any() or uncertain.all():

@@ -62,7 +62,7 @@ def _cost(prepared: Prepared, folder: Path) -> TaskCost:
         for split, rows in prepared.rows.items()
     }
     sums = {split: int(of.sum()) for split, of in lengths.items()}
-    seen = steps * config.train.batch / len(prepared.rows["train"].scoring_groups(config.task.kind))
+    seen = steps * config.train.batch / prepared.num_units
     train_tokens = round(seen * sums["train"])
     scored = sums.get("dev", 0) * (-(-steps // each_epoch) + 1) + sums.get("test", 0)
     mean_length = sum(int((of * of).sum()) for of in lengths.values()) / max(1, sum(sums.values()))

@@ -18,27 +18,16 @@ from torch import Tensor
 from pipeline.data.format import NUM_SPECIAL
 from pipeline.errors import CheckpointError, DataError
 from pipeline.finetune.answer import FineTuned, load_fine_tuned
-from pipeline.finetune.batches import TaskRows
-from pipeline.finetune.model import CHOOSES, NAMES, HeadSpec
 from pipeline.finetune.result import RESULT, read_result
 from pipeline.model.architecture import is_model_folder, read_architecture
 from pipeline.model.layout import rows
 from pipeline.runtime.files import write_atomic
-from pipeline.tasks.encode import encode
-from pipeline.tasks.readers import read_file
+from pipeline.tasks.readers import encode, read_file
 from pipeline.tasks.task import TaskConfig
 from pipeline.use import hf
 from pipeline.use.folder import ExportReport, TrainedModel, fine_tuned, publishing, require_equal
 from pipeline.use.hf_tokenizer import write_hf_tokenizer
 
-_AUTO = {
-    **dict.fromkeys((*NAMES, "multilabel", "regress"), "SequenceClassification"),
-    **dict.fromkeys(CHOOSES, "MultipleChoice"),
-    "tag": "TokenClassification",
-    "qa": "QuestionAnswering",
-}
-"""Class of transformers for each kind of task."""
-_PROBLEMS = {"multilabel": "multi_label_classification", "regress": "regression"}
 _TAGS = {
     "SequenceClassification": "text-classification",
     "TokenClassification": "token-classification",
@@ -64,8 +53,14 @@ def export_hf(source: Path, out: Path) -> ExportReport:
     hf.require_transformers()
     tuned = load_fine_tuned(source)
     spec, config = tuned.model.task.spec, tuned.model.config
-    _require_class(spec, source)
-    auto, trained = _AUTO[spec.kind], TrainedModel(tuned.model, tuned.tokenizer, {})
+    kind = tuned.config.kind
+    if spec.decoder in kind.not_in_hugging_face:
+        problem, _, remedy = kind.not_in_hugging_face[spec.decoder].partition("; ")
+        raise CheckpointError(
+            f"{source} has a head with {problem}, for which transformers has no class; {remedy}, "
+            f"or let `postnorm predict {source}` answer"
+        )
+    auto, trained = kind.hugging_face.auto, TrainedModel(tuned.model, tuned.tokenizer, {})
     family = hf.native_family(config)
     note = f"for transformers' AutoModelFor{auto}"
     if family and not hf.native_head(family, auto, spec.pool):
@@ -79,7 +74,7 @@ def export_hf(source: Path, out: Path) -> ExportReport:
     with publishing(out) as unfinished:
         weights = tuned.model.state_dict()
         encoder = {name: each for name, each in weights.items() if name.startswith("encoder.")}
-        hf.write_files(unfinished, trained, encoder, family, _head(tuned, auto))
+        hf.write_files(unfinished, trained, encoder, family, _head(tuned))
         write_hf_tokenizer(
             tuned.tokenizer,
             unfinished,
@@ -91,7 +86,7 @@ def export_hf(source: Path, out: Path) -> ExportReport:
         report = _compare(
             tuned, units, lambda *batch: hf.transformers_logits(unfinished, auto, *batch)
         )
-        card = _card(tuned, auto, hf.loading(out.name, family), _result(folder))
+        card = _card(tuned, hf.loading(out.name, family), _result(folder))
         text = hf.model_card(out.name, trained, family, report.max_abs_diff, card)
         write_atomic(unfinished / "README.md", text.encode())
     return ExportReport(report.max_abs_diff, report.num_logits, f"{note}; compared on {origin}")
@@ -99,39 +94,23 @@ def export_hf(source: Path, out: Path) -> ExportReport:
 
 def _cut(task: TaskConfig) -> str:
     """Note on how the run read long texts, if a tokenizer alone reads them otherwise; else ""."""
-    read = ""
-    if task.task.kind == "qa":
-        read = f"the run reads long passages in windows, {task.input.stride} tokens apart"
-    elif task.task.kind == "cloze":
-        read = "the run keeps what stands around the blank of long texts"
-    elif task.input.truncate == "head_tail":
+    read = task.kind.long_texts.format(stride=task.input.stride)
+    if task.input.truncate == "head_tail":
         read = f"the run keeps {task.input.head_share:g} of long texts from the head, the rest tail"
     return read and f"{read}; the tokenizer keeps their beginning"
 
 
-def _require_class(spec: HeadSpec, source: Path) -> None:
-    problem, remedy = "", ""
-    if spec.kind == "spans":
-        problem = "scores of spans (GlobalPointer)"
-        remedy = "fine-tune a task of kind tag"
-    elif spec.decoder == "crf":
-        problem, remedy = "a CRF", "fine-tune with head.decoder=softmax"
-    if problem:
-        raise CheckpointError(
-            f"{source} has a head with {problem}, for which transformers has no class; {remedy}, "
-            f"or let `postnorm predict {source}` answer"
-        )
-
-
-def _head(tuned: FineTuned, auto: str) -> hf.HFTaskHead:
-    spec, output = tuned.model.task.spec, tuned.model.task.linear.output
+def _head(tuned: FineTuned) -> hf.HFTaskHead:
+    task: Any = tuned.model.task
+    spec, output = task.spec, task.linear.output
+    form = tuned.config.kind.hugging_face
+    auto = form.auto
     name = "qa_outputs" if auto == "QuestionAnswering" else "classifier"
     settings: dict[str, Any] = {"classifier_dropout": spec.dropout, "pool": spec.pool}
-    labels = spec.tags if spec.kind == "tag" else spec.labels
+    labels = tuned.config.kind.outputs(spec)
     if auto == "SequenceClassification":
-        settings["problem_type"] = _PROBLEMS.get(spec.kind, "single_label_classification")
-        labels = labels or (spec.name,)
-    if labels and auto in ("SequenceClassification", "TokenClassification"):
+        settings["problem_type"] = form.problem_type
+    if auto in ("SequenceClassification", "TokenClassification"):
         settings["id2label"] = {str(number): label for number, label in enumerate(labels)}
         settings["label2id"] = {label: number for number, label in enumerate(labels)}
     weights = {f"{name}.weight": output.weight.detach(), f"{name}.bias": output.bias.detach()}
@@ -149,15 +128,15 @@ def _probe_rows(tuned: FineTuned) -> tuple[list[list[Tensor]], str]:
             examples = read_file(task, file, needs_gold=False)[:_PROBE_ROWS]
         except DataError:  # the files are elsewhere by now
             break
-        data = TaskRows(examples, encode(task, tuned.tokenizer, examples)[0])
-        found = data.scoring_groups(spec.kind)[:_PROBE_ROWS]
-        ids = [[torch.from_numpy(data.rows[row].ids).long() for row in unit] for unit in found]
+        rows_read, _ = encode(task, tuned.tokenizer, examples)
+        units = task.kind.scoring_groups(rows_read)[:_PROBE_ROWS]
+        ids = [[torch.from_numpy(rows_read[row].ids).long() for row in unit] for unit in units]
         return ids, f"rows of {file}"
     generator = torch.Generator().manual_seed(0)
     config = tuned.model.config
     lowest, highest = max(NUM_SPECIAL, config.position_offset), config.vocab_size or 0
     longest = min(_PROBE_LENGTH, spec.max_length)
-    choices = 3 if spec.kind in CHOOSES else 1
+    choices = 3 if task.kind.hugging_face.auto == "MultipleChoice" else 1
     made = [
         [torch.randint(lowest, highest, (longest - unit % 8,), generator=generator)] * choices
         for unit in range(_PROBE_ROWS)
@@ -175,7 +154,7 @@ def _compare(
     Raises:
         CheckpointError: they differ.
     """
-    model, kind = tuned.model, tuned.model.task.spec.kind
+    model, kind = tuned.model, tuned.config.kind
     longest = max(len(ids) for unit in units for ids in unit)
     shape = len(units), max(map(len, units)), longest
     ids_UCS = torch.full(shape, int(tuned.tokenizer.pad_id))
@@ -187,14 +166,15 @@ def _compare(
     choices_UC = mask_UCS.any(-1)
     ids_XS, mask_XS = ids_UCS[choices_UC], mask_UCS[choices_UC]
     positions_XS = torch.arange(longest) * mask_XS
-    inputs = {"mask": mask_XS, "choices": choices_UC}
+    has_choices = kind.hugging_face.auto == "MultipleChoice"
+    inputs = {"mask": mask_XS, **({"choices": choices_UC} if has_choices else {})}
     with torch.no_grad():
         expected, _ = model(ids_XS, rows(mask_XS.int(), positions_XS), inputs, with_losses=False)
-    if kind in CHOOSES:
+    if has_choices:
         found, kept = exported(ids_UCS, mask_UCS), choices_UC
     else:
         found = exported(ids_XS, mask_XS)
-        kept = mask_XS if kind in ("tag", "qa") else torch.ones(len(units), dtype=torch.bool)
+        kept = mask_XS if kind.scores_tokens else torch.ones(len(units), dtype=torch.bool)
     return require_equal(expected[kept], found[kept])
 
 
@@ -209,33 +189,15 @@ model = AutoModelFor{auto}.from_pretrained({folder}).eval()
 {batch}
 with torch.no_grad():
     output = model(**batch)
-{answer}
+print({answer})
 """
-_ONE = 'batch = tokenizer({}, truncation=True, return_tensors="pt")'
+_BATCH = 'batch = tokenizer({texts}, truncation={truncation}, return_tensors="pt")'
 _CHOICES = """\
-rows = tokenizer({}, padding=True, truncation=True, return_tensors="pt")
+rows = tokenizer({texts}, padding=True, truncation={truncation}, return_tensors="pt")
 batch = {{key: value[None] for key, value in rows.items()}}"""
-_BATCHES = {
-    "pair": _ONE.format('"a text", "another text"'),
-    "coref": _ONE.format('"_the mark of the first span_ and [that of the second]"'),
-    "choice": _CHOICES.format('["a text"] * 2, ["a choice", "another choice"]'),
-    "cloze": _CHOICES.format(
-        '["before the blank [SEP] " + each + " [SEP] after it" for each in ("one", "other")]'
-    ),
-    "qa": _ONE.format('"a question", "a passage"').replace("True", '"only_second"'),
-}
-_ANSWERS = {
-    "multilabel": """\
-print([name for i, name in model.config.id2label.items() if output.logits[0, i] > 0])""",
-    "regress": "print(float(output.logits))",
-    **dict.fromkeys(CHOOSES, "print(int(output.logits.argmax(-1)))"),
-    "tag": "print([model.config.id2label[i] for i in output.logits[0].argmax(-1).tolist()])",
-    "qa": "print(output.start_logits.argmax(-1), output.end_logits.argmax(-1))",
-}
-_CLASS = "print(model.config.id2label[int(output.logits.argmax(-1))])"
 
 
-def _card(tuned: FineTuned, auto: str, folder: str, result: dict[str, Any]) -> hf.Card:
+def _card(tuned: FineTuned, folder: str, result: dict[str, Any]) -> hf.Card:
     spec, sep = tuned.model.task.spec, tuned.tokenizer.piece(tuned.tokenizer.sep_id)
     rows = {"task": f"{spec.name} ({spec.kind})"}
     if cut := _cut(tuned.config):
@@ -251,11 +213,12 @@ def _card(tuned: FineTuned, auto: str, folder: str, result: dict[str, Any]) -> h
         values = (f"{name} {protocol[name]}" for name in _PROTOCOL if protocol.get(name))
         seeds = ", ".join(map(str, result["seeds"]))
         rows["protocol"] = "; ".join((*values, f"seed {seeds}"))
-    batch = _BATCHES.get(spec.kind, _ONE.format('"a text"')).replace("[SEP]", sep)
-    answer = _ANSWERS.get(spec.kind, _CLASS)
-    usage = _USAGE.format(folder=folder, auto=auto, batch=batch, answer=answer)
+    form = tuned.config.kind.hugging_face
+    batch = _CHOICES if form.auto == "MultipleChoice" else _BATCH
+    batch = batch.format(texts=form.texts, truncation=form.truncation).replace("[SEP]", sep)
+    usage = _USAGE.format(folder=folder, auto=form.auto, batch=batch, answer=form.answer)
     text = f"A bidirectional encoder, fine-tuned on {spec.name}."
-    return hf.Card(hf.METADATA.format(_TAGS[auto]), text, rows, usage)
+    return hf.Card(hf.METADATA.format(_TAGS[form.auto]), text, rows, usage)
 
 
 def _result(model: Path) -> dict[str, Any]:

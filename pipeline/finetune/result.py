@@ -9,34 +9,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, NamedTuple
+from typing import Any
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.runtime.files import write_atomic
-from pipeline.tasks.scores import Table, bootstrap, chance, interval, majority, tables, types_of
-from pipeline.tasks.task import TaskConfig, TaskTrainConfig, load_task
+from pipeline.tasks.config import TaskTrainConfig
+from pipeline.tasks.kinds.base import Kind
+from pipeline.tasks.scores import Table, bootstrap, interval
+from pipeline.tasks.task import TaskConfig, load_task
+from pipeline.tasks.types import PredictionRow
 
 SPLITS = ("dev", "test")
 RESULT = "result.json"
-CLASS_KINDS = ("classify", "pair", "coref")
-"""Kinds whose rows have one class each, and a score for each class."""
-_CHOICE_KINDS = ("choice", "cloze")
 ADAM = {"beta2": TaskTrainConfig.beta2, "eps": TaskTrainConfig.eps}
 """Settings that the protocol of older runs does not name."""
 
 
 # Rows
-
-
-class PredictionRow(NamedTuple):
-    """A row of `predictions-SPLIT.jsonl`, in the terms of the task's file."""
-
-    id: str
-    gold: Any
-    """None where the file has none."""
-    prediction: Any
-    scores: Sequence[float | None] | None = None
-    """Raw scores (logits) of the labels or choices, None for a masked choice; other kinds: None."""
 
 
 def predictions_file(folder: Path, split: str) -> Path:
@@ -65,7 +54,7 @@ def write_predictions(path: Path, rows: Sequence[PredictionRow]) -> None:
     write_atomic(path, "".join(lines).encode())
 
 
-def read_predictions(path: Path, kind: str, labels: Sequence[str]) -> list[PredictionRow]:
+def read_predictions(path: Path, kind: Kind, labels: Sequence[str]) -> list[PredictionRow]:
     """Read a file of predictions.
 
     Raises:
@@ -101,18 +90,6 @@ def read_predictions(path: Path, kind: str, labels: Sequence[str]) -> list[Predi
     return rows
 
 
-_FORMS: dict[str, Any] = {
-    "multilabel": ["label"],
-    "regress": 0.5,
-    "tag": [("type", 0, 1)],
-    "spans": [("type", 0, 1)],
-    "qa": "answer",
-    **dict.fromkeys(_CHOICE_KINDS, 0),
-    **dict.fromkeys(CLASS_KINDS, "label"),
-}
-"""Form of a gold label or prediction, by kind."""
-
-
 def _is_like(value: Any, form: Any) -> bool:
     if isinstance(form, tuple):
         return isinstance(value, list) and [type(item) for item in value] == [str, int, int]
@@ -123,48 +100,26 @@ def _is_like(value: Any, form: Any) -> bool:
     return type(value) is type(form)
 
 
-def _problem(kind: str, labels: Sequence[str], row: PredictionRow) -> str:
+def _problem(kind: Kind, labels: Sequence[str], row: PredictionRow) -> str:
     """Describe what is wrong with a row; "" if nothing is."""
     for field, value in (("prediction", row.prediction), ("gold", row.gold)):
-        form = ["answer"] if (kind, field) == ("qa", "gold") else _FORMS[kind]
+        form = kind.gold_form if field == "gold" and kind.gold_form is not None else kind.form
         if not _is_like(value, form) and (field == "prediction" or value is not None):
-            shown = f"{field} {str(value)[:80]!r} does not fit task.kind={kind}"
+            shown = f"{field} {str(value)[:80]!r} does not fit task.kind={kind.name}"
             return f"{shown}; expected such as {json.dumps(form)}"
-        for name in _names(kind, value):
+        for name in kind.labels_in(value):
             if name not in labels:
                 return (
                     f"label {name!r} of {field} is not one of {', '.join(labels[:20])}; this is "
                     "another task's file, or data.labels in task.yaml has changed"
                 )
-    return _problem_of_scores(kind, labels, row)
-
-
-def _problem_of_scores(kind: str, labels: Sequence[str], row: PredictionRow) -> str:
-    is_choice = kind in _CHOICE_KINDS
-    if row.scores is None:
-        return "scores are missing, which tell how many choices there are" if is_choice else ""
-    known = row.scores
-    if isinstance(row.scores, list):
-        known = [score for score in row.scores if score is not None]
-    if not _is_like(known, [0.5]) or (len(known) < len(row.scores) and not is_choice):
-        return f"scores {str(row.scores)[:80]} are not finite numbers"
-    if is_choice:
-        given = [i for i, score in enumerate(row.scores) if score is not None]
-        return "" if row.prediction in given else f"prediction {row.prediction} has no score"
-    if len(row.scores) != len(labels):
-        return f"{len(row.scores)} scores, expected one for each of {len(labels)} labels"
-    return ""
-
-
-def _names(kind: str, value: Any) -> list[str]:
-    """Return the labels in a gold or prediction."""
-    if value is None:
-        return []
-    if kind in CLASS_KINDS:
-        return [value]
-    if kind in ("tag", "spans"):
-        return [item[0] for item in value]
-    return value if kind == "multilabel" else []
+    if row.scores is not None:
+        known: Any = row.scores
+        if kind.masks_scores and isinstance(known, list):
+            known = [score for score in known if score is not None]
+        if not _is_like(known, [0.5]):
+            return f"scores {str(row.scores)[:80]} are not finite numbers"
+    return kind.problem(labels, row)
 
 
 # Scores
@@ -183,13 +138,13 @@ class Scored:
 def tables_of(
     config: TaskConfig, labels: Sequence[str], rows: Sequence[PredictionRow]
 ) -> dict[str, Table]:
-    """Return the metrics of rows that all have gold, by name; see `pipeline.tasks.scores.tables`.
+    """Return the metrics of rows that all have gold, by name; see `Kind.score`.
 
     Raises:
         DataError: there are no rows.
     """
-    golds, found = [row.gold for row in rows], [row.prediction for row in rows]
-    return tables(config.task.kind, golds, found, labels=labels, scorer=config.task.scorer)
+    golds, answers = [row.gold for row in rows], [row.prediction for row in rows]
+    return config.kind.score(golds, answers, labels=labels, scorer=config.task.scorer)
 
 
 def score_run(
@@ -203,8 +158,8 @@ def score_run(
     Raises:
         DataError: no row has gold.
     """
-    kind, metric, warnings = config.task.kind, config.metric, []
-    body: dict[str, Any] = {"kind": kind, "metric": metric}
+    kind, metric, warnings = config.kind, config.metric, []
+    body: dict[str, Any] = {"kind": kind.name, "metric": metric}
     reported: tuple[Table, dict[str, Any]] | None = None
     for split in SPLITS:
         rows = predictions.get(split) or ()
@@ -218,8 +173,8 @@ def score_run(
             body[split] = {name: table.score for name, table in every.items()}
             choices = [sum(score is not None for score in row.scores or ()) for row in scored]
             least = {
-                "majority": majority(kind, golds, **options)[metric],
-                "chance": chance(kind, golds, labels=labels, num_choices=choices)[metric],
+                "majority": kind.majority(golds, **options)[metric],
+                "chance": kind.chance(golds, labels=labels, num_choices=choices)[metric],
             }
             reported = every[metric], {**least, "protocol": {"scored_on": split}}
             low = _low(split, metric, every[metric].score, least)
@@ -392,12 +347,12 @@ def read_run(folder: Path) -> SeedRun:
     stored = read_result(folder)
     path = folder / "task.yaml"
     config = load_task(str(path))
-    kind, labels = config.task.kind, config.data.labels
+    kind, labels = config.kind, config.data.labels
     if labels == "auto":
-        if kind in CLASS_KINDS or kind in ("tag", "spans", "multilabel"):
+        if kind.has_labels:
             raise DataError(f"{path}: data.labels is auto; expected the labels of the model")
         labels = ()
-    labels = types_of(kind, labels)
+    labels = kind.types(labels)
     has_split = {split: bool(config.data.splits[split][0]) for split in SPLITS}
     has_split["dev"] |= config.data.hold_out > 0
     predictions = {

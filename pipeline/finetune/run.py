@@ -29,21 +29,14 @@ from pipeline.config.train import CheckpointConfig, MonitorConfig, SpikeConfig, 
 from pipeline.data.format import FORMAT_VERSION
 from pipeline.data.run_order import DataRank
 from pipeline.errors import EXIT_FINISHED, ConfigError, DataError, LostRankError, PreemptedError
-from pipeline.finetune.batches import TaskIdentity, TaskRows, TaskStream, class_weights, tokenised
+from pipeline.finetune.batches import TaskIdentity, TaskStream, class_weights, tokenised
 from pipeline.finetune.can import CanConfig, can_result
-from pipeline.finetune.model import (
-    NAMES,
-    HeadSpec,
-    TaskModel,
-    TaskObjective,
-    head_weights,
-)
+from pipeline.finetune.model import TaskModel, TaskObjective, head_weights
 from pipeline.finetune.predict import DTYPES, Predictor, predictions
 from pipeline.finetune.result import (
     ADAM,
     RESULT,
     SPLITS,
-    PredictionRow,
     combine,
     predictions_file,
     read_result,
@@ -68,6 +61,7 @@ from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.runtime.rank import Rank
 from pipeline.tasks.readers import TaskData, read_task
 from pipeline.tasks.task import RANDOM, TaskConfig, load_task
+from pipeline.tasks.types import HeadSpec, PredictionRow, TaskRows
 from pipeline.tokenizer.fast import FastTokenizer
 from pipeline.train.build import train_run
 from pipeline.train.engine import Engine
@@ -112,10 +106,15 @@ class Prepared:
     @cached_property
     def spec(self) -> HeadSpec:
         """The head."""
-        spec = HeadSpec.from_task(self.name, self.config, self.data.labels)
+        spec = self.config.head_spec(self.name, self.data.labels)
         has_none = any(example.gold == () for example in self.data.splits.get("train", ()))
         # Where every question has an answer, none may stay without.
         return spec if has_none else replace(spec, null_threshold=None)
+
+    @cached_property
+    def num_units(self) -> int:
+        """Number of units of train: examples, or windows of passages."""
+        return len(self.config.kind.scoring_groups(self.rows["train"].rows))
 
     @cached_property
     def data_sha256(self) -> str:
@@ -260,7 +259,7 @@ def prepare_rows(
     tokens: Path | None,
 ) -> Prepared:
     """Tokenise a task's data for a model that was read from `source`; see `prepare`."""
-    if config.task.kind in NAMES and len(data.labels) < 2:
+    if config.kind.has_classes and len(data.labels) < 2:
         raise DataError(
             f"the rows of data.train have {len(data.labels)} classes ({', '.join(data.labels)}); "
             "a model cannot learn to tell fewer than two apart"
@@ -315,7 +314,7 @@ def run_config(prepared: Prepared, seed: int, folder: Path, world_size: int) -> 
         ConfigError: the batch does not split over the ranks.
     """
     task, train = prepared.config, prepared.config.train
-    num_units = len(prepared.rows["train"].scoring_groups(task.task.kind))
+    num_units = prepared.num_units
     epoch = math.ceil(num_units / train.batch)
     steps = train.steps or max(1, math.ceil(train.epochs * num_units / train.batch))
     model = prepared.trained.model.config
@@ -638,7 +637,7 @@ def _write_result(
         "protocol": {**protocol, "revision": git_revision()},
         **more,
     }
-    if prepared.config.task.kind in NAMES:
+    if prepared.config.kind.has_classes:
         about["prior"] = dict(Counter(map(str, golds)))
     write_json_atomic(folder / RESULT, combine([scored], [config.seed], about))
     shutil.rmtree(folder / FOLDER, ignore_errors=True)

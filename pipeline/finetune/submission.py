@@ -8,12 +8,11 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.finetune.result import CLASS_KINDS, PredictionRow
 from pipeline.runtime.files import write_atomic
 from pipeline.tasks.task import TaskConfig
+from pipeline.tasks.types import PredictionRow
 
 _CLUE = {
     **{name: name for name in ("afqmc", "iflytek", "cmnli", "csl", "cmrc2018", "cluener")},
@@ -28,6 +27,8 @@ _FEWCLUE = {
         for name in ("chid", "cluewsc", "csl", "iflytek", "ocnli", "tnews")
     },
 }
+_ONE_OBJECT = {"cmrc2018", "chid"}
+"""Tasks whose file is one object, of answers by id; those of the others have a row a line."""
 _TEXT_IDS = {*_CLUE, "fewclue-tnews"} - {"cluener"}
 
 
@@ -56,8 +57,7 @@ def submission_text(
             is one object by id.
     """
     official_name(task, "")
-    kind = config.task.kind
-    if kind == "qa" or (kind == "cloze" and task in _CLUE):
+    if task in _ONE_OBJECT:
         whole = {row.id: row.prediction for row in rows}
         if len(whole) < len(rows):
             raise DataError(
@@ -68,34 +68,21 @@ def submission_text(
     ids: list[str | int] = [row.id for row in rows]
     if task not in _TEXT_IDS:
         ids = [_number(task, row.id) for row in rows]
-    bodies: list[dict[str, Any]]
-    if kind in CLASS_KINDS or kind == "choice":
-        bodies = [{"label": str(row.prediction)} for row in rows]
-    elif kind == "cloze":
-        bodies = [{"answer": row.prediction} for row in rows]
-    elif kind in ("spans", "tag"):
-        bodies = [
-            {"text": text, "label": _entities(text, row.prediction)}
-            for text, row in zip(texts, rows, strict=True)
-        ]
-    else:
-        raise ConfigError(f"task {task!r}: task.kind={kind} has no form in CLUE or FewCLUE")
-    lines = ({"id": id_} | body for id_, body in zip(ids, bodies, strict=True))
-    return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    lines = []
+    for id_, row, text in zip(ids, rows, texts or [""] * len(rows), strict=True):
+        body = config.kind.submission(text, row.prediction)
+        if body is None:
+            raise ConfigError(
+                f"task {task!r}: task.kind={config.task.kind} has no form in CLUE or FewCLUE"
+            )
+        lines.append(json.dumps({"id": id_, **body}, ensure_ascii=False) + "\n")
+    return "".join(lines)
 
 
 def _number(task: str, id_: str) -> int:
     if not id_.isdecimal():
         raise DataError(f"id {id_!r} is not a number, as {task} has them; check data.fields.id")
     return int(id_)
-
-
-def _entities(text: str, spans: Sequence[Any]) -> dict[str, dict[str, list[list[int]]]]:
-    """Write spans as CLUENER does: {type: {entity: [[first, last], ...]}}."""
-    found: dict[str, dict[str, list[list[int]]]] = {}
-    for kind, start, end in spans:
-        found.setdefault(kind, {}).setdefault(text[start:end], []).append([start, end - 1])
-    return found
 
 
 def write_submission(

@@ -14,7 +14,6 @@ Désidéri 2012 and Sener and Koltun 2018 (MGDA).
 """
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -205,10 +204,3 @@ def cosines(gram: Floats) -> Floats:
     norms = np.sqrt(np.diag(gram))
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.asarray(gram / np.outer(norms, norms))
-
-
-def prior_loss(counts: Sequence[float]) -> float:
-    """Entropy in nats of class frequencies: the loss of a model that knows nothing else."""
-    shares = np.asarray([count for count in counts if count > 0], np.float64)
-    shares /= shares.sum()
-    return float(-(shares * np.log(shares)).sum())

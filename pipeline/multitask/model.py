@@ -9,12 +9,15 @@ from torch import Tensor, nn
 
 from pipeline.config.model import ModelConfig
 from pipeline.data.loader import MicroBatch
-from pipeline.finetune.model import CHOOSES, NAMES, HeadSpec, TaskHead, layout_of, task_sums
+from pipeline.finetune.heads.base import make_head
+from pipeline.finetune.model import layout_of, task_sums
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layout import Layout
 from pipeline.multitask.config import MLM
 from pipeline.objectives.base import Sum, Sums
 from pipeline.objectives.mlm import MaskedLanguageModeling
+from pipeline.tasks.kinds.table import KINDS
+from pipeline.tasks.types import HeadSpec
 
 
 class MultiTaskModel(MaskedLanguageModel):
@@ -25,7 +28,7 @@ class MultiTaskModel(MaskedLanguageModel):
 
     def __init__(self, config: ModelConfig, specs: Mapping[str, HeadSpec]) -> None:
         super().__init__(config)
-        self.tasks = nn.ModuleDict({name: TaskHead(config, spec) for name, spec in specs.items()})
+        self.tasks = nn.ModuleDict({name: make_head(config, spec) for name, spec in specs.items()})
         self._squares: Tensor | None = None
 
     def forward(  # type: ignore[override]
@@ -84,7 +87,7 @@ class MultiTaskObjective:
         self._names = []
         for name in self.losses:
             self._names.append(name)
-            if name == MLM or specs[name].kind in (*CHOOSES, *NAMES):
+            if name == MLM or KINDS[specs[name].kind].has_one_answer:
                 self._names.append(f"{name}_accuracy")
 
     def make_model(self, config: ModelConfig) -> MultiTaskModel:

@@ -2,24 +2,19 @@
 
 import hashlib
 import logging
-import math
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 from pipeline.errors import DataError
-from pipeline.finetune.batches import labelled
-from pipeline.finetune.model import CHOOSES, NAMES
 from pipeline.finetune.run import Prepared, prepare_rows
-from pipeline.multitask import balance
 from pipeline.multitask.balancer import LossBaseline
 from pipeline.multitask.config import TaskMix
-from pipeline.tasks.readers import Example, TaskData, read_task
+from pipeline.tasks.readers import TaskData, read_task
 from pipeline.tasks.task import load_task
+from pipeline.tasks.types import Example
 from pipeline.use.folder import TrainedModel
 
 logger = logging.getLogger(__name__)
@@ -116,43 +111,9 @@ def prepare_mix(
 
 def known_losses(prepared: Prepared, factor: float) -> LossBaseline:
     """Reckon what the loss of a task begins with, and what the frequencies of answers give."""
-    data, kind = prepared.data, prepared.config.task.kind
-    golds = [row.gold for row in data.splits["train"]]
-    prior = None
-    if kind in NAMES:
-        prior = balance.prior_loss(list(Counter(map(str, golds)).values()))
-    elif kind == "regress":
-        prior = float(np.array(golds, np.float64).var())
+    kind, rows = prepared.config.kind, prepared.rows["train"]
+    prior = kind.loss_of_prior([row.gold for row in rows.examples])
     return LossBaseline(
-        factor * _without_scores(prepared) or None, factor * prior if prior else None
+        factor * kind.loss_of_zero_scores(prepared.spec, rows) or None,
+        factor * prior if prior else None,
     )
-
-
-def _without_scores(prepared: Prepared) -> float:
-    """Return the mean loss of a head whose scores are all 0, over train."""
-    data, kind, spec = prepared.data, prepared.config.task.kind, prepared.spec
-    examples, rows = data.splits["train"], prepared.rows["train"]
-    if kind in NAMES:
-        return math.log(len(data.labels))
-    if kind in CHOOSES:
-        return float(np.mean([math.log(sum(row.distinct)) for row in examples]))
-    if kind == "regress":
-        return float((np.array([row.gold for row in examples], np.float64) ** 2).mean())
-    if kind == "multilabel":
-        chosen = [len(row.gold) for row in examples if isinstance(row.gold, tuple)]
-        return float(np.mean([math.log1p(len(data.labels) - num) + math.log1p(num)
-                              for num in chosen]))  # fmt: skip
-    sizes = [len(labelled(row, examples[row.example])) for row in rows.rows]
-    if kind == "qa":
-        return float(np.mean(np.log1p(sizes)))
-    if kind == "tag":
-        # Of a CRF all tags of a row together are one choice.
-        weight = float(np.mean(sizes)) if spec.decoder == "crf" else 1.0
-        return weight * math.log(len(spec.tags))
-    losses = []
-    for row, size in zip(rows.rows, sizes, strict=True):
-        of_type = Counter(span.type for span in row.spans)
-        for label in data.labels:
-            spans = size * (size + 1) // 2
-            losses.append(math.log1p(spans - of_type[label]) + math.log1p(of_type[label]))
-    return float(np.mean(losses))

@@ -213,7 +213,7 @@ class MultiTaskWork:
         if name == MLM:
             return f"sequence {unit}"
         rows = self._prepared[name].rows["train"]
-        first = rows.scoring_groups(self._prepared[name].config.task.kind)[unit][0]
+        first = self._prepared[name].config.kind.scoring_groups(rows.rows)[unit][0]
         return rows.examples[rows.rows[first].example].where
 
     def piece(self, token: int) -> str:

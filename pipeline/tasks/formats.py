@@ -19,8 +19,12 @@ from typing import IO, Any, NamedTuple, TextIO
 from backports import zstd
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.tasks.scores import Span, decode_tags, split_tag
-from pipeline.tasks.task import FIXED_FORMATS, TaskConfig, TaskDataConfig
+from pipeline.tasks.config import TaskDataConfig
+from pipeline.tasks.scores import decode_tags, split_tag
+from pipeline.tasks.types import Span
+
+FIXED_FORMATS = ("conll", "squad", "cmrc", "c3", "chid")
+"""Formats whose fields have names of their own, so that a task names none."""
 
 _OPEN: dict[str, Any] = {".gz": gzip.open, ".zst": zstd.open, ".xz": lzma.open, ".bz2": bz2.open}
 _DAMAGE = (OSError, EOFError, zlib.error, lzma.LZMAError, zstd.ZstdError)
@@ -63,27 +67,26 @@ class TableFile:
 
     path: Path
     format: str
-    config: TaskConfig
+    data: TaskDataConfig
+    gold: str
+    """Field of the gold."""
+    has_words: bool
+    """Whether the text may be a list of words, each with its tag."""
     needs_gold: bool
     counts: Counter[str]
-
-    @property
-    def data(self) -> TaskDataConfig:
-        """What the task says of its files."""
-        return self.config.data
 
     def column(self, field: str) -> Any:
         """Key or column of a field, or None; of choices perhaps several."""
         return field if self.format in FIXED_FORMATS else getattr(self.data.fields, field)
 
 
-def detect(path: Path, config: TaskConfig) -> str:
+def detect(path: Path, *, has_words: bool) -> str:
     """Detect the format of a file by its name, and of JSON by its beginning."""
     suffix = _plain(path).suffix.lower()
     if suffix in (".csv", ".tsv", ".parquet"):
         return suffix[1:]
     if suffix in _CONLL_SUFFIXES:
-        return "conll" if config.task.kind in FIXED_FORMATS["conll"] else "tsv"
+        return "conll" if has_words else "tsv"
     head = head_of(path)
     first, _, rest = head.partition("\n")
     try:
@@ -260,7 +263,7 @@ def _columns_there(source: TableFile, columns: list[str]) -> list[str]:
         DataError: the file's first row is a header of other names.
     """
     head = [cells for _, cells in islice(TABLES[source.format](source.path), _HEAD_ROWS)]
-    gold = source.column(source.config.kind.gold)
+    gold = source.column(source.gold)
     lacks_gold = all(len(cells) == len(columns) - 1 for cells in head)
     if lacks_gold and gold in columns and not source.needs_gold:
         columns = [name for name in columns if name != gold]
@@ -310,7 +313,7 @@ def _in_words(source: TableFile, row: Row, joiner: str | None) -> Row:
     """Make a text of a list of words, and spans of the list of their tags."""
     text, gold = source.column("text"), source.column("spans")
     words, tags = row.values.get(text), row.values.get(gold)
-    if source.config.task.kind not in FIXED_FORMATS["conll"] or not isinstance(words, list):
+    if not source.has_words or not isinstance(words, list):
         return row
     words = [str(word) for word in words]
     joiner = _joiner([words]) if joiner is None else joiner
@@ -356,7 +359,7 @@ def _joiner(sentences: Iterable[Sequence[Any]]) -> str:
 
 def joiner_of(source: TableFile) -> str | None:
     """Find what joins the words of a task's files, by its first one; None if it has texts."""
-    if source.config.task.kind not in FIXED_FORMATS["conll"]:
+    if not source.has_words:
         return None
     rows = _FORMATS[source.format](replace(source, counts=Counter()))
     texts = (row.values.get(source.column("text")) for row in rows)

@@ -28,9 +28,7 @@ from pipeline.model.encoder import EncoderModel
 from pipeline.model.layers import Trace
 from pipeline.model.layout import packed
 from pipeline.runtime import dist, watchdog
-from pipeline.tasks.encode import encode
-from pipeline.tasks.readers import limited, read_task
-from pipeline.tasks.scores import chance, majority
+from pipeline.tasks.readers import encode, limited, read_task
 from pipeline.tasks.task import TaskConfig
 from pipeline.tokenizer.load import DatasetTokenizer, load_tokenizer
 
@@ -236,13 +234,13 @@ def _read(name: str, task: TaskConfig, tokenizer: DatasetTokenizer) -> Rows:
     dist.heartbeat_all(f"tokenising the rows of probe {name}")
     rows, _ = encode(task, tokenizer, [*train, *dev])
     golds = [row.gold for row in dev]
-    baseline = majority(task.task.kind, golds, labels=data.labels)["accuracy"]
+    baseline = task.kind.majority(golds, labels=data.labels)["accuracy"]
     logger.info(
         "probe %s: %d classes, chance %.3f, majority %.3f; learns from %s of %s rows of train, is "
         "scored on %s of %s of dev, cut at %d tokens",
         name,
         len(data.labels),
-        chance(task.task.kind, golds, labels=data.labels)["accuracy"],
+        task.kind.chance(golds, labels=data.labels)["accuracy"],
         baseline,
         *(f"{len(each):,}" for each in (train, data.splits["train"], dev, data.splits["dev"])),
         task.input.max_length,

@@ -16,9 +16,10 @@ from pipeline.config.load import build
 from pipeline.errors import ConfigError, DataError
 from pipeline.model.heads import Pool
 from pipeline.runtime.summary import table
-from pipeline.tasks.readers import Example, read_task
-from pipeline.tasks.scores import ranks, tables
+from pipeline.tasks.readers import read_task
+from pipeline.tasks.scores import correlations, ranks
 from pipeline.tasks.task import TaskConfig, load_task
+from pipeline.tasks.types import Example
 from pipeline.use.model import Model
 from pipeline.use.whiten import TRANSDUCTIVE, Floats, Vectors, Whitening, fit
 
@@ -121,7 +122,7 @@ def _score(
     pairs: TextPairs, first: Vectors, second: Vectors, pooling: Pool, whitening: str | None
 ) -> StsScore:
     cosine, num_zero = cosines(first, second)
-    spearman = tables("regress", list(pairs.gold), list(cosine))["spearman"].score
+    spearman = correlations(list(pairs.gold), list(cosine))["spearman"].score
     auc = None
     if pairs.is_binary:
         similar = pairs.gold == pairs.gold.max()

@@ -5,16 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.finetune.result import (
-    PredictionRow,
-    Scored,
-    combine,
-    predictions_file,
-    score_run,
-    write_predictions,
-)
+from pipeline.finetune.result import Scored, combine, predictions_file, score_run, write_predictions
 from pipeline.runtime.files import write_json_atomic
 from pipeline.tasks.task import load_task
+from pipeline.tasks.types import PredictionRow
 
 LABELS = ("news", "sport", "tech")
 TASK = """\

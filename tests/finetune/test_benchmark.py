@@ -13,11 +13,12 @@ from pipeline.config.load import to_yaml
 from pipeline.errors import ConfigError, DataError, PreemptedError, StoppedError
 from pipeline.finetune import benchmark, benchmark_text
 from pipeline.finetune.benchmark import BenchmarkPlan, read_plan
-from pipeline.finetune.result import RESULT, PredictionRow, combine
+from pipeline.finetune.result import RESULT, combine
 from pipeline.finetune.run import finetune
 from pipeline.runtime.files import write_json_atomic
-from pipeline.tasks.readers import Example, read_task
+from pipeline.tasks.readers import read_task
 from pipeline.tasks.task import TaskConfig
+from pipeline.tasks.types import Example, PredictionRow
 from tests.finetune.result_folders import write_run
 from tests.support import warm
 from tests.support.tiny_tasks import write_tiny_model

@@ -8,9 +8,10 @@ import pytest
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.finetune.can import CanConfig, adjust, can_result, softmax, uncertainty
-from pipeline.finetune.result import PredictionRow, SeedRun, score_run
+from pipeline.finetune.result import SeedRun, score_run
 from pipeline.tasks.scores import Floats
 from pipeline.tasks.task import load_task
+from pipeline.tasks.types import PredictionRow
 
 _HALF = np.array([0.5, 0.5])
 _PAIR = "task: {kind: pair}\ndata: {train: [a], fields: {text: t, text_b: u}}\n"

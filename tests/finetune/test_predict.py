@@ -10,12 +10,14 @@ import torch
 from pipeline.config.load import build
 from pipeline.data.run_order import DataRank
 from pipeline.errors import DataError
-from pipeline.finetune.batches import TaskRows, collate, tokenised
-from pipeline.finetune.model import HeadSpec, TaskModel
+from pipeline.finetune.batches import collate, tokenised
+from pipeline.finetune.model import TaskModel
 from pipeline.finetune.predict import Predictor, predictions
 from pipeline.model.heads import best_answers
-from pipeline.tasks.readers import Answer, Example, read_file
+from pipeline.tasks.kinds.table import KINDS
+from pipeline.tasks.readers import read_file
 from pipeline.tasks.task import TaskConfig, load_task
+from pipeline.tasks.types import Answer, Example, TaskRows
 from pipeline.use.model import load
 from tests.support.tiny_tasks import write_task
 
@@ -27,8 +29,8 @@ def _predicted(
     """Make predictions of what `decode` returns for the inputs of all rows."""
     for _ in range(2):  # the second time from the file of the first
         tokens = tokenised(config, model.tokenizer, "", examples, folder / "tokens")
-    spec = HeadSpec.from_task("t", config, ("ORG",))
-    units, pad_id = tokens.scoring_groups(spec.kind), model.tokenizer.pad_id
+    spec = config.head_spec("t", ("ORG",))
+    units, pad_id = KINDS[spec.kind].scoring_groups(tokens.rows), model.tokenizer.pad_id
     batch = collate(spec, tokens, units, pad_id=pad_id, with_gold=True)
     decided = dict(enumerate(decide(batch.inputs)))
     return [row.prediction for row in predictions(spec, tokens, decided)]
@@ -75,7 +77,7 @@ def test_model_that_gives_nan_is_refused(tiny_model: Path, tmp_path: Path) -> No
     source = load(tiny_model)
     examples = read_file(config, "spans.jsonl", needs_gold=True)[:3]
     tokens: TaskRows = tokenised(config, source.tokenizer, "", examples, None)
-    model = TaskModel(source.config, HeadSpec.from_task("t", config, ("all", "name", "place")))
+    model = TaskModel(source.config, config.head_spec("t", ("all", "name", "place")))
     torch.nn.init.constant_(model.task.pointer.query_key.bias, float("nan"))
     predictor = Predictor(model.task, model, torch.device("cpu"), source.tokenizer.pad_id)
     with pytest.raises(DataError, match="scores are NaN: it has diverged"):

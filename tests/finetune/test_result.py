@@ -12,8 +12,10 @@ import sklearn.metrics
 
 from pipeline.errors import DataError
 from pipeline.finetune import result
-from pipeline.finetune.result import PredictionRow, Scored, read_runs, score_run
+from pipeline.finetune.result import Scored, read_runs, score_run
+from pipeline.tasks.kinds.table import KINDS
 from pipeline.tasks.task import TaskConfig, load_task
+from pipeline.tasks.types import PredictionRow
 from tests.finetune.result_folders import LABELS, class_rows, write_run, write_seeds
 
 _FIELDS = "{text: t, text_b: u, choices: c, target: g}"
@@ -48,7 +50,7 @@ def test_rows_are_read_as_they_were_written(
 ) -> None:
     path = tmp_path / "predictions-dev.jsonl"
     result.write_predictions(path, rows)
-    assert result.read_predictions(path, kind, labels) == rows
+    assert result.read_predictions(path, KINDS[kind], labels) == rows
 
 
 def test_scores_that_are_not_finite_are_not_written(tmp_path: Path) -> None:
@@ -100,7 +102,7 @@ def test_a_bad_row_is_told_with_its_line(tmp_path: Path, kind: str, row: Any, me
     line = row if isinstance(row, str) else json.dumps({"id": 2, **dict(zip(names, row))})  # noqa: B905
     path.write_text(f"{path.read_text()}{line}\n")
     with pytest.raises(DataError) as caught:
-        result.read_predictions(path, kind, ("a", "b"))
+        result.read_predictions(path, KINDS[kind], ("a", "b"))
     assert f"{path}:2: " in str(caught.value)
     assert message in str(caught.value)
 
@@ -109,7 +111,7 @@ def test_an_empty_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "predictions-dev.jsonl"
     path.touch()
     with pytest.raises(DataError, match=r"predictions-dev\.jsonl is empty"):
-        result.read_predictions(path, "qa", ())
+        result.read_predictions(path, KINDS["qa"], ())
 
 
 def test_scores_agree_with_scikit_learn(tmp_path: Path) -> None:

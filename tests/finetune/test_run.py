@@ -30,7 +30,8 @@ from pipeline.finetune.result import read_runs
 from pipeline.finetune.run import DevScores, TaskWork, finetune, prepare, run_config
 from pipeline.inspect.status import run_status, summary
 from pipeline.model.encoder import MaskedLanguageModel
-from pipeline.tasks.task import KINDS, load_task
+from pipeline.tasks.kinds.table import KINDS
+from pipeline.tasks.task import load_task
 from pipeline.use.folder import load_model, write_model
 from pipeline.use.model import load
 from pipeline.use.pretrain import pretrain

@@ -8,9 +8,9 @@ import pytest
 
 from pipeline.config.load import load
 from pipeline.errors import ConfigError, DataError
-from pipeline.finetune.result import PredictionRow
 from pipeline.finetune.submission import official_name, submission_text, write_submission
 from pipeline.tasks.task import SuiteConfig, TaskConfig, load_task
+from pipeline.tasks.types import PredictionRow
 
 # Task, file, and the first line for a row (id, prediction).
 _LABELS = [

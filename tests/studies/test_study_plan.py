@@ -12,8 +12,9 @@ import pytest
 from launch import sweep
 from pipeline.config.load import build
 from pipeline.errors import ConfigError, DataError
+from pipeline.tasks.config import FieldsConfig, TaskDataConfig
 from pipeline.tasks.readers import read_task
-from pipeline.tasks.task import FieldsConfig, KindConfig, TaskConfig, TaskDataConfig
+from pipeline.tasks.task import KindConfig, TaskConfig
 from studies import cost, reading
 from studies.classes import subset
 from studies.config import (

@@ -8,10 +8,10 @@ import pytest
 
 from pipeline.config.load import build as build_config
 from pipeline.errors import ConfigError
-from pipeline.tasks.encode import TokenRow, TokenSpan, encode, text_spans
-from pipeline.tasks.readers import Answer, Example
-from pipeline.tasks.scores import Span
+from pipeline.tasks.readers import encode
+from pipeline.tasks.rows import text_spans
 from pipeline.tasks.task import TaskConfig
+from pipeline.tasks.types import Answer, Example, Span, TokenRow, TokenSpan
 from pipeline.tokenizer.fast import BertOptions
 from pipeline.tokenizer.sentencepiece import Tokenizer, train
 from pipeline.tokenizer.wordpiece import WordPieceTokenizer, build

@@ -16,9 +16,9 @@ from backports import zstd
 from pipeline.config.load import build
 from pipeline.errors import ConfigError, DataError
 from pipeline.tasks import formats
-from pipeline.tasks.readers import Answer, Example, TaskData, read_file, read_task
-from pipeline.tasks.scores import Span
+from pipeline.tasks.readers import TaskData, read_file, read_task
 from pipeline.tasks.task import TaskConfig, load_task
+from pipeline.tasks.types import Answer, Example, Span
 
 
 class Folder:
@@ -317,14 +317,14 @@ def test_the_beginning_tells_the_form(
     folder.write("a.json", content)
     if head < 100:  # what follows is not looked at, nor need it be there
         monkeypatch.setattr(formats, "_HEAD_CHARS", (folder.path / "a.json").stat().st_size // 2)
-    assert formats.detect(folder.path / "a.json", folder.task("classify")) == form
+    assert formats.detect(folder.path / "a.json", has_words=False) == form
 
 
 def test_a_large_file_is_not_read_to_tell_its_form(folder: Folder) -> None:
     rows = [{"context_text": "甲" * 1000, "qas": [], "id": i} for i in range(4000)]
     whole = gzip.compress(json.dumps(rows, ensure_ascii=False).encode(), compresslevel=0)
     (folder.path / "a.json.gz").write_bytes(whole[: len(whole) // 2])  # the rest would be missed
-    assert formats.detect(folder.path / "a.json.gz", folder.task("qa")) == "cmrc"
+    assert formats.detect(folder.path / "a.json.gz", has_words=False) == "cmrc"
 
 
 def _parquet(folder: Folder, name: str, rows: list[dict[str, Any]], **types: Any) -> None:

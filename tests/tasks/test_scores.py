@@ -11,11 +11,13 @@ import sklearn.metrics
 
 from pipeline.errors import DataError
 from pipeline.tasks import scores as metrics
-from pipeline.tasks.scores import Span, tables
+from pipeline.tasks.kinds import answer, choice
+from pipeline.tasks.kinds.table import KINDS
+from pipeline.tasks.types import Span
 
 
 def _scores(kind: str, golds: list, predictions: list, **options: object) -> dict[str, float]:
-    every = tables(kind, golds, predictions, **options)  # type: ignore[arg-type]
+    every = KINDS[kind].score(golds, predictions, **options)  # type: ignore[arg-type]
     return {name: table.score for name, table in every.items()}
 
 
@@ -144,8 +146,8 @@ def test_entity_counts_if_type_start_and_end_are_equal() -> None:
     (["cat"], "", 0, 0), (["the"], "", 1, 1), (["the", "cat"], "", 0, 0),
 ])  # fmt: skip
 def test_squad_rules(answers: list[str], prediction: str, em: float, f1: float) -> None:
-    assert metrics.squad_scores(answers, prediction) == (em, pytest.approx(f1))
-    assert metrics.squad_words("An apple, the U.S. pear's") == ["apple", "us", "pears"]
+    assert answer.squad_scores(answers, prediction) == (em, pytest.approx(f1))
+    assert answer.squad_words("An apple, the U.S. pear's") == ["apple", "us", "pears"]
 
 
 @pytest.mark.parametrize(("answers", "prediction", "em", "f1"), [
@@ -160,14 +162,14 @@ def test_squad_rules(answers: list[str], prediction: str, em: float, f1: float) 
     (["BERT模型"], "bert模型", 1, 1),
 ])  # fmt: skip
 def test_cmrc_rules(answers: list[str], prediction: str, em: float, f1: float) -> None:
-    assert metrics.cmrc_scores(answers, prediction) == (em, pytest.approx(f1))
+    assert answer.cmrc_scores(answers, prediction) == (em, pytest.approx(f1))
 
 
 def test_cmrc_segments_and_averages() -> None:
-    assert metrics.cmrc_segments("用了U.S. 的3,000个(约)，don't") == [
+    assert answer.cmrc_segments("用了U.S. 的3,000个(约)，don't") == [
         "用", "了", "u.s", ".", "的", "3,000", "个", "(", "约", ")", "do", "n't",
     ]  # fmt: skip
-    assert metrics.longest_common_run("abcde", "xbcdaab") == 3
+    assert answer.longest_common_run("abcde", "xbcdaab") == 3
     assert _scores("qa", [["北京"], ["大学"]], ["北京", "x"], scorer="cmrc") == {
         "em": 0.5,
         "f1": 0.5,
@@ -181,7 +183,7 @@ def test_cmrc_segments_and_averages() -> None:
 ])  # fmt: skip
 def test_words_are_those_of_nltk(run: str, words: str) -> None:
     # As NLTKWordTokenizer of nltk 3.10 splits them.
-    assert metrics.cmrc_segments(run) == words.split()
+    assert answer.cmrc_segments(run) == words.split()
 
 
 @pytest.mark.parametrize(("run", "words"), [
@@ -191,7 +193,7 @@ def test_words_are_those_of_nltk(run: str, words: str) -> None:
     ('don\'t."', "do n't . ''"), ('".', "`` ."), ("a ―b", "a ― b"), ("»a.»", "» a . »"),
 ])  # fmt: skip
 def test_a_full_stop_before_what_closes(run: str, words: str) -> None:
-    assert metrics.cmrc_segments(run) == words.split()
+    assert answer.cmrc_segments(run) == words.split()
 
 
 def _published_segments(text: str) -> list[str]:
@@ -243,9 +245,9 @@ def test_cmrc_scores_are_those_of_the_published_rules(seed: int) -> None:
         return "".join(parts)
 
     for _ in range(300):
-        answer, prediction = text(), text()
-        one, other = _published_segments(answer), _published_segments(prediction)
-        assert metrics.cmrc_segments(answer) == one
+        gold, prediction = text(), text()
+        one, other = _published_segments(gold), _published_segments(prediction)
+        assert answer.cmrc_segments(gold) == one
         runs = {
             size: any(one[i : i + size] == other[j : j + size]
                       for i in range(len(one) - size + 1) for j in range(len(other) - size + 1))
@@ -253,7 +255,7 @@ def test_cmrc_scores_are_those_of_the_published_rules(seed: int) -> None:
         }  # fmt: skip
         common = max((size for size, there in runs.items() if there), default=0)
         f1 = 2 * common / (len(one) + len(other)) if common else 0.0
-        assert metrics.cmrc_scores([answer], prediction)[1] == pytest.approx(f1)
+        assert answer.cmrc_scores([gold], prediction)[1] == pytest.approx(f1)
 
 
 @pytest.mark.parametrize("ties", [False, True])
@@ -263,7 +265,7 @@ def test_candidates_are_assigned_as_scipy_does(ties: bool) -> None:
         num_rows = int(rng.integers(1, 8))
         scores = rng.normal(size=(num_rows, int(rng.integers(num_rows, 11))))
         scores = np.round(scores) if ties else scores
-        columns = metrics.assign(scores)
+        columns = choice.assign(scores)
         assert len(set(columns)) == num_rows
         rows, expected = scipy.optimize.linear_sum_assignment(scores, maximize=True)
         assert scores[rows, columns].sum() == pytest.approx(scores[rows, expected].sum())
@@ -273,37 +275,45 @@ def test_candidates_are_assigned_as_scipy_does(ties: bool) -> None:
 @pytest.mark.parametrize("scores", [[[1.0], [2.0]], [[math.nan, 1.0]], [[1.0, -math.inf]]])
 def test_scores_that_assign_nothing_are_refused(scores: list[list[float]]) -> None:
     with pytest.raises(DataError, match="finite scores"):
-        metrics.assign(np.array(scores))
+        choice.assign(np.array(scores))
 
 
 def test_nothing_to_score_is_refused() -> None:
     with pytest.raises(DataError, match="0 golds and 0 predictions"):
-        tables("classify", [], [])
+        KINDS["classify"].score([], [])
     with pytest.raises(DataError, match="2 golds and 1 predictions"):
-        tables("classify", ["a", "b"], ["a"])
+        KINDS["classify"].score(["a", "b"], ["a"])
 
 
 # Baselines, intervals
 
 
+def test_losses_of_priors() -> None:
+    """The entropy of labels, the variance of numbers; other kinds have none."""
+    assert KINDS["classify"].loss_of_prior(["a", "b"] * 5) == pytest.approx(np.log(2))
+    assert KINDS["coref"].loss_of_prior(["a"] * 7) == 0
+    assert KINDS["regress"].loss_of_prior([1.0, 3.0]) == 1.0
+    assert KINDS["tag"].loss_of_prior([()]) is None
+
+
 def test_baselines_and_chance() -> None:
     golds = ["a", "b", "b", "b"]
-    assert metrics.majority("classify", golds, labels=["a", "b"])["accuracy"] == 0.75
-    assert metrics.majority("classify", golds, labels=["a", "b"])["matthews"] == 0
-    assert metrics.majority("pair", ["0", "0", "1"], labels=["0", "1"])["f1"] == 0.5, "of always 1"
-    assert metrics.majority("choice", [0, 1, 1])["accuracy"] == pytest.approx(2 / 3)
-    assert metrics.majority("qa", [[], ["x"]])["em"] == 0.5
-    assert metrics.majority("spans", [[["A", 0, 1]], []])["f1"] == 0
-    assert metrics.majority("multilabel", [["a"], ["a", "b"]], labels=["a", "b"])["accuracy"] == 0.5
-    assert metrics.majority("regress", [1.0, 2.0])["pearson"] == 0
-    assert metrics.chance("choice", [0, 1], num_choices=[2, 4])["accuracy"] == pytest.approx(3 / 8)
+    assert KINDS["classify"].majority(golds, labels=["a", "b"])["accuracy"] == 0.75
+    assert KINDS["classify"].majority(golds, labels=["a", "b"])["matthews"] == 0
+    assert KINDS["pair"].majority(["0", "0", "1"], labels=["0", "1"])["f1"] == 0.5, "of always 1"
+    assert KINDS["choice"].majority([0, 1, 1])["accuracy"] == pytest.approx(2 / 3)
+    assert KINDS["qa"].majority([[], ["x"]])["em"] == 0.5
+    assert KINDS["spans"].majority([[["A", 0, 1]], []])["f1"] == 0
+    assert KINDS["multilabel"].majority([["a"], ["a", "b"]], labels=["a", "b"])["accuracy"] == 0.5
+    assert KINDS["regress"].majority([1.0, 2.0])["pearson"] == 0
+    assert KINDS["choice"].chance([0, 1], (), [2, 4])["accuracy"] == pytest.approx(3 / 8)
     golds = ["a"] * 300 + ["b"] * 100
     rng = random.Random(0)
     labels = ["a", "b"]
     guesses = [
         _scores("classify", golds, rng.choices(labels, k=400), labels=labels) for _ in range(40)
     ]
-    for name, value in metrics.chance("classify", golds, labels=labels).items():
+    for name, value in KINDS["classify"].chance(golds, labels).items():
         measured = np.mean([scores[name] for scores in guesses])
         assert measured == pytest.approx(value, abs=4 * 0.05 / math.sqrt(40)), name
 
@@ -311,7 +321,7 @@ def test_baselines_and_chance() -> None:
 def test_intervals_and_draws_weigh_rows_as_the_binomial_says() -> None:
     golds, predictions = ["a"] * 400, ["a"] * 300 + ["b"] * 100
     low, high = metrics.interval(
-        metrics.bootstrap([tables("classify", golds, predictions)["accuracy"]])
+        metrics.bootstrap([KINDS["classify"].score(golds, predictions)["accuracy"]])
     )
     error = math.sqrt(0.75 * 0.25 / 400)
     assert low == pytest.approx(0.75 - 1.96 * error, abs=0.006)
@@ -319,8 +329,8 @@ def test_intervals_and_draws_weigh_rows_as_the_binomial_says() -> None:
     golds, predictions = _random_labels(1, 3, 12)
     rows = [0, 0, 3, 5, 5, 5, 7, 11]
     weights = np.bincount(rows, minlength=12)
-    again = tables("classify", [golds[i] for i in rows], [predictions[i] for i in rows])
-    for name, table in tables("classify", golds, predictions).items():
+    again = KINDS["classify"].score([golds[i] for i in rows], [predictions[i] for i in rows])
+    for name, table in KINDS["classify"].score(golds, predictions).items():
         assert float(table.value(weights @ table.lines)) == pytest.approx(again[name].score)
 
 
@@ -332,9 +342,12 @@ def test_difference_of_two_models_is_paired() -> None:
     wrong = [i for i in range(400) if one[i] != golds[i]][:12]
     other = [golds[i] if i in wrong else label for i, label in enumerate(one)]
     first, second = (
-        metrics.bootstrap([tables("classify", golds, rows)["accuracy"]]) for rows in (one, other)
+        metrics.bootstrap([KINDS["classify"].score(golds, rows)["accuracy"]])
+        for rows in (one, other)
     )
     low, high = metrics.interval(second - first)
     assert 0.01 < low < 12 / 400 < high < 0.06
     assert metrics.interval(first)[1] > metrics.interval(second)[0]
-    assert np.array_equal(first, metrics.bootstrap([tables("classify", golds, one)["accuracy"]]))
+    assert np.array_equal(
+        first, metrics.bootstrap([KINDS["classify"].score(golds, one)["accuracy"]])
+    )

@@ -10,7 +10,8 @@ import yaml
 from pipeline.config.load import build, load, to_yaml
 from pipeline.config.train import TrainConfig
 from pipeline.errors import ConfigError
-from pipeline.tasks.task import KINDS, SuiteConfig, TaskConfig, load_task
+from pipeline.tasks.kinds.table import KINDS
+from pipeline.tasks.task import SuiteConfig, TaskConfig, load_task
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TASKS = sorted(path.stem for path in (CONFIGS / "tasks").glob("*.yaml"))
@@ -51,7 +52,7 @@ def test_defaults_of_the_kinds_and_forms_of_labels(tmp_path: Path) -> None:
     ("head.decoder=crf", "head.decoder=crf does not fit task.kind=pair; expected none"),
     ("{task: {kind: spans}, head: {decoder: crf}}", "task.kind=spans; expected pointer"),
     ("{task: {kind: tag}, input: {truncate: head_tail}}", "an entity could lie over the gap"),
-    ("{task: {kind: qa}, input: {truncate: head}}", "whose texts are cut into windows"),
+    ("{task: {kind: qa}, input: {truncate: head}}", "texts are cut into windows"),
     ("{task: {kind: qa}, input: {stride: 128}}", "input.stride=128 must be below input.max_length"),
 ])  # fmt: skip
 def test_what_is_wrong_is_refused(tmp_path: Path, override: str, message: str) -> None:
