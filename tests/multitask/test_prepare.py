@@ -14,7 +14,8 @@ from pipeline.multitask.prepare import known_losses
 from pipeline.tasks.task import load_task
 from tests.support.tiny_tasks import write_task
 
-KINDS = [("classify", {}), ("pair", {}), ("choice", {}), ("tag", {}), ("tag", {"decoder": "crf"}),
+KINDS = [("classify", {}), ("pair", {}), ("choice", {}), ("rank", {}), ("tag", {}),
+         ("tag", {"decoder": "crf"}),
          ("spans", {}), ("qa", {}), ("multilabel", {}), ("regress", {}), ("cloze", {}),
          ("coref", {})]  # fmt: skip
 

@@ -62,6 +62,8 @@ def rows_of(kind: str, seed: int = 0) -> list[dict[str, Any]]:
             "regress": {"text": text, "label": PLACES.index(place) / 2},
             "cloze": {"text": f"{name}#idiom#{place}", "label": number % 3,
                       "choices": [place if c == number % 3 else VERBS[c] for c in range(3)]},
+            "rank": {"text": place, "choices": [f"{name}{verb}{c}" for c in PLACES[number % 2:]],
+                     "label": [2 * (c == place) for c in PLACES[number % 2:]]},
             "coref": {"text": text, "label": "true" if name in NAMES[:2] else "false",
                       "target": {"span1_text": name, "span1_index": 0,
                                  "span2_text": place, "span2_index": 4}},
@@ -81,7 +83,7 @@ def write_task(folder: Path, kind: str, **sections: dict[str, Any]) -> Path:
     files = [f"{kind}.jsonl"]
     fields = {"text": "text", "text_b": "text_b", "choices": "choices", "target": "target"}
     kinds = {"classify": ("text",), "pair": ("text", "text_b"), "choice": tuple(fields)[:3],
-             "qa": ("text", "text_b"), "cloze": ("text", "choices"),
+             "rank": ("text", "choices"), "qa": ("text", "text_b"), "cloze": ("text", "choices"),
              "coref": ("text", "target")}  # fmt: skip
     used = {name: fields[name] for name in kinds.get(kind, ("text",))}
     body: dict[str, dict[str, Any]] = {

@@ -6,9 +6,10 @@ from pipeline.tasks.kinds.choice import CHOICE, CLOZE
 from pipeline.tasks.kinds.entity import SPANS, TAG
 from pipeline.tasks.kinds.multi import MULTILABEL
 from pipeline.tasks.kinds.number import REGRESS
+from pipeline.tasks.kinds.rank import RANK
 from pipeline.tasks.kinds.single import CLASSIFY, COREF, PAIR
 
-_ALL = (CLASSIFY, PAIR, CHOICE, TAG, SPANS, QA, MULTILABEL, REGRESS, CLOZE, COREF)
+_ALL = (CLASSIFY, PAIR, CHOICE, TAG, SPANS, QA, MULTILABEL, REGRESS, CLOZE, COREF, RANK)
 KINDS: dict[str, Kind] = {kind.name: kind for kind in _ALL}
 METRICS = tuple(dict.fromkeys(metric for kind in _ALL for metric in kind.metrics))
 """Names of all scores."""
