@@ -87,6 +87,11 @@ class TaskConfig:
                 f"data.hold_out={self.data.hold_out} takes dev from train, but data.dev names "
                 f"{', '.join(self.data.dev)}; remove one of the two"
             )
+        if self.train.class_weights != "none" and not kind.has_classes:
+            raise ConfigError(
+                f"train.class_weights={self.train.class_weights} does not fit task.kind={name}, "
+                "whose rows do not have one class each; leave it out"
+            )
         kind.check(self.input, self.head)
 
     def at(self, point: Mapping[str, float]) -> "TaskConfig":

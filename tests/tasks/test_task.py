@@ -53,6 +53,7 @@ def test_defaults_of_the_kinds_and_forms_of_labels(tmp_path: Path) -> None:
     ("{task: {kind: spans}, head: {decoder: crf}}", "task.kind=spans; expected pointer"),
     ("{task: {kind: tag}, input: {truncate: head_tail}}", "an entity could lie over the gap"),
     ("{task: {kind: qa}, input: {truncate: head}}", "texts are cut into windows"),
+    ("{task: {kind: tag}, train: {class_weights: balanced}}", "train.class_weights=balanced"),
     ("{task: {kind: qa}, input: {stride: 128}}", "input.stride=128 must be below input.max_length"),
 ])  # fmt: skip
 def test_what_is_wrong_is_refused(tmp_path: Path, override: str, message: str) -> None:
