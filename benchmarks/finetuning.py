@@ -23,7 +23,7 @@ from pathlib import Path
 
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
-from pipeline.finetune.run import prepare
+from pipeline.finetune.prepare import prepare
 from pipeline.tasks.task import load_task
 
 

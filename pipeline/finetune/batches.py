@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 _WINDOW_BATCHES = 32
 """Batches whose examples are sorted by length together."""
+Corrupt = Callable[[Batch, Sequence[tuple[int, int]]], Batch]
+"""Changes a batch whose rows are these (epoch, number)."""
 _VERSION = 2
 """Version of the files of tokens; files of another version are tokenised again."""
 
@@ -197,13 +199,12 @@ class TaskStream:
         data: TaskRows,
         plan: BatchPlan,
         share: DataRank,
-        *,
         seed: int,
         pad_id: int,
         row_weights: dict[str, float] | None,
-        corrupt: Callable[[Batch, Sequence[tuple[int, int]]], Batch] | None = None,
+        corrupt: Corrupt | None = None,
     ) -> None:
-        """Take the examples; `corrupt` changes a batch whose rows have these (epoch, number).
+        """Take the examples.
 
         Raises:
             DataError: there is none.

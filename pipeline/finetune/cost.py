@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.finetune.benchmark import BenchmarkPlan
-from pipeline.finetune.run import Prepared, prepare, run_config
+from pipeline.finetune.prepare import Prepared, prepare
+from pipeline.finetune.run import run_config
 from pipeline.model.cost import KNOWN, flops_per_token
 from pipeline.runtime.summary import Line, table
 

@@ -12,8 +12,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +27,15 @@ from pipeline.config.runs import TaskRunConfig
 from pipeline.config.train import CheckpointConfig, MonitorConfig, SpikeConfig, TrainConfig
 from pipeline.data.format import FORMAT_VERSION
 from pipeline.data.run_order import DataRank
-from pipeline.errors import EXIT_FINISHED, ConfigError, DataError, LostRankError, PreemptedError
-from pipeline.finetune.batches import TaskIdentity, TaskStream, class_weights, tokenised
+from pipeline.errors import EXIT_FINISHED, ConfigError, LostRankError, PreemptedError
+from pipeline.finetune.batches import (
+    TaskIdentity,
+    TaskStream,
+)
 from pipeline.finetune.can import CanConfig, can_result
 from pipeline.finetune.model import TaskModel, TaskObjective, head_weights
 from pipeline.finetune.predict import DTYPES, Predictor, predictions
+from pipeline.finetune.prepare import Prepared, hash_of, prepare
 from pipeline.finetune.result import (
     ADAM,
     RESULT,
@@ -50,31 +53,23 @@ from pipeline.finetune.result import (
 from pipeline.model.architecture import (
     HEAD_FILE,
     TASK_FILE,
-    TOKENIZERS_FILE,
     read_architecture,
-    tokenizer_path,
 )
 from pipeline.model.cost import flops_per_token
 from pipeline.model.encoder import EncoderModel, MaskedLanguageModel
 from pipeline.runtime import dist, env, tensors
 from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.runtime.rank import Rank
-from pipeline.tasks.readers import TaskData, read_task
-from pipeline.tasks.task import RANDOM, TaskConfig, load_task
-from pipeline.tasks.types import HeadSpec, PredictionRow, TaskRows
-from pipeline.tokenizer.fast import FastTokenizer
+from pipeline.tasks.task import TaskConfig, load_task
+from pipeline.tasks.types import PredictionRow
 from pipeline.train.build import train_run
 from pipeline.train.engine import Engine
 from pipeline.train.run import HeldOutResult
 from pipeline.use.folder import (
     MADE_NEW,
-    TrainedModel,
     publishing,
-    require_full_alpha,
-    tokenizer_folder,
     write_model,
 )
-from pipeline.use.model import read_model
 from pipeline.use.pretrain import own_process
 
 logger = logging.getLogger(__name__)
@@ -82,54 +77,6 @@ logger = logging.getLogger(__name__)
 MODEL = "model"
 _LINES_AN_EPOCH = 5
 _LOOK_EVERY_S = 0.2
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A task's data and the model that it starts from, shared by the runs of all seeds."""
-
-    name: str
-    config: TaskConfig
-    """The task's config, with the labels read from its data."""
-    source: str
-    trained: TrainedModel
-    data: TaskData
-    rows: dict[str, TaskRows]
-    tokenizer_file: str
-    tokenizer: bytes
-
-    @property
-    def is_random(self) -> bool:
-        """Whether only the architecture and the tokenizer are the source's."""
-        return self.source.startswith(RANDOM)
-
-    @cached_property
-    def spec(self) -> HeadSpec:
-        """The head."""
-        spec = self.config.head_spec(self.name, self.data.labels)
-        has_none = any(example.gold == () for example in self.data.splits.get("train", ()))
-        # Where every question has an answer, none may stay without.
-        return spec if has_none else replace(spec, null_threshold=None)
-
-    @cached_property
-    def num_units(self) -> int:
-        """Number of units of train: examples, or windows of passages."""
-        return len(self.config.kind.scoring_groups(self.rows["train"].rows))
-
-    @cached_property
-    def data_sha256(self) -> str:
-        """Hash of all rows of all splits."""
-        return hash_of({name: rows.digest for name, rows in self.rows.items()})
-
-    @cached_property
-    def weights_sha256(self) -> str:
-        """Hash of the encoder's weights that a run starts from; of random ones, of nothing."""
-        total = hashlib.sha256()
-        if not self.is_random:
-            for name, tensor in sorted(self.trained.model.encoder.state_dict().items()):
-                total.update(name.encode())
-                total.update(tensor.contiguous().numpy().tobytes())
-        return total.hexdigest()
 
 
 def finetune(
@@ -230,80 +177,6 @@ def _adopt_best_trial(trial: Path, folder: Path, searched: list[dict[str, Any]])
             time.sleep(_LOOK_EVERY_S)
 
 
-def prepare(config: TaskConfig, name: str, source: str, tokens: Path | None) -> Prepared:
-    """Read a task's data and the model.
-
-    Raises:
-        DataError: the data does not fit the task.
-        ConfigError: the model cannot take the task's rows.
-        PostnormError: the model cannot be read.
-    """
-    if not config.data.train:
-        raise ConfigError("data.train names no file; a model needs rows to train on")
-    data = read_task(config)
-    if all(row.gold is None for split in SPLITS for row in data.splits[split]):
-        raise DataError(
-            "neither data.dev nor data.test has a row with gold, so that nothing could be scored; "
-            "name a dev file, or take dev from train by data.hold_out=0.1"
-        )
-    trained = read_model(Path(source.removeprefix(RANDOM)))
-    return prepare_rows(config, name, source, trained, data, tokens)
-
-
-def prepare_rows(
-    config: TaskConfig,
-    name: str,
-    source: str,
-    trained: TrainedModel,
-    data: TaskData,
-    tokens: Path | None,
-) -> Prepared:
-    """Tokenise a task's data for a model that was read from `source`; see `prepare`."""
-    if config.kind.has_classes and len(data.labels) < 2:
-        raise DataError(
-            f"the rows of data.train have {len(data.labels)} classes ({', '.join(data.labels)}); "
-            "a model cannot learn to tell fewer than two apart"
-        )
-    if data.labels and config.data.labels == "auto":  # tags that are numbers keep their names
-        config = replace(config, data=replace(config.data, labels=data.labels))
-    if data.joiner is not None:  # so that other files are joined as these were
-        config = replace(config, data=replace(config.data, joiner=data.joiner))
-    folder = Path(source.removeprefix(RANDOM))
-    require_full_alpha(trained, folder, "fine-tuning starts at alpha 1")
-    limit = trained.model.config.longest_document
-    if limit is not None and config.input.max_length > limit:
-        raise ConfigError(
-            f"input.max_length={config.input.max_length} is above the {limit} positions of "
-            f"{folder}; lower it"
-        )
-    if config.head.pool == "pooler" and not trained.model.config.pooler:
-        raise ConfigError(f"head.pool=pooler, but {folder} has no pooler; take cls or mean")
-    tokenizer: Any = trained.require_tokenizer()
-    file, content = tokenizer_of(folder, tokenizer)
-    sha256 = hashlib.sha256(content).hexdigest()
-    rows = {}
-    for split, examples in data.splits.items():
-        if examples:
-            rows[split] = tokenised(config, tokenizer, sha256, examples, tokens)
-            for what, count in rows[split].counts.items():
-                logger.info("%s: %s: %d", split, what, count)
-    return Prepared(name, config, source, trained, data, rows, file, content)
-
-
-def tokenizer_of(folder: Path, tokenizer: Any) -> tuple[str, bytes]:
-    """Return the file's name and content, which foreign folders do not have in our form."""
-    if isinstance(tokenizer, FastTokenizer):
-        return TOKENIZERS_FILE, tokenizer.to_json().encode()
-    path = tokenizer_path(tokenizer_folder(folder))
-    assert path is not None, "the tokenizer was read from it"
-    return path.name, path.read_bytes()
-
-
-def hash_of(values: Any) -> str:
-    """Return the sha256 of values as JSON."""
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-
-
 # A run as the trainer sees it
 
 
@@ -391,22 +264,10 @@ class TaskWork:
             content["tokenizer_sha256"],  # type: ignore[arg-type]
         )
         self._prepared, self._config = prepared, config
-        self._pad_id = pad_id(prepared)
 
     def open(self, share: DataRank) -> TaskStream:
         """Take the rows of train."""
-        prepared, weights = self._prepared, None
-        if prepared.config.train.class_weights == "balanced":
-            weights = class_weights(prepared.data.splits["train"], prepared.data.labels)
-        return TaskStream(
-            prepared.spec,
-            prepared.rows["train"],
-            self._config.batches,
-            share,
-            seed=self._config.seed,
-            pad_id=self._pad_id,
-            row_weights=weights,
-        )
+        return self._prepared.stream(self._config.batches, share, self._config.seed)
 
     def start(self, model: EncoderModel) -> None:
         """Load the encoder, every tensor of it, and name what is new."""
@@ -448,17 +309,12 @@ class TaskWork:
     def evaluation(self, model: EncoderModel, engine: Engine) -> "DevScores":
         """Score dev."""
         assert isinstance(model, TaskModel)
-        predictor = Predictor(model.task, engine.model, engine.device, self._pad_id)
+        predictor = Predictor(model.task, engine.model, engine.device, self._prepared.pad_id)
         return DevScores(self._prepared, predictor)
 
     def finish(self) -> None:
         """Predict dev and test by the chosen checkpoint, and write the result."""
         _finish(self._prepared, self._config, self._more)
-
-
-def pad_id(prepared: Prepared) -> int:
-    """Return the token of padding."""
-    return int(prepared.trained.require_tokenizer().pad_id)
 
 
 class DevScores:
@@ -596,7 +452,7 @@ def _finish(prepared: Prepared, config: TaskRunConfig, more: Mapping[str, Any]) 
     model = TaskModel(config.model, prepared.spec)
     model.load_state_dict(weights)
     model.to(device, DTYPES[config.train.precision]).eval()
-    predictor = Predictor(model.task, model, device, pad_id(prepared))
+    predictor = Predictor(model.task, model, device, prepared.pad_id)
     found: dict[str, list[PredictionRow]] = {}
     for split in SPLITS:
         if split in prepared.rows:

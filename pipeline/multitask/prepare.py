@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.errors import DataError
-from pipeline.finetune.run import Prepared, prepare_rows
+from pipeline.finetune.prepare import Prepared, prepare_rows
 from pipeline.multitask.balancer import LossBaseline
 from pipeline.multitask.config import TaskMix
 from pipeline.tasks.readers import TaskData, read_task

@@ -24,15 +24,10 @@ from pipeline.data.objects import open_index
 from pipeline.data.record import number_of_step, read_batches
 from pipeline.data.run_order import DataRank
 from pipeline.errors import ConfigError
-from pipeline.finetune.batches import TaskIdentity, TaskStream, class_weights
+from pipeline.finetune.batches import TaskIdentity, TaskStream
 from pipeline.finetune.predict import Predictor
-from pipeline.finetune.run import (
-    DevScores,
-    Prepared,
-    hash_of,
-    pad_id,
-    tokenizer_of,
-)
+from pipeline.finetune.prepare import Prepared, hash_of, tokenizer_of
+from pipeline.finetune.run import DevScores
 from pipeline.model.architecture import TASK_HEADS, tokenizer_path
 from pipeline.model.cost import flops_per_token
 from pipeline.model.encoder import EncoderModel
@@ -229,18 +224,8 @@ class MultiTaskWork:
             if name == MLM:
                 stream, self._held_out = self._open_text(plans[name], share)
             else:
-                prepared, weights = self._prepared[name], None
-                if prepared.config.train.class_weights == "balanced":
-                    weights = class_weights(prepared.data.splits["train"], prepared.data.labels)
-                stream = TaskStream(
-                    prepared.spec,
-                    prepared.rows["train"],
-                    plans[name],
-                    share,
-                    seed=mix.config.seed,
-                    pad_id=pad_id(prepared),
-                    row_weights=weights,
-                    corrupt=self._corruption(number),
+                stream = self._prepared[name].stream(
+                    plans[name], share, mix.config.seed, self._corruption(number)
                 )
             streams[name] = stream
         draws = Draws(self._probabilities(streams), config.train.global_batch, config.seed)
@@ -344,7 +329,7 @@ class MultiTaskWork:
         scores = {
             name: DevScores(
                 each,
-                Predictor(model.tasks[name], engine.model, engine.device, pad_id(each), task=name),  # type: ignore[arg-type]
+                Predictor(model.tasks[name], engine.model, engine.device, each.pad_id, task=name),  # type: ignore[arg-type]
             )
             for name, each in self._prepared.items()
         }

@@ -25,9 +25,10 @@ from pipeline.finetune.answer import predict
 from pipeline.finetune.batches import TaskStream, class_weights, tokenised
 from pipeline.finetune.can import CanConfig
 from pipeline.finetune.model import TaskModel
+from pipeline.finetune.prepare import prepare
 from pipeline.finetune.rescore_command import recompute, write_results
 from pipeline.finetune.result import read_runs
-from pipeline.finetune.run import DevScores, TaskWork, finetune, prepare, run_config
+from pipeline.finetune.run import DevScores, TaskWork, finetune, run_config
 from pipeline.inspect.status import run_status, summary
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.tasks.kinds.table import KINDS
