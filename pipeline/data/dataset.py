@@ -228,6 +228,7 @@ class PackedSplit:
             return [block.tokens, block.doc_ends, block.word_bits, *vars(packing).values()]
 
         tokens, doc_ends, word_bits, *rest = shared.get((_BLOCK, row, seq_len), make)
+        # Without meta.json: training asks no shared block for its documents' ids.
         return Block(tokens, doc_ends, word_bits, b""), Packing(*rest)
 
     def pairs(self, one: Locations, packing: Packing) -> list[Pair] | None:
@@ -256,6 +257,8 @@ class PackedSplit:
         row = int(self.rows[position])
         packing = pack(doc_ends, seq_len, self.specials)
         counted = int(self.counts[seq_len][position])
+        # Orders are made of the counts: with others, a sequence would be skipped or asked for in
+        # vain.
         if packing.num_sequences != counted:
             raise DataError(
                 f"{self.reader.index.where(row)} makes {packing.num_sequences} sequences of "

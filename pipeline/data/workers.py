@@ -81,6 +81,8 @@ class Workers:
                     name=f"data worker {worker} of rank {share.rank}",
                 )
                 process.start()
+                # Held open here, the pipe of a worker that died within an answer would let `recv`
+                # wait for the rest for ever.
                 theirs.close()
                 self._pipes.append(ours)
                 self.processes.append(process)
@@ -105,6 +107,7 @@ class Workers:
         worker = self._asked.popleft()
         pipe, process = self._pipes[worker], self.processes[worker]
         try:
+            # Both, then the pipe first: what a worker sent before it died still counts.
             wait([pipe, process.sentinel])
             answer = pipe.recv() if pipe.poll() else None
             if isinstance(answer, _Sent):
@@ -225,6 +228,8 @@ class _Files:
                 arrays.append((array, size))
                 size += -(-array.nbytes // _ALIGN) * _ALIGN
             notes.append((places, batch.weights, batch.counts, batch.num_tokens, batch.hash))
+        # Only a file that the parent gave back: another's arrays may still be read, or copied to a
+        # GPU.
         number = self.unused.popleft() if self.unused else len(self._memories)
         memory = self._memories.get(number)
         file = None
@@ -237,6 +242,8 @@ class _Files:
                 np.ndarray(array.shape, array.dtype, memory, at)[...] = array
             pipe.send(_Sent(number, file is not None, notes))
             if file is not None:
+                # The process number is looked at on Windows only; here the pipe, a socket, carries
+                # the file.
                 send_handle(pipe, file, None)
         finally:
             if file is not None:
