@@ -306,7 +306,7 @@ class Order:
             # A counter's words are below 2^32: -1 is not one, and no window has this number.
             window=_LEFTOVER_COUNTER if window == _LEFTOVER else window,
             stream=self._stream,
-        # 4 bytes a place, and two such arrays a window: `PackedSplit.share` counts on it.
+            # 4 bytes a place, and two such arrays a window: `PackedSplit.share` counts on it.
         ).astype(np.int32)
         return order, _places_by_block(order, ends)
 

@@ -149,6 +149,7 @@ def _backward(
         "out": out,
         "lse": lse,
         "carry": scores if has_carry else None,
+        # The kernels find heads of these by the layout of their own results.
         "d_out": d_out.contiguous(),
         "d_scores": None if d_scores is None else d_scores.contiguous(),
         "dq": dq,
