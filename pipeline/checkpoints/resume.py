@@ -186,6 +186,8 @@ class CheckpointStore:
         """
         path = dist.on_first(self._choose, "verifying checkpoints")
         if path is not None:
+            # On every rank: all read the same files, so all raise or none, and no word is
+            # exchanged.
             self._require_fit(path, read_manifest(path))
         return path
 

@@ -118,6 +118,7 @@ class MaskedInputs:
                 weights={"loss": float(masked_stop - masked_first)},
                 counts={"unmasked_documents": int(unmasked_documents[rows].sum())},
                 num_tokens=num_tokens,
+                # Unsigned sums wrap at 2^64, and so do those over micro-batches and ranks.
                 hash=int(hashes[rows].sum()),
             )
             for add in adders:

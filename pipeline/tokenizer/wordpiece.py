@@ -75,7 +75,7 @@ class WordPieceTokenizer(FastTokenizer):
         return self._vocabulary("wordpiece")
 
     def _can_be_in_text(self, token: int, piece: str) -> bool:
-        # Tried behind a letter, as inside a word: alone, `##` before a Chinese character would pass.
+        # Behind a letter, as inside a word: alone, `##` before a Chinese character would pass.
         word = "a" + piece[len(CONTINUES) :] if len(piece) > 2 and piece[:2] == CONTINUES else piece
         if self.normalise(word).strip() != word:
             return False

@@ -38,6 +38,7 @@ def open_data(
         total_bytes = sum(shard.num_bytes for shard in index.shards)
         if total_bytes <= train.data.verify_at_start_gib * 2**30:
             for split in (loaders[0].steps.split, loaders[1].split):
+                # Each rank a part: together they hash every block once.
                 split.reader.check_all(split.rows[share.rank :: share.world_size].tolist())
     return loaders
 

@@ -102,6 +102,7 @@ def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
         "communication_data_type": "fp32",
         # The throughput timer waits for the GPU before and after micro-batches.
         "timers": {"throughput": {"enabled": False}},
+        # Never; it takes the step modulo this, so that 0 would be an error.
         "steps_per_print": 1 << 62,
     }
     if config.deepspeed_config is not None:

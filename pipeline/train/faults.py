@@ -138,6 +138,7 @@ class FaultHandler:
                 gradients=gradients,
             )
         )
+        # Skipped steps change no state, so one look at all of it is enough.
         if state.skipped_in_a_row == 1:
             self._require_sound(state, place, engine)
         limit = self._config.train.max_skipped_in_a_row
@@ -317,6 +318,8 @@ class FaultHandler:
         for path in published(self._run_dir / FOLDER):
             try:
                 manifest = read_manifest(path)
+                # Equal is early enough: a cursor counts what was consumed, so that batch is still
+                # to come.
                 if manifest.cursor > cursor:
                     continue
                 verify(path, lambda _: dist.heartbeat_all("verifying checkpoints"))
