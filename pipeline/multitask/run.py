@@ -166,6 +166,7 @@ class MultiTaskWork:
         self._known = {name: self._known_of(name, factors[name]) for name in self._names}
         specs = {name: each.spec for name, each in prepared.items()}
         initial = {
+            # Without the factor, as losses are logged; `known` has it, as they are weighed.
             name: known.initial and known.initial / factors[name]
             for name, known in self._known.items()
         }

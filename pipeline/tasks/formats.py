@@ -135,6 +135,8 @@ def _opened(path: Path) -> Iterator[TextIO]:
     newline = None if ends_in_cr(path) else "\n"
     try:
         with _binary(path) as file:
+            # -sig: editors of Windows put a byte-order mark first, which would be part of the first
+            # key.
             yield io.TextIOWrapper(file, encoding="utf-8-sig", newline=newline)
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 ({error}); convert it first") from None
@@ -289,6 +291,7 @@ def _tsv_cells(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 def _csv_cells(path: Path) -> Iterator[tuple[int, list[str]]]:
     with _opened(path) as file:
+        # Strict: by default a quote in the wrong place is taken as text, without a word.
         rows, number = csv.reader(file, strict=True), 1
         try:
             for cells in rows:
@@ -520,6 +523,8 @@ def read_rows(source: TableFile) -> Iterator[Row]:
         raise DataError(
             f"{source.path} is not UTF-8 behind {where} ({error}); convert it"
         ) from None
+    # Formats with fixed names are read without a look at each level; a file of another form ends
+    # here.
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise DataError(
             f"{source.path} is not in the form of {source.format} files behind {where} "

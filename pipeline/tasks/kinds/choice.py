@@ -26,6 +26,7 @@ from pipeline.tasks.scores import Floats, Tables, accuracy
 from pipeline.tasks.types import Example, Gold, HeadSpec, PredictionRow, Span, TaskRows, TokenRow
 
 _OTHER_BLANK = "[MASK]" * 4  # an idiom has four characters
+# Not -inf: `assign` adds up scores.
 _NO_CHOICE = -1e9
 
 
