@@ -79,6 +79,7 @@ def _run_ranks(words: list[str], run_dir: Path, num_ranks: int, start: str) -> b
     The ranks' records say how it ended. A second signal kills them.
     """
     group = {
+        # Before the environment, so that a value of the user's wins.
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_ranks)),
         **os.environ,
         RUN_DIR_VARIABLE: str(run_dir),
@@ -131,6 +132,8 @@ def _send(processes: Sequence["subprocess.Popen[bytes]"], number: int) -> None:
 
 def _free_port() -> int:
     with socket.socket() as free:
+        # Somebody may take it before rank 0 does: then the attempt fails, and the next asks for
+        # another.
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
 
@@ -239,6 +242,7 @@ def run_program(words: Sequence[str]) -> int:
         else:
             child.send_signal(number)
 
+    # Before the program starts: by default SIGUSR1 would end this process and leave the program.
     for name in _PASSED_ON:
         signal.signal(name, pass_on)
     try:

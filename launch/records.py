@@ -117,6 +117,8 @@ def append_history(run_dir: Path, record: Mapping[str, Any]) -> None:
 
 def newest_checkpoint(run_dir: Path) -> str | None:
     """Read the name of the newest published checkpoint; None if there is none."""
+    # Without a look at the checkpoint: this is compared with itself to see progress, and the resume
+    # verifies.
     path = run_dir / CHECKPOINTS / LATEST_FILE
     return path.read_text(encoding="utf-8").strip() if path.is_file() else None
 
