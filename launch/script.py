@@ -142,6 +142,8 @@ def _options(job: Job, cluster: ClusterConfig) -> dict[str, object]:
     if job.runs:
         array, log = f"0-{len(job.runs) - 1}%{job.at_once}", "%A_%a"
     elif not cluster.requeue:
+        # An array with one job at a time: all starts have one id, and nothing has to submit the
+        # next.
         # One log for the chain.
         array, log = f"0-{cluster.max_restarts}%1", "%A"
     return {

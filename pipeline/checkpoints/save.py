@@ -129,8 +129,12 @@ class Saver:
         unfinished = self._unfinished(manifest.step)
         dist.on_first(lambda: self._require_space(unfinished), "making space for a save")
         parts, counters = engine.state_parts()
+        # Training stands still for 0.26 s instead of 5.4, for 0.6 GB on two loaded cores (`python
+        # -m benchmarks.saving`).
         if self._config.checkpoint.background:
             parts = self._host.take(parts)
+        # So that a refusal names what differs, and an export needs no dataset: 2.1 MB for 80,000
+        # blocks.
         others = {self._index.tokenizer_file: self._tokenizer, INDEX_FILE: self._index.content}
         files = RankFiles(
             folder=unfinished,
@@ -213,6 +217,7 @@ class Saver:
         return self.folder / f"{_UNFINISHED}{name_of(step)}"
 
     def _require_space(self, unfinished: Path) -> None:
+        # An attempt at this step before the run went back may have left it.
         shutil.rmtree(unfinished, ignore_errors=True)
         needed = self._least_bytes
         for path in published(self.folder)[:1]:

@@ -167,6 +167,7 @@ class SavedState:
             (stop - start,) fp32, on the CPU.
         """
         stop = math.prod(self.shapes[name]) if stop is None else stop
+        # Not zeros: `_require_whole` made sure that every element is read.
         values = torch.empty(stop - start)
         for stretch in self._stretches[name]:
             first, last = max(start, stretch.start), min(stop, stretch.stop)

@@ -173,6 +173,7 @@ def _build(cls: type[Any], node: YamlNode, path: str, mistakes: list[str]) -> An
             mistakes.append(
                 f"{dotted} is required ({field.metadata['meaning']}); add it to {node.origin}"
             )
+    # Only if its parts are right: checks between fields would fail over those that are missing.
     if len(mistakes) == num_before:
         with _noting(mistakes):
             return cls(**values)

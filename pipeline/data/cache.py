@@ -270,6 +270,7 @@ class BlockCache:
         file = os.open(state, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             until = time.monotonic() + wait_s
+            # Asked again and again, as a wait for a lock cannot be given up after a time.
             while not (locked := lock_byte(file, byte, fcntl.F_WRLCK)):
                 if time.monotonic() >= until:
                     break
@@ -331,6 +332,8 @@ def _write(file: int, counts: CacheCounts) -> None:
     os.pwrite(file, _STATE.pack(*counts), 0)
 
 
+# Files and not a memory file without a name, which a process has to hand out (315 lines). What
+# killed ranks leave goes at the next start.
 class SharedArrays:
     """Arrays that the processes of a user on this node make once and read together, in memory.
 

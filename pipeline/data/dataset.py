@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 _WINDOW, _BLOCK = 1, 2
 """First number of a key of shared arrays."""
+# Room in each file for the head of its arrays, and to begin each at a multiple of 64 bytes.
 _HEAD_BYTES = 4096
 _MORE = 8
 """Blocks or windows beyond those of two windows that are kept."""

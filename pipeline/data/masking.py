@@ -129,6 +129,7 @@ def mask_tokens(
     other id would tell the model that its place is to be predicted. The ratio, in (0, 1), is by
     default `config.mask_prob`.
     """
+    # Always of these types: numba would compile again for others, for 3 to 4 s.
     batch = Sequences(
         *(np.ascontiguousarray(array, dtype) for array, dtype in zip(batch, _DTYPES, strict=True))
     )

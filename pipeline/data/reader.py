@@ -99,6 +99,7 @@ def _read_once(path: Path, offset: int, length: int) -> npt.NDArray[np.uint8]:
             done += count
     finally:
         os.close(descriptor)
+    # Blocks are cached and shared by threads: a write into one would change later batches.
     data = data[:done]
     data.flags.writeable = False
     return data

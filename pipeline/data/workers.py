@@ -86,6 +86,7 @@ class Workers:
                 theirs.close()
                 self._pipes.append(ours)
                 self.processes.append(process)
+        # Python's way out waits for child processes, and these end when their pipes are closed.
         atexit.register(self.close)
 
     def ask(self, cursor: int, steps: int = 1) -> None:
@@ -179,6 +180,7 @@ def _serve(
             files.unused.extend(unused)
             answer: PostnormError | str
             try:
+                # Within the request, so that an error of opening the data is an answer, too.
                 if steps is None:
                     steps = TrainSteps(index, config, inputs, counts, sharing=True)
                 batches = steps.micro_batches(cursor, share, steps=count)

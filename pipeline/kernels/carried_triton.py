@@ -125,6 +125,7 @@ def _scaled_queries(value, token_scale, row, real, scale, SCALES: tl.constexpr):
 
 @triton.jit
 def _score_offsets(row, column, head, num_tokens, width):
+    # 64 bits, as heads times tokens times slots may exceed 2^31.
     return (head.to(tl.int64) * num_tokens + row)[:, None] * width + column[None, :]
 
 

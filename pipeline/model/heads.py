@@ -40,6 +40,7 @@ def masked_documents(mask_BS: Tensor) -> Documents:
     """One document in each row, padded on either side; a row of padding is a document, too."""
     num_rows, length = mask_BS.shape
     row = torch.arange(num_rows, device=mask_BS.device)
+    # The first of equal values: a row's first token, or slot 0 of a row of padding.
     first = row * length + mask_BS.int().argmax(-1)
     return Documents(first, torch.where(mask_BS.bool(), row[:, None], num_rows).flatten())
 

@@ -198,6 +198,7 @@ class SelfAttention(nn.Module):
             if trace is not None:
                 trace.probabilities.append(share_BNSS)
             context_BNSH = weighted_values(share_BNSS, v_BNSH, dropout)
+            # Alpha scales what is added to x, never the carried scores.
             carry_BNSS = scores_BNSS if carries else None
         else:
             context_BNSH = attention(q_BNSH, k_BNSH, v_BNSH, layout.allowed, dropout)

@@ -126,6 +126,7 @@ def run_config(mix: TaskMix, trained: TrainedModel) -> TaskRunConfig:
     """Translate a mix into the trainer's config; a sequence of its batches is a draw."""
     config = mix.config
     lengths = [task.input.max_length for task in mix.tasks.values()]
+    # 8 is the least that `data.seq_len` may be.
     longest = max([*lengths, *([config.data.seq_len] if config.data else []), 8])
     return TaskRunConfig(
         run_dir=config.run_dir,

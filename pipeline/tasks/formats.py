@@ -364,6 +364,7 @@ def joiner_of(source: TableFile) -> str | None:
     """Find what joins the words of a task's files, by its first one; None if it has texts."""
     if not source.has_words:
         return None
+    # Counted apart, because these rows are read again for the task.
     rows = _FORMATS[source.format](replace(source, counts=Counter()))
     texts = (row.values.get(source.column("text")) for row in rows)
     first = next(texts, None)
@@ -380,6 +381,7 @@ def _sentences(source: TableFile) -> list[list[tuple[int, str, str]]]:
         where = f"{source.path}:{number}"
         # Other white space, such as U+3000, can be a word of a file of characters.
         cells = line.strip(" \t").replace("\t", " ").split(" ")
+        # Blank lines are left out, so a gap in the numbers is the end of a sentence.
         if number != last + 1 and sentences[-1]:
             sentences.append([])
         last = number

@@ -125,6 +125,7 @@ class Tokenizer:
                 "train it with `python -m data_prep run`"
             )
         self.vocab_size: int = self._processor.GetPieceSize()
+        # Asked of the model, not of a config: whoever has the file alone must read a text alike.
         self.keeps_breaks: bool = self._processor.Normalize("\n") == "\n"
         """Whether a line break is a token; else it is a space."""
         self._starts, self._ends, self._continues = self._word_tables()

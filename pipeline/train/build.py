@@ -192,6 +192,7 @@ def _run(
     if requests.ends_before_training():
         return EXIT_PREEMPTED
     if resumed_from is None:
+        # Before the engine is made, which copies the weights into its masters.
         work.start(model)
     logger.info(
         "%s: %s parameters, %d ranks on %s, %s",

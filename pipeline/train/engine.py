@@ -296,6 +296,7 @@ class Engine:
 
         Those nearest to the loss come first, where it began. Nothing is kept. Collective.
         """
+        # Only of a step that failed: a look at all gradients of each step would cost a pass.
         module, scales = self._engine.module, self._scales(batches, objective)[0]
         named = dict(module.named_parameters())
         finite = torch.ones(len(named), dtype=torch.bool, device=self.device)
@@ -461,6 +462,8 @@ class Engine:
             optimizer.update_lp_params()
             return
         # Small parameters are whole on every rank after an update; they need not be.
+        # Without the epilogue of DeepSpeed's own loading, which breaks the prefetch of a fresh
+        # engine.
         optimizer.checkpoint_event_prologue()
         for group in range(len(optimizer.fp16_groups)):
             # Private: the end of its update, which rounds masters into the weights of a group.

@@ -144,6 +144,7 @@ class FaultHandler:
         limit = self._config.train.max_skipped_in_a_row
         if state.skipped_in_a_row >= limit:
             self._batch_log.flush()
+            # What is being saved is from before the skipped steps, and the next start needs it.
             self._saver.finish()
             raise TrainingError(
                 f"{limit} steps in a row had no finite gradient (train.max_skipped_in_a_row); the "
@@ -222,6 +223,8 @@ class FaultHandler:
         self._batch_log.flush()
         try:
             self._saver.finish()
+        # What was being saved may hold the same values: it is gone, and the run goes back all the
+        # same.
         except UnsoundStateError as other:
             logger.warning("%s", other)
 

@@ -88,6 +88,7 @@ def _train(attempt: Attempt, state: TrainState) -> int | None:
         alpha = _set_alpha(attempt, state)
         lr = schedule.learning_rate(state.step, config, state.elapsed_s)
         result, more = _step(attempt, state, place, batches, lr)
+        # Sums over the ranks: above 0 where any of them wants it.
         wanted = Wanted(*map(bool, result.notes))
         state.advance(place.size, applied=result.applied)
         meter.end_step(result, place.number, batches)
