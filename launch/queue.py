@@ -252,8 +252,8 @@ def _accounted(job: str, strange: str, submitted_unix_s: float | None) -> JobFac
         return JobFacts(job, job, UNKNOWN, "", f"{strange}, nor does accounting")
     last = current(found)
     if not last.is_ended:
-        # A controller that crashed never told accounting of the end: RUNNING may stand there for
-        # ever.
+        # A controller that crashed did not report the end to accounting: RUNNING may stand there
+        # for ever.
         said = f"{strange}; accounting says {last.state}, which is old"
         return JobFacts(job, job, UNKNOWN, "", said)
     return replace(last, job=job, array=job.partition("_")[0])

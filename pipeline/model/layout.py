@@ -116,7 +116,7 @@ def packed(cu_seqlens: Tensor, max_seqlen: int, num_tokens: int) -> Layout:
     the last.
     """
     starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
-    # Without the size a GPU would have to tell it to the host first.
+    # Without the size the host would have to wait for the GPU to sum up the lengths.
     row = torch.repeat_interleave(lengths, output_size=num_tokens)
     positions = torch.arange(num_tokens, device=row.device) - starts[row]
     allowed_BS = torch.arange(max_seqlen, device=row.device) < lengths[:, None]

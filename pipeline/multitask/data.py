@@ -137,7 +137,7 @@ class Corruption:
                 self._pairs(ids[row], int(mask[row].sum()), draws)
             else:
                 self._tokens(ids[row], mask[row], draws)
-        # The hash anew, since `batches.tsv` is to tell what the model saw.
+        # The hash anew, since `batches.tsv` is to show what the model saw.
         return batch._replace(input_ids=ids, hash=rows_hash(ids, mask))
 
     def _tokens(

@@ -483,7 +483,7 @@ def tensor_slices(engine: Any, shapes: dict[str, tuple[int, ...]]) -> list[Tenso
     optimizer = engine.optimizer
     found = []
     for name, parameter in engine.module.named_parameters():
-        # Private to DeepSpeed, which tells no other way where a parameter lies in a partition.
+        # Private: DeepSpeed has no other way to say where a parameter lies in a partition.
         if engine.zero_optimization_stage() == 3:
             group, offset, padded = optimizer.grad_position[optimizer.get_param_id(parameter)]
             start = padded * torch.distributed.get_rank()

@@ -212,7 +212,7 @@ class Cloze(TextChoice):
             writer.tokenizer.encode_with_masks(_masked(example.text, others, *bounds))
             for bounds in ((0, start), (end, len(example.text)))
         )
-        # [CLS] left [SEP] candidate [SEP] right [SEP]
+        # Four special tokens: [CLS] left [SEP] candidate [SEP] right [SEP].
         most = writer.input.max_length - 4
         candidate = writer.plain(example.choices[part])
         candidate = candidate.take(range(min(len(candidate.ids), most)))
