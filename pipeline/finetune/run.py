@@ -126,7 +126,6 @@ class Prepared:
         """Hash of the encoder's weights that a run starts from; of random ones, of nothing."""
         total = hashlib.sha256()
         if not self.is_random:
-            # By name, so that moving a module in the code does not make it another model.
             for name, tensor in sorted(self.trained.model.encoder.state_dict().items()):
                 total.update(name.encode())
                 total.update(tensor.contiguous().numpy().tobytes())
@@ -201,8 +200,7 @@ def _searched(
         folder = out / "search" / name
         _finetune_seed(trial, seed, folder, [])
         tried.append((trial, {"values": point, "dev": read_result(folder)["dev"][metric]}, folder))
-    # Of equal ones the first of the grid.
-    best, chosen, folder = max(tried, key=lambda each: each[1]["dev"])
+    best, chosen, folder = max(tried, key=lambda each: each[1]["dev"])  # of equal ones the first
     logger.info("best of %d on dev: %s", len(tried), chosen)
     return best, [found for _, found, _ in tried], folder
 
@@ -343,7 +341,6 @@ def run_config(prepared: Prepared, seed: int, folder: Path, world_size: int) -> 
             global_batch=train.batch,
             micro_batch=train.batch // parts,
             lr=train.lr,
-            # A run of a step or two has no room for it, and the trainer refuses it then.
             warmup_steps=min(steps - 1, round(train.warmup * steps)),
             min_lr_ratio=1.0 if train.decay == "none" else 0.0,
             adam_beta2=train.beta2,
@@ -385,8 +382,6 @@ class TaskWork:
             "task": prepared.name,
             "rows_sha256": {name: rows.digest for name, rows in prepared.rows.items()},
             # So that a run is not continued with another model or other settings.
-            # Runs from before these settings did not name them, and must still be continued. `...`
-            # is equal to no value.
             "protocol": {name: it for name, it in protocol.items() if it != ADAM.get(name, ...)},
         }
         self.index = TaskIdentity(
@@ -576,7 +571,6 @@ def _require_same(
         f"{name}: other {name.removesuffix('_sha256')} now"
         if name.endswith("_sha256")
         else f"{name}: {old.get(name)!r} there, {value!r} now"
-        # As JSON has it: what is stored has lists where these are tuples.
         for name, value in json.loads(json.dumps(new)).items()
         if old.get(name) != value
     ]
@@ -647,8 +641,7 @@ def _write_result(
     if prepared.config.kind.has_classes:
         about["prior"] = dict(Counter(map(str, golds)))
     write_json_atomic(folder / RESULT, combine([scored], [config.seed], about))
-    # Behind the result: without one, a new start needs them.
-    shutil.rmtree(folder / FOLDER, ignore_errors=True)
+    shutil.rmtree(folder / FOLDER, ignore_errors=True)  # without a result a start needs them
 
 
 def _chosen(folder: Path, *, on_dev: bool) -> Path:
