@@ -119,6 +119,7 @@ def _wait(ranks: Sequence["subprocess.Popen[bytes]"]) -> None:
         is_failed = any(rank.returncode not in (None, *_NO_FAILURE) for rank in ranks)
         if is_failed and failed_s is None:
             failed_s = time.monotonic()
+            # Otherwise they wait for the dead one in a collective, until that times out.
             _send(ranks, signal.SIGTERM)
         if failed_s is not None and time.monotonic() - failed_s > _TO_END_S:
             _send(ranks, signal.SIGKILL)

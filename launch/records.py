@@ -71,6 +71,7 @@ def submission_folder(run_dir: Path, number: int) -> Path:
 def next_number(run_dir: Path) -> int:
     """Return the number for the next submission."""
     names = [path.name for path in (run_dir / FOLDER).glob("*")]
+    # Not their number: a submission in between may have been removed.
     return max((int(name) for name in names if re.fullmatch(r"\d{4,}", name)), default=0) + 1
 
 

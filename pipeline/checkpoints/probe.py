@@ -127,6 +127,8 @@ class ProbeRunner:
                 took_s,
             )
             return took_s
+        # Both: Python itself ends with 2 where it cannot open a script, which says nothing of this
+        # file.
         if code == EXIT_FAILED_DO_NOT_RETRY and "error" in report:
             raise _rejection(path, str(report["error"]))
         logger.warning(
