@@ -65,6 +65,7 @@ def cancel(run_dir: Path, *, save: bool, save_s: float) -> Iterator[str]:
     # Of the jobs of a chain only the one that runs, or would have run next.
     for array in dict.fromkeys(facts.array for facts in jobs):
         note_cancelled(run_dir, current([facts for facts in jobs if facts.array == array]))
+    # Only now: a job that started in between would have trained on.
     if ours:
         stop.unlink(missing_ok=True)
     if save and newest_checkpoint(run_dir) == before:
@@ -116,6 +117,7 @@ def requeue(run_dir: Path, *, now: bool) -> Iterator[str]:
             f"least {_DEAF_S:.0f} s, when its script hears signals: try again in a moment"
         )
     if now:
+        # Not repeated where no answer came: a second one would send back the start that follows.
         run_command(["scontrol", "requeue", facts.job], repeatable=False)
         yield f"job {facts.job} was requeued without saving"
         yield from _checkpoint_line(run_dir, "; steps after it are trained again")
@@ -197,8 +199,7 @@ def _scancel(jobs: Sequence[str]) -> list[str]:
     left = [job for job in jobs if job in alive]
     for job in left:
         try:
-            # A script that requeues its job when it hears SIGTERM would undo the cancellation.
-            # First: a script that requeues on SIGTERM undid `scancel`.
+            # Before the cancellation, which a script that requeues on SIGTERM would undo.
             run_command(["scontrol", "update", f"jobid={job}", "requeue=0"])
         except SlurmError:
             continue  # it has just ended

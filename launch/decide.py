@@ -137,6 +137,7 @@ def decide(attempt: JobAttempt, misses_before: int, limits: Limits, run_dir: Pat
     # done.json alone may be left from an earlier, shorter run.
     if attempt.is_done and attempt.codes[:1] == (EXIT_FINISHED,):
         return Decision("finished", EXIT_FINISHED, f"done; {newest}")
+    # One rank is enough: the others were ended by srun because of it, and say less.
     if EXIT_FAILED_DO_NOT_RETRY in attempt.codes:
         return _give_up(
             f"rank {attempt.codes.index(EXIT_FAILED_DO_NOT_RETRY)} failed permanently (exit code "
@@ -195,6 +196,8 @@ def end_attempt(
     """
     none = StorageRetry()
     patience = patience or none
+    # First without the history, which can only turn a requeue into an end: any other verdict needs
+    # no more of storage that may be failing.
     decision = decide(attempt, 0, limits, run_dir)
     try:
         if decision.word == "requeue":
@@ -202,6 +205,7 @@ def end_attempt(
             decision = decide(attempt, misses, limits, run_dir)
         record = {**asdict(attempt), "miss": is_miss(attempt)}
         record |= {"decision": decision.word, "reason": decision.reason}
+        # The record of a last attempt is for people: the job need not hold its nodes to write it.
         waits = patience if decision.word == "requeue" else none
         patiently(lambda: append_history(run_dir, record), waits)
     except OSError as error:

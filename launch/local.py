@@ -79,6 +79,7 @@ def _run_ranks(words: list[str], run_dir: Path, num_ranks: int, start: str) -> b
     The ranks' records say how it ended. A second signal kills them.
     """
     group = {
+        # Before the environment, so that a value of the user's wins.
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_ranks)),
         **os.environ,
         RUN_DIR_VARIABLE: str(run_dir),
@@ -118,6 +119,7 @@ def _wait(ranks: Sequence["subprocess.Popen[bytes]"]) -> None:
         is_failed = any(rank.returncode not in (None, *_NO_FAILURE) for rank in ranks)
         if is_failed and failed_s is None:
             failed_s = time.monotonic()
+            # Otherwise they wait for the dead one in a collective, until that times out.
             _send(ranks, signal.SIGTERM)
         if failed_s is not None and time.monotonic() - failed_s > _TO_END_S:
             _send(ranks, signal.SIGKILL)
@@ -131,6 +133,8 @@ def _send(processes: Sequence["subprocess.Popen[bytes]"], number: int) -> None:
 
 def _free_port() -> int:
     with socket.socket() as free:
+        # Somebody may take it before rank 0 does: then the attempt fails, and the next asks for
+        # another.
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
 
@@ -239,6 +243,7 @@ def run_program(words: Sequence[str]) -> int:
         else:
             child.send_signal(number)
 
+    # Before the program starts: by default SIGUSR1 would end this process and leave the program.
     for name in _PASSED_ON:
         signal.signal(name, pass_on)
     try:

@@ -58,6 +58,8 @@ class PendingSubmission:
         Raises:
             ConfigError: SLURM made another job of it; see `withdraw`.
         """
+        # Before sbatch: if this process is killed in it, the next submission knows to look for a
+        # job.
         self.write(is_asking=True)
         self._is_asking = True
         try:
@@ -140,6 +142,7 @@ def submitting(
         logger.warning(
             "ignoring %s from the environment: the cluster profile decides", ", ".join(ignored)
         )
+    # The lock file stays: removed, two processes could hold locks of two files of its name.
     with (home / _LOCK_FILE).open("a") as lock:
         _take(lock.fileno(), of, path)
         if path.exists():
@@ -195,6 +198,7 @@ def _refuse_unrecorded(
     """Refuse where an earlier submission left a job in the queue that nobody can record."""
     found = _read(intent)
     named = [str(job) for job in found.get("jobs", [])]
+    # A file that cannot be read counts as asking: then the queue is looked at.
     if not named and not found.get("asking", True):
         return  # it did not come to sbatch
     # One that has ended meanwhile was submitted all the same.

@@ -200,6 +200,7 @@ def current(jobs: Sequence[JobFacts]) -> JobFacts:
 
     The others of a chain that has ended are cancelled. A job that is in no chain is its own.
     """
+    # By number: as text element 10 would come before element 2.
     every = sorted(jobs, key=lambda job: int(job.job.partition("_")[2] or 0))
     running = [job for job in every if job.is_alive and not job.is_waiting]
     waiting = [job for job in every if job.is_waiting]
@@ -251,6 +252,8 @@ def _accounted(job: str, strange: str, submitted_unix_s: float | None) -> JobFac
         return JobFacts(job, job, UNKNOWN, "", f"{strange}, nor does accounting")
     last = current(found)
     if not last.is_ended:
+        # A controller that crashed did not report the end to accounting: RUNNING may stand there
+        # for ever.
         said = f"{strange}; accounting says {last.state}, which is old"
         return JobFacts(job, job, UNKNOWN, "", said)
     return replace(last, job=job, array=job.partition("_")[0])
@@ -306,6 +309,7 @@ def _exit_code(value: str) -> str:
     """Convert the status of `wait`, which squeue prints, to `code:signal`."""
     if not value.isdigit():
         return value
+    # As WEXITSTATUS and WTERMSIG; bit 7 says that there was a core dump.
     return f"{int(value) >> 8}:{int(value) & 0x7F}"
 
 
@@ -314,6 +318,7 @@ def still_queued(jobs: Sequence[str]) -> list[str]:
     if not jobs:
         return []
     there = run_command(["squeue", "--me", "--noheader", "--array", "--format=%F %i"]).split()
+    # %F is the id of an array, %i that of its element: jobs are asked for by either.
     return [job for job in jobs if job in there]
 
 

@@ -71,6 +71,7 @@ def submission_folder(run_dir: Path, number: int) -> Path:
 def next_number(run_dir: Path) -> int:
     """Return the number for the next submission."""
     names = [path.name for path in (run_dir / FOLDER).glob("*")]
+    # Not their number: a submission in between may have been removed.
     return max((int(name) for name in names if re.fullmatch(r"\d{4,}", name)), default=0) + 1
 
 
@@ -117,6 +118,8 @@ def append_history(run_dir: Path, record: Mapping[str, Any]) -> None:
 
 def newest_checkpoint(run_dir: Path) -> str | None:
     """Read the name of the newest published checkpoint; None if there is none."""
+    # Without a look at the checkpoint: this is compared with itself to see progress, and the resume
+    # verifies.
     path = run_dir / CHECKPOINTS / LATEST_FILE
     return path.read_text(encoding="utf-8").strip() if path.is_file() else None
 

@@ -142,17 +142,23 @@ def _options(job: Job, cluster: ClusterConfig) -> dict[str, object]:
     if job.runs:
         array, log = f"0-{len(job.runs) - 1}%{job.at_once}", "%A_%a"
     elif not cluster.requeue:
+        # An array with one job at a time: all starts have one id, and nothing has to submit the
+        # next.
         # One log for the chain.
         array, log = f"0-{cluster.max_restarts}%1", "%A"
     return {
         "array": array,
         "job-name": shlex.quote(job.name),
+        # By this `launch` knows its jobs: their ids are given to others after a crash of the
+        # controller.
         "comment": shlex.quote(str(Path(job.work_dir) / job.run_dir)),
         "output": f"{slurm_path(job.log_dir)}/slurm-{log}.log",
         "nodes": cluster.nodes,
         "ntasks-per-node": cluster.num_ranks_per_node,
         "cpus-per-task": cluster.cpus_per_rank,
         "time": cluster.time_limit,
+        # B: to this script alone. To the ranks it can come a second after their start, and kills
+        # them before they have handlers.
         "signal": f"B:USR1@{cluster.stop_before_end_s}",
         "mem": cluster.mem_per_node,
         "partition": cluster.partition,
@@ -286,6 +292,7 @@ await() {{
   return "$code"
 }}"""
 
+# srun goes on without nodes that fail, as it is their missing records that are wanted.
 _PREFLIGHT = """\
 judge() {{
   launcher preflight judge {options} --records "$records" --nodes "$nodes" \\

@@ -145,6 +145,8 @@ def function_lines(
     if cluster.container.kind != "none":
         kind = cluster.container.kind
         program = cluster.container.image_file or ("srun" if kind == "pyxis" else kind)
+    # Looked up by the job; `/`, which can always be read, where it is not in PATH: waiting would
+    # not help, and the message of the start says more.
     words = [f'"$(type -P {shlex.quote(program)} || echo /)"']
     if "/" in program:
         words = [shlex.quote(str(Path(work_dir, program)))]

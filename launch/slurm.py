@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 PATIENCE_S = 60.0
 """How long a command is retried for a person who waits; job scripts have more time."""
+# Twice a MessageTimeout of 60 s; SLURM's default is 10 s.
 _CALL_S = 120.0
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 30.0
 _UNREACHED = ("Unable to contact slurm controller", "Unable to contact slurm daemon")
@@ -88,6 +89,7 @@ def run_command(
             return output
         words = [word for word in command if not word.startswith("--")]
         refusal = f"{shlex.join(words)} failed ({code}): {message}"
+        # What did not reach the controller changed nothing, so even sbatch may be tried again.
         again = _UNREACHED if not repeatable else _UNREACHED + _UNANSWERED
         if not any(text in message for text in _UNREACHED + _UNANSWERED):
             raise SlurmError(refusal)

@@ -297,6 +297,8 @@ def _submit(draft: SubmissionPlan, intent: PendingSubmission) -> str:
             f"continue with `python -m launch resume {run_dir}`, which removes it"
         )
     try:
+        # Without `exist_ok`: whoever makes the folder has the number, also where there are no file
+        # locks.
         folder.mkdir(parents=True)
     except FileExistsError:
         raise BusyError(f"another submission has just made {folder}; try again") from None
@@ -308,6 +310,7 @@ def _submit(draft: SubmissionPlan, intent: PendingSubmission) -> str:
         write_atomic(folder / CLUSTER_FILE, to_yaml(draft.cluster).encode())
         write_atomic(folder / SCRIPT_FILE, draft.script.encode())
         job = intent.queue([], draft.script, folder / SCRIPT_FILE)
+        # Last: a folder with this record counts as a submission.
         write_json_atomic(folder / SUBMISSION_FILE, record_of(draft, job))
     except BaseException:
         if intent.withdraw():

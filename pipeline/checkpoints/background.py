@@ -95,6 +95,8 @@ class HostCopy:
                 for kind, tensor in part.tensors.items()
             }
             copied.append(replace(part, tensors=tensors))
+        # Copies to pinned memory are only queued: the writing thread would read what has not
+        # arrived.
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return copied
@@ -199,6 +201,7 @@ class Mirror:
             if not self._task.is_done():
                 logger.info("waiting for the copy of checkpoints to %s", self._target)
             self._task.is_done(wait=True)
+            # A request may have come between the thread's last look and its end.
             self._task = BackgroundTask(self._work) if self._is_due else None
 
     def _work(self) -> None:
@@ -216,6 +219,8 @@ class Mirror:
     def _copy_missing(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         with RunFolder(self._target).lock.open("w") as lock:
+            # A process of an earlier start may still copy; two would remove each other's unfinished
+            # folders.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             write_json_atomic(self._target / _OWNER_FILE, self._owner())
             for prefix in (_UNFINISHED, REMOVING):
@@ -254,6 +259,7 @@ class Mirror:
         remove([final] if final.exists() else [])
         unfinished.rename(final)
         sync_path(self._folder)
+        # Not this one: the newest is copied first, older ones after it.
         newest = max(published(self._folder), key=step_of)
         write_atomic(self._folder / LATEST_FILE, f"{newest.name}\n".encode())
         logger.info("copied %s to %s", path.name, final)

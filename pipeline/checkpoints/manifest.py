@@ -155,6 +155,7 @@ def verify(path: Path, on_bytes: Callable[[int], object] = lambda _: None) -> No
 def published(folder: Path) -> list[Path]:
     """List the checkpoints in a run's `FOLDER`, newest first by their names."""
     paths = [path for path in folder.glob(f"{PREFIX}*") if _NAME.fullmatch(path.name)]
+    # By number: from 100 million steps on names have nine digits.
     return sorted(paths, key=step_of, reverse=True)
 
 

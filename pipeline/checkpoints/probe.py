@@ -99,6 +99,7 @@ class ProbeRunner:
             return None
         started = time.perf_counter()
         # Hide the GPU: the run needs all of its memory.
+        # One thread, as the cores belong to the ranks.
         variables = env.child_environment(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
         self._process = subprocess.Popen(
             [*env.module_command(_PROGRAM), str(path)],
@@ -107,6 +108,7 @@ class ProbeRunner:
             stderr=subprocess.PIPE,
             text=True,
         )
+        # `cancel` may have come between the look above and the start.
         if self._cancelled:
             self._process.kill()
         output, complaints = self._process.communicate()
@@ -125,6 +127,8 @@ class ProbeRunner:
                 took_s,
             )
             return took_s
+        # Both: Python itself ends with 2 where it cannot open a script, which says nothing of this
+        # file.
         if code == EXIT_FAILED_DO_NOT_RETRY and "error" in report:
             raise _rejection(path, str(report["error"]))
         logger.warning(
@@ -141,6 +145,7 @@ class ProbeRunner:
 
 def _rejection(path: Path, reason: str) -> RejectedError:
     """Hide a checkpoint from every later start, and return the error to raise."""
+    # With the time: the step is trained and saved again, and may be rejected again.
     hidden = path.with_name(f"{REJECTED}{path.name}-{time.time_ns() // 1_000_000}")
     path.rename(hidden)
     earlier = published(path.parent)

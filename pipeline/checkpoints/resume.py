@@ -186,6 +186,8 @@ class CheckpointStore:
         """
         path = dist.on_first(self._choose, "verifying checkpoints")
         if path is not None:
+            # On every rank: all read the same files, so all raise or none, and no word is
+            # exchanged.
             self._require_fit(path, read_manifest(path))
         return path
 
@@ -231,6 +233,7 @@ class CheckpointStore:
                 # Refuses a checkpoint of an earlier version now, before the data is opened.
                 state_paths(good)
                 return good
+        # Not a new start: over a damaged run that is a person's choice.
         if problems:
             raise CheckpointError(
                 f"none of the {len(problems)} checkpoints in {' and '.join(map(str, folders))} "
@@ -286,6 +289,7 @@ def require_usable(path: Path) -> None:
     Raises:
         CheckpointError: it is not so.
     """
+    # Without them an earlier version wrote it, which `state_paths` says with a remedy.
     if any((path / STATE_FOLDER).glob("rank-*")):
         saved = SavedState(path)
         if not read_manifest(path).is_sound:

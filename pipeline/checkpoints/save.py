@@ -129,8 +129,12 @@ class Saver:
         unfinished = self._unfinished(manifest.step)
         dist.on_first(lambda: self._require_space(unfinished), "making space for a save")
         parts, counters = engine.state_parts()
+        # Training stands still for 0.26 s instead of 5.4, for 0.6 GB on two loaded cores (`python
+        # -m benchmarks.saving`).
         if self._config.checkpoint.background:
             parts = self._host.take(parts)
+        # So that a refusal names what differs, and an export needs no dataset: 2.1 MB for 80,000
+        # blocks.
         others = {self._index.tokenizer_file: self._tokenizer, INDEX_FILE: self._index.content}
         files = RankFiles(
             folder=unfinished,
@@ -201,8 +205,11 @@ class Saver:
             files={},
             zero_stage=self._config.train.zero_stage,
             losses=asdict(state.losses),
+            # What the weighing remembers changes in the next steps, while the files are written.
             weights=deepcopy(state.weights),
             contents=CONTENTS,
+            # `RankFiles.write` refuses what is not finite, so a resume need not read all values
+            # again.
             is_sound=True,
         )
 
@@ -210,6 +217,7 @@ class Saver:
         return self.folder / f"{_UNFINISHED}{name_of(step)}"
 
     def _require_space(self, unfinished: Path) -> None:
+        # An attempt at this step before the run went back may have left it.
         shutil.rmtree(unfinished, ignore_errors=True)
         needed = self._least_bytes
         for path in published(self.folder)[:1]:
@@ -224,6 +232,8 @@ class Saver:
 
     def _publish_if_written(self, *, wait: bool) -> None:
         save = self._writing
+        # The same on all ranks, as they begin saves at the same step: the gather below needs all of
+        # them.
         if save is None:
             return
         started = time.perf_counter()
@@ -281,12 +291,15 @@ class Saver:
         try:
             _require_files(unfinished, manifest)
             write_json_atomic(unfinished / MANIFEST_FILE, signed(asdict(manifest)))
+            # Before the rename: a checkpoint that has its name has its files, also after a power
+            # cut.
             for folder in [unfinished, *(p for p in unfinished.rglob("*") if p.is_dir())]:
                 sync_path(folder)
             # A checkpoint of the same step can only be a damaged one that was not resumed from.
             remove([final] if final.exists() else [])
             unfinished.rename(final)
             sync_path(self.folder)
+            # Last, and for people: a resume looks at the checkpoints, whatever this file says.
             write_atomic(self.folder / LATEST_FILE, f"{final.name}\n".encode())
         except OSError as error:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -324,6 +337,7 @@ class Saver:
             if took_s is None:
                 return None  # not known to be good, so older checkpoints may still be needed
         busy = self._mirror.busy_with if self._mirror else None
+        # Not what is being copied: the mirror would lose its source in the middle of a file.
         remove(old for old in superseded(self.folder, self._rule, path) if old != busy)
         if self._mirror is not None:
             self._mirror.request()

@@ -85,6 +85,8 @@ class BatchPlan:
                     f"{f'phases.{which}' if phase.micro_batch else 'train'}.micro_batch={micro}",
                 )
                 self._add(BatchSpec(number, cursor, size, micro, length), names)
+                # Rounded up, one at least: a phase without a batch would hide its length and sizes
+                # in silence.
                 count = max(1, -int(-phase.tokens // (size * length * len(sizes))))
                 number, cursor = number + count, cursor + count * size
         names = f"train.global_batch={global_batch}", f"train.micro_batch={micro_batch}"

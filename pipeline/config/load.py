@@ -152,6 +152,7 @@ def find_config(text: str, kinds: Sequence[str], beside: Path = Path()) -> Path:
     path = beside / text
     shipped = {
         file.stem: file
+        # Later ones overwrite: of equal names that of the first kind is left.
         for kind in reversed(kinds)
         for file in sorted((_SHIPPED / kind).glob("*.yaml"))
     }

@@ -47,7 +47,9 @@ class ModelConfig:
         "rmsnorm", "normalise mean and variance, or the root of the mean square"
     )
     norm_affine: bool = param(False, "learned gain, and shift in layernorm, of every norm")
+    # 1e-12 is that of RoFormerV2's released weights; its later code has 1e-7.
     norm_eps: float = param(1e-12, "added to the variance or mean square", gt=0, lt=1)
+    # Before, as RoFormerV2 in bert4keras; BERT has it behind the norm.
     embedding_dropout: Literal["before_norm", "after_norm"] = param(
         "before_norm", "place of the dropout after the embeddings"
     )

@@ -112,6 +112,7 @@ class RunConfig:
         train = {name: tree["train"][name] for name in ("global_batch", "precision", "optimizer")}
         # Checkpoints from before these switches do not have them, and computed as their default.
         later = {"rotary_value": False}
+        # () is equal to no value of a field, so that all other names stay.
         model = {
             name: value for name, value in tree["model"].items() if later.get(name, ()) != value
         }
@@ -121,6 +122,8 @@ class RunConfig:
             "data": data_identity(data),
             "train": train,
             "phases": [
+                # Accumulation changes no sample of a step, so a resume may change it with the
+                # number of ranks.
                 {name: value for name, value in asdict(phase).items() if name != "micro_batch"}
                 for phase in phases
             ],
@@ -139,6 +142,7 @@ class TaskRunConfig(RunConfig):
     data: DataConfig
     """The text that a mix learns beside tasks; `seq_len` is that of the longest rows."""
 
+    # It writes to `__dict__`, past the frozen dataclass; the plan is asked for at every step.
     @cached_property
     def batches(self) -> BatchPlan:
         """See `RunConfig.batches`."""

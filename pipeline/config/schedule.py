@@ -79,6 +79,7 @@ def _left(step: int, config: TrainConfig, elapsed_s: float = 0.0) -> float:
     left = max(0, config.num_steps - step) / decaying
     if config.budget_hours is not None:
         time_left = max(0.0, 1.0 - elapsed_s / (config.budget_hours * _S_PER_HOUR))
+        # Over the same length as the steps: where both go alike, both are 1 as the warm-up ends.
         left = min(left, time_left * config.num_steps / decaying)
     return min(1.0, left)
 

@@ -168,10 +168,12 @@ def _build(cls: type[Any], node: YamlNode, path: str, mistakes: list[str]) -> An
             # An absent section is built too, so that its own required fields are asked for.
             section = typing.cast(type, hints[name])
             values[name] = _build(section, YamlNode({}, node.origin), dotted, mistakes)
+        # Not asked for where an unknown key probably means it: one mistake, one message.
         elif field.default is REQUIRED and field.default_factory is REQUIRED and name not in near:
             mistakes.append(
                 f"{dotted} is required ({field.metadata['meaning']}); add it to {node.origin}"
             )
+    # Only if its parts are right: checks between fields would fail over those that are missing.
     if len(mistakes) == num_before:
         with _noting(mistakes):
             return cls(**values)
@@ -328,6 +330,7 @@ def _coerce(hint: Any, node: YamlNode, path: str, mistakes: list[str]) -> Any:
         return node.plain()
     if hint is float and type(value) is int:
         return float(value)
+    # Not isinstance: to Python true is a whole number.
     if type(value) is hint:
         return value
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}

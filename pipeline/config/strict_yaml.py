@@ -74,6 +74,8 @@ def parse(
     it they are refused here.
     """
     try:
+        # Nodes, not values: PyYAML's values have lost positions, styles, and the first of two equal
+        # keys.
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{source} is not valid YAML: {error}") from error

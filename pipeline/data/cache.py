@@ -184,6 +184,7 @@ class BlockCache:
                 f": {error}" if isinstance(error, OSError) else "",
             )
             return None
+        # Set here, because many file systems do not note each reading (relatime, noatime).
         now = time.time_ns()
         with suppress(OSError):  # another process may have removed it
             os.utime(path, ns=(now, now))
@@ -202,6 +203,8 @@ class BlockCache:
                     file.truncate(len(data))
             with part.open("r+b") as file:
                 file.write(data.data)
+            # Not flushed: what a power cut tears fails its hash and is fetched again, and a flush
+            # would wait for the disk at each block.
             part.replace(path)
         except OSError:
             with suppress(OSError):
@@ -227,6 +230,7 @@ class BlockCache:
         """Remove blocks until a new one fits, and a few more; return the bytes that are left."""
         found = sorted(self._files(), reverse=True)  # the newest first
         left = sum(size for _, size, _ in found)
+        # A sixteenth at once, because finding the oldest lists every file.
         goal = self.max_bytes - max(need, self.max_bytes // 16)
         sizes = np.cumsum([size for _, size, _ in found])
         newest = int(np.searchsorted(sizes, self.max_bytes // 8, side="right"))
@@ -247,6 +251,8 @@ class BlockCache:
                 continue
             for path in folder.iterdir():
                 if path.suffix == _PART:
+                    # Whoever writes it holds the lock of its block: a free lock means that its
+                    # writer is dead.
                     with self._locked(_byte_of(path.stem), 0.0) as is_left:
                         if is_left:
                             path.unlink(missing_ok=True)
@@ -264,6 +270,7 @@ class BlockCache:
         file = os.open(state, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             until = time.monotonic() + wait_s
+            # Asked again and again, as a wait for a lock cannot be given up after a time.
             while not (locked := lock_byte(file, byte, fcntl.F_WRLCK)):
                 if time.monotonic() >= until:
                     break
@@ -309,6 +316,8 @@ def _mapped(path: Path) -> Bytes:
 
 def _byte_of(name: str) -> int:
     """Return the byte of the state that is locked for a block, by its hash in hex."""
+    # 60 bits, an offset that every file system takes. A lock needs no byte behind it, and two
+    # blocks of one byte only wait for each other.
     return 1 + int(name[:15], 16)
 
 
@@ -323,6 +332,8 @@ def _write(file: int, counts: CacheCounts) -> None:
     os.pwrite(file, _STATE.pack(*counts), 0)
 
 
+# Files and not a memory file without a name, which a process has to hand out (315 lines). What
+# killed ranks leave goes at the next start.
 class SharedArrays:
     """Arrays that the processes of a user on this node make once and read together, in memory.
 
@@ -347,6 +358,7 @@ class SharedArrays:
         self._cache = BlockCache(self.folder, max_bytes, in_memory=True)
         self._num_views = num_views
         self._views: dict[Key, Arrays] = {}
+        # With the process's number: a forked child may run the finaliser, too.
         weakref.finalize(self, _leave, self.folder, _users_lock(self.folder), os.getpid())
 
     def get(self, key: Key, make: Callable[[], Arrays]) -> Arrays:
@@ -389,12 +401,15 @@ def _unpacked(data: Bytes) -> Arrays:
 def _users_lock(folder: Path) -> int:
     """Open the file that each process which uses a folder has locked, and lock it, too."""
     while True:
+        # Everybody may write to /dev/shm: `lstat` notices another user's link to a folder of ours.
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.lstat().st_uid != os.getuid():
             raise PermissionError(f"{folder} belongs to another user")
         with suppress(FileNotFoundError):  # another process removes it at this moment
             file = os.open(folder / _USERS_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(file, fcntl.LOCK_SH)
+            # Between opening and locking the last user may have removed it: then the lock guards
+            # nothing.
             if is_at(file, folder / _USERS_FILE):
                 return file
             os.close(file)

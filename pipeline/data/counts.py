@@ -107,6 +107,7 @@ def _read(path: Path, index: DatasetIndex, seq_len: int, specials: int) -> Block
             )
     longest = seq_len - specials
     tokens, documents = index.blocks.num_tokens, index.blocks.num_documents
+    # A file of the right dataset may still be damaged, and the order of a whole run is made of it.
     wrong = np.flatnonzero(
         (counts.sequences * longest < tokens)
         | (counts.sequences > counts.pieces)

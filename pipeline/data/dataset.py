@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 _WINDOW, _BLOCK = 1, 2
 """First number of a key of shared arrays."""
+# Room in each file for the head of its arrays, and to begin each at a multiple of 64 bytes.
 _HEAD_BYTES = 4096
 _MORE = 8
 """Blocks or windows beyond those of two windows that are kept."""
@@ -228,6 +229,7 @@ class PackedSplit:
             return [block.tokens, block.doc_ends, block.word_bits, *vars(packing).values()]
 
         tokens, doc_ends, word_bits, *rest = shared.get((_BLOCK, row, seq_len), make)
+        # Without meta.json: training asks no shared block for its documents' ids.
         return Block(tokens, doc_ends, word_bits, b""), Packing(*rest)
 
     def pairs(self, one: Locations, packing: Packing) -> list[Pair] | None:
@@ -256,6 +258,8 @@ class PackedSplit:
         row = int(self.rows[position])
         packing = pack(doc_ends, seq_len, self.specials)
         counted = int(self.counts[seq_len][position])
+        # Orders are made of the counts: with others, a sequence would be skipped or asked for in
+        # vain.
         if packing.num_sequences != counted:
             raise DataError(
                 f"{self.reader.index.where(row)} makes {packing.num_sequences} sequences of "

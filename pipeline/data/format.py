@@ -136,6 +136,7 @@ class Blocks:
 
     def digest(self) -> str:
         """Hash all values, little-endian; a hash of the .npz would change with numpy."""
+        # numpy 2.2 and 2.4 write the same arrays as different zip files.
         hasher = hashlib.sha256()
         for name, (dtype, _) in _BLOCK_FIELDS.items():
             values = np.ascontiguousarray(vars(self)[name], dtype=np.dtype(dtype).newbyteorder("<"))
@@ -354,6 +355,7 @@ _REBUILD = "restore the file or run `python -m data_prep run CONFIG` again"
 
 def _read_blocks(path: Path, expected_sha256: str) -> Blocks:
     try:
+        # A pickle could run code of whoever made the dataset.
         with np.load(path, allow_pickle=False) as arrays:
             blocks = Blocks(**{name: arrays[name] for name in _BLOCK_FIELDS})
     except FileNotFoundError:
@@ -369,6 +371,7 @@ def _read_blocks(path: Path, expected_sha256: str) -> Blocks:
 
 
 def _fingerprint(body: dict[str, Any]) -> str:
+    # In one form, whatever the layout of the file and the order of its keys.
     text = json.dumps(body, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -155,4 +155,5 @@ def add_to_ledger(run_dir: Path, record: Record) -> None:
     path = RunFolder(run_dir).ledger
     [kind] = [name for name, cls in _KINDS.items() if isinstance(record, cls)]
     line = json.dumps({"kind": kind, **asdict(record)}) + "\n"
+    # The whole file again, not an append: half a line would stop every later start of the run.
     write_atomic(path, (path.read_bytes() if path.exists() else b"") + line.encode())

@@ -170,6 +170,7 @@ class TrainLoader:
             if self._start_workers:
                 workers = self._start_workers()
                 stack.callback(workers.close)
+            # One thread: `Workers.take` gives what was asked for first, so steps stay in order.
             pool = ThreadPoolExecutor(1, thread_name_prefix="loader")
             stack.callback(pool.shutdown, wait=False, cancel_futures=True)
             made: Iterator[list[MicroBatch]] = iter(())
@@ -281,6 +282,8 @@ class EvalLoader:
         for source in range(len(self.sources)):
             rows = np.flatnonzero(self._source == source)
             for at in range(0, len(rows), size):
+                # By turns, so that of a last, smaller batch as many ranks as possible get a
+                # sequence.
                 mine = rows[at : at + size][rank::world_size]
                 if len(mine):
                     batch = self._made(mine)

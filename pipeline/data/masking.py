@@ -129,6 +129,7 @@ def mask_tokens(
     other id would tell the model that its place is to be predicted. The ratio, in (0, 1), is by
     default `config.mask_prob`.
     """
+    # Always of these types: numba would compile again for others, for 3 to 4 s.
     batch = Sequences(
         *(np.ascontiguousarray(array, dtype) for array, dtype in zip(batch, _DTYPES, strict=True))
     )
@@ -161,6 +162,7 @@ def _rule(config: DataConfig, vocabulary: Vocabulary, ratio: float) -> Rule:
 
 
 _NO_TABLE = np.empty((0, 0), np.int64)
+# 1 : 1/2 : 1/3 in whole numbers, for one, two and three words.
 _ALBERT = (6.0, 3.0, 2.0)
 
 
@@ -194,6 +196,7 @@ def _lengths(config: DataConfig) -> npt.NDArray[np.uint64]:
     return np.array([math.ceil(share * 2**32) for share in shares], np.uint64)
 
 
+# 64 bits, because a share of 1 is 2^32, above every draw.
 def _share(share: float) -> np.uint64:
     """Return the smallest 32-bit number not below the share; exact, since 2^32 only scales."""
     threshold: np.uint64 = np.uint64(math.ceil(share * 2**32))
@@ -320,6 +323,7 @@ def _find_words(
         # Written for every slot, kept where a word starts: a branch would be mispredicted.
         words.first[count] = slot
         words.before[count] = seen
+        # Slot 0 always begins a word, or the slots before the first start would belong to none.
         count += by_token | starts[slot] | (slot == 0)
         seen += maskable[slot]
     words.first[count] = slots
@@ -365,6 +369,7 @@ def _choose_by_budget(
     Lists the chosen ones and returns their number.
     """
     words.source[:count] = _NOT_CHOSEN
+    # round(ratio * tokens), halves up, in whole numbers: equal on every machine.
     left = np.int64((np.uint64(words.before[count]) * rule.select_below + _ROUND_UP) >> _HALF)
     # The lowest draws mostly use up the budget, so only a few of all draws are sorted.
     low, high = np.uint64(0), rule.select_below + (rule.select_below >> np.uint64(2))
@@ -381,6 +386,8 @@ def _choose_by_budget(
             start = np.int64(ranked[rank] & _LOW)
             if left > 0 and words.source[start] == _NOT_CHOSEN:
                 left = _take_span(words, np.int64(count), start, left, documents, rule.longer_from)
+        # The budget is not used up: draws were few, or words too long for the rest. The next range
+        # is as wide as all before it.
         low, high = high, high << np.uint64(1)
     return _list_chosen(words, count)
 

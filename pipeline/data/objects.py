@@ -59,6 +59,7 @@ def open_index(config: DataConfig) -> DatasetIndex:
         return read_index(config.dir)
     assert config.stage_dir is not None  # the config is refused without
     published = _Published.found(config.dir)
+    # Filled in here and not where the config is read: $TMPDIR is another folder on each node.
     folder = Path(env.expand(config.stage_dir, "data.stage_dir")) / published.key
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -148,6 +149,7 @@ class _Published:
     def copied(self, folder: Path) -> DatasetIndex:
         """Copy all but the shards, and check them."""
         remove_abandoned(folder)
+        # First: a copy that is cut off must not look complete to `kept`.
         (folder / INDEX_FILE).unlink(missing_ok=True)
         small = {name for name in self.files if "/" not in name} - {INDEX_FILE}
         for name in (*sorted(small), INDEX_FILE):

@@ -129,10 +129,14 @@ class Order:
         self._seed = seed
         self._window_blocks = window_blocks
         self._source = source
+        # Not for the order of blocks: a window of a number has the same blocks in every segment, so
+        # that `OrderStart` can say by number where a segment goes on.
         self._stream = source + (segment << 16)
         self._start = start or OrderStart()
         self._once = once
         self.num_sequences = int(material.counts.sum())
+        # Of this object: a cache on the class would keep every order alive. Two, as a step may
+        # reach from one epoch, or window, into the next.
         self._epoch_windows = lru_cache(maxsize=2)(self._epoch_windows_uncached)
         self._drawn = lru_cache(maxsize=2)(self._draw)
         left = self._start.leftover
@@ -189,6 +193,8 @@ class Order:
         left = window.number == _LEFTOVER
         material = self._start.leftover if left else self._material
         assert material is not None
+        # Right: a number equal to an end is the first of the next block, and empty blocks are
+        # passed over.
         which = np.searchsorted(window.ends, numbers, side="right")
         rows = window.blocks[which]
         sequences = numbers - (window.ends[which] - material.counts[rows])
@@ -297,8 +303,10 @@ class Order:
             seed=self._seed,
             purpose=Purpose.SEQUENCE_ORDER,
             epoch=epoch,
+            # A counter's words are below 2^32: -1 is not one, and no window has this number.
             window=_LEFTOVER_COUNTER if window == _LEFTOVER else window,
             stream=self._stream,
+            # 4 bytes a place, and two such arrays a window: `PackedSplit.share` counts on it.
         ).astype(np.int32)
         return order, _places_by_block(order, ends)
 
@@ -312,6 +320,7 @@ def _cells(windows: list[Window], first: int, count: int) -> list[WindowCell]:
             WindowCell(row / len(begins), window, begin, end)
             for row, (begin, end) in enumerate(zip(begins.tolist(), stops.tolist(), strict=True))
         ]
+    # Stable, and quotients are rounded alike everywhere: every rank sorts the same way.
     return sorted(found, key=lambda cell: cell.depth)
 
 

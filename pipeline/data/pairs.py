@@ -216,6 +216,8 @@ def _draw(
             if swaps:
                 begin, end = places[0], places[-1]
             else:
+                # With label 0, too: if only label 1 needed another text, pieces for which there is
+                # none would all be 0.
                 other = _other_text(text, marks, (cut, stop, document), where)
             if other < 0:
                 is_alone = True
@@ -254,6 +256,7 @@ def _places(
                 count += 1
         return found[:count]
     bounds = text.sentences
+    # A cut at the piece's start would leave A empty; for sop that place bounds what is exchanged.
     first = np.searchsorted(bounds, start + 1 - swaps)
     last = np.searchsorted(bounds, stop + swaps)
     # Behind a last sentence without a mark, a document's end would become the end of A.

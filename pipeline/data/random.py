@@ -26,6 +26,7 @@ _HALF = np.uint64(32)
 Words = npt.NDArray[np.uint32]
 
 
+# The numbers are keys of the draws: another number would change the order and masks of every run.
 class Purpose(IntEnum):
     """Second key word: keeps draws for different purposes apart under one seed."""
 
@@ -55,6 +56,7 @@ def philox(
         Four uint32 arrays of the broadcast shape.
     """
     shape = np.broadcast_shapes(*(np.shape(word) for word in counter))
+    # Words of 32 bits in 64: a product of two then keeps its high half.
     c0, c1, c2, c3 = (np.broadcast_to(np.asarray(word, dtype=np.uint64), shape) for word in counter)
     k0, k1 = np.uint64(key[0]), np.uint64(key[1])
     for _ in range(_ROUNDS):

@@ -91,12 +91,15 @@ def _read_once(path: Path, offset: int, length: int) -> npt.NDArray[np.uint8]:
     try:
         done = 0
         while done < length:
+            # Linux reads 2 GiB at most in one call, and network file systems may return less than
+            # asked.
             count = os.preadv(descriptor, [view[done:]], offset + done)
             if not count:
                 break
             done += count
     finally:
         os.close(descriptor)
+    # Blocks are cached and shared by threads: a write into one would change later batches.
     data = data[:done]
     data.flags.writeable = False
     return data
@@ -256,6 +259,7 @@ class BlockReader:
         shard = int(blocks.shard[row])
         if shard not in self._touched:
             self.check_end(shard)
+            # Without a lock: two threads at once check the same end twice, which does no harm.
             self._touched.add(shard)
         start, length = int(blocks.offset[row]), int(blocks.length[row])
         return self._read(shard, start, length, lambda: self.index.where(row))

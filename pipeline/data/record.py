@@ -246,6 +246,8 @@ def _read_lines(
         for _ in range(16):
             digit = np.int64(text[at]) - _ZERO
             if digit > 9:
+                # What stands between 9 and a, capital letters among it, is then below 10 and
+                # refused.
                 digit -= _A_AFTER_NINE
                 if digit < 10:
                     return row

@@ -61,6 +61,7 @@ class Mix:
     def __init__(self, weighted: Sequence[Fraction]) -> None:
         """Take each source's weight times its number of sequences; all above 0."""
         total = sum(weighted)
+        # One at least: a share of 0 would divide by zero, and the source would never come.
         shares = [max(1, int(amount / total * (1 << _SHARE_BITS))) for amount in weighted]
         # Each source in turn is divided from all after it, rounded to whole sequences. The largest
         # comes first, because that keeps the sum of rounding errors smallest.
@@ -110,6 +111,7 @@ class Mix:
 
     def position(self, source: int, number: int) -> int:
         """Return the position of a source's sequence by its number, 0 for the first."""
+        # A source is at most two sequences behind its share, so its turn comes before `high`.
         low, high = number, (number + 4) * self._left[0] // self._shares[source]
         while low < high:
             middle = (low + high) // 2
@@ -127,6 +129,7 @@ def weights(sources: Sequence[Source], mix: Sequence[MixConfig]) -> list[Fractio
         ConfigError: the mix names an unknown source, or one twice, or leaves none.
     """
     names = [source.name for source in sources]
+    # By `repr`: 0.1 and 0.3 are then 1 to 3, which their binary values are not.
     weight_of = {source.name: Fraction(repr(source.weight)) for source in sources}
     for which, entry in enumerate(mix):
         if entry.source not in names:
@@ -282,6 +285,8 @@ class RunOrder:
     def _segment(self, first: int, seq_len: int) -> Segment:
         number = len(self.segments)
         counts = self._split.counts[seq_len]
+        # Even for a segment's own sequences, odd for its leftovers: an id never means two sequences
+        # of an epoch, so no two get the same masks.
         first_ids = np.cumsum(counts) - counts + (2 * number << _ID_BITS)
         amounts = [group.weight * int(counts[group.blocks].sum()) for group in self.groups]
         starts = [OrderStart()] * len(self.groups)
@@ -417,6 +422,8 @@ class TrainSteps:
 
     def _is_alike(self, one: BatchSpec, other: BatchSpec) -> bool:
         ratios = {mask_ratio(place.number, self._data) for place in (one, other)}
+        # All but number and cursor, which differ from step to step and matter by the mask ratio
+        # alone.
         return len(ratios) == 1 and one[2:] == other[2:]
 
     def micro_batches(

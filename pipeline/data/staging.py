@@ -27,6 +27,7 @@ _NO_BOUND = 2**62
 """What killed ranks left counts, too: a bound of the dataset's size would remove copies for it."""
 _WAIT_S = 1.0
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+# EEXIST: `mkdir` with exist_ok raises it where a file has the folder's name.
 _REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST})
 
 

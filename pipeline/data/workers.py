@@ -81,9 +81,12 @@ class Workers:
                     name=f"data worker {worker} of rank {share.rank}",
                 )
                 process.start()
+                # Held open here, the pipe of a worker that died within an answer would let `recv`
+                # wait for the rest for ever.
                 theirs.close()
                 self._pipes.append(ours)
                 self.processes.append(process)
+        # Python's way out waits for child processes, and these end when their pipes are closed.
         atexit.register(self.close)
 
     def ask(self, cursor: int, steps: int = 1) -> None:
@@ -105,6 +108,7 @@ class Workers:
         worker = self._asked.popleft()
         pipe, process = self._pipes[worker], self.processes[worker]
         try:
+            # Both, then the pipe first: what a worker sent before it died still counts.
             wait([pipe, process.sentinel])
             answer = pipe.recv() if pipe.poll() else None
             if isinstance(answer, _Sent):
@@ -176,6 +180,7 @@ def _serve(
             files.unused.extend(unused)
             answer: PostnormError | str
             try:
+                # Within the request, so that an error of opening the data is an answer, too.
                 if steps is None:
                     steps = TrainSteps(index, config, inputs, counts, sharing=True)
                 batches = steps.micro_batches(cursor, share, steps=count)
@@ -225,6 +230,8 @@ class _Files:
                 arrays.append((array, size))
                 size += -(-array.nbytes // _ALIGN) * _ALIGN
             notes.append((places, batch.weights, batch.counts, batch.num_tokens, batch.hash))
+        # Only a file that the parent gave back: another's arrays may still be read, or copied to a
+        # GPU.
         number = self.unused.popleft() if self.unused else len(self._memories)
         memory = self._memories.get(number)
         file = None
@@ -237,6 +244,8 @@ class _Files:
                 np.ndarray(array.shape, array.dtype, memory, at)[...] = array
             pipe.send(_Sent(number, file is not None, notes))
             if file is not None:
+                # The process number is looked at on Windows only; here the pipe, a socket, carries
+                # the file.
                 send_handle(pipe, file, None)
         finally:
             if file is not None:

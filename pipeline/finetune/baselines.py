@@ -120,7 +120,9 @@ class _Dictionary:
                 if isinstance(span, Span):
                     types[row.text[span.start : span.end]][span.type] += 1
         self._types = {
-            text: min(of, key=lambda kind: (-of[kind], kind)) for text, of in types.items()
+            # Of equally common types the first by name, so that the table is the same each time.
+            text: min(of, key=lambda kind: (-of[kind], kind))
+            for text, of in types.items()
         }
         self._lengths = sorted({len(text) for text in types}, reverse=True)
 

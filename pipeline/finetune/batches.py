@@ -96,6 +96,7 @@ def _write(path: Path, rows: Sequence[TokenRow], counts: dict[str, int]) -> None
     unfinished = temporary_beside(path)
     try:
         with unfinished.open("wb") as file:
+            # To an open file: given a name, numpy would put .npz behind it.
             np.savez(
                 file,
                 lengths=np.array([len(row.ids) for row in rows]),
@@ -105,6 +106,7 @@ def _write(path: Path, rows: Sequence[TokenRow], counts: dict[str, int]) -> None
                 spans=np.array(json.dumps([row.spans for row in rows])),
                 counts=np.array(json.dumps(counts)),
             )
+        # Not flushed before: what a power cut tears is noticed, and tokenised again.
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -112,6 +114,7 @@ def _write(path: Path, rows: Sequence[TokenRow], counts: dict[str, int]) -> None
 
 def _read(path: Path) -> tuple[list[TokenRow], dict[str, int]]:
     with np.load(path) as file:
+        # Each once: every look into the file would read the array again.
         parts = {name: file[name] for name in file.files}
     ends = np.cumsum(parts["lengths"]).tolist()
     spans = json.loads(str(parts["spans"]))
@@ -125,6 +128,7 @@ def _read(path: Path) -> tuple[list[TokenRow], dict[str, int]]:
             tuple(starts),
         )
         for number, ((example, part, *starts), start, end) in enumerate(
+            # Not strict: the starts are one longer than the ends.
             zip(parts["places"].tolist(), [0, *ends], ends, strict=False)
         )
     ]
@@ -217,6 +221,7 @@ class TaskStream:
             raise DataError("train has no rows; see data.train of the task")
         lengths = [max(len(data.rows[row].ids) for row in unit) for unit in self._units]
         self._lengths = np.array(lengths)
+        # A step may reach from one epoch into the next.
         self._order = lru_cache(maxsize=2)(self._shuffled)
 
     @property

@@ -78,6 +78,7 @@ class BenchmarkPlan:
 
     def folder(self, task: str, column: str) -> Path:
         """Return the fine-tuning folder of a task and a column."""
+        # Without dots at its ends: that of `../runs/a` would be hidden.
         return self.out / re.sub(r"[^\w.-]+", "-", column).strip("-.") / task
 
 
@@ -244,6 +245,7 @@ class _Growing:
                     tokens=self._plan.out / "tokens",
                 )
             self._cells[task, column] = read_cell(folder, result) if result else None
+        # Not a failure of this cell: the whole table stops, and goes on with the same call.
         except (StoppedError, PreemptedError):
             raise
         except Exception as error:  # whatever it is, the others go on

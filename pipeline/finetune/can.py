@@ -56,6 +56,7 @@ def uncertainty(probabilities: Floats, top: int) -> Floats:
         return np.zeros(len(probabilities))
     best = np.sort(probabilities, axis=1)[:, -top:]
     best = best / best.sum(1, keepdims=True)
+    # 0 log 0 is 0.
     logs = np.log(best, out=np.zeros_like(best), where=best > 0)
     entropy: Floats = -(best * logs).sum(1) / np.log(top)
     return entropy

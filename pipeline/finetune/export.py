@@ -80,6 +80,7 @@ def export_hf(source: Path, out: Path) -> ExportReport:
             unfinished,
             max_length=spec.max_length,
             one_segment=True,
+            # transformers names the side that is cut off, as `input.truncate` does.
             cut="left" if tuned.config.input.truncate == "head" else "right",
         )
         units, origin = _probe_rows(tuned)

@@ -50,6 +50,7 @@ class Predictor:
         The sum has the units whose examples all have gold in their batch. Not collective.
         """
         spec = self._head.spec
+        # A training step turns dropout on again.
         self._forward.eval()
         decided: dict[int, Any] = {}
         total = 0.0

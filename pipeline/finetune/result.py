@@ -96,6 +96,7 @@ def _is_like(value: Any, form: Any) -> bool:
     if isinstance(form, list):
         return isinstance(value, list) and all(_is_like(item, form[0]) for item in value)
     if isinstance(form, float):
+        # Not isinstance: JSON's true would be a number.
         return type(value) in (int, float) and math.isfinite(value)
     return type(value) is type(form)
 

@@ -147,7 +147,7 @@ def _searched(
         folder = out / "search" / name
         _finetune_seed(trial, seed, folder, [])
         tried.append((trial, {"values": point, "dev": read_result(folder)["dev"][metric]}, folder))
-    best, chosen, folder = max(tried, key=lambda each: each[1]["dev"])
+    best, chosen, folder = max(tried, key=lambda each: each[1]["dev"])  # of equal ones the first
     logger.info("best of %d on dev: %s", len(tried), chosen)
     return best, [found for _, found, _ in tried], folder
 
@@ -165,6 +165,7 @@ def _adopt_best_trial(trial: Path, folder: Path, searched: list[dict[str, Any]])
                 folder.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, folder / path.name)
         write_json_atomic(folder / RESULT, {**read_result(trial), "search": searched})
+        # Last: other ranks wait for it, and without it a copy that was cut off is made again.
         write_atomic(folder / TASK_FILE, (trial / TASK_FILE).read_bytes())
     else:
         timeout_s = TrainConfig.collective_timeout_s  # the process group is closed
@@ -496,7 +497,7 @@ def _write_result(
     if prepared.config.kind.has_classes:
         about["prior"] = dict(Counter(map(str, golds)))
     write_json_atomic(folder / RESULT, combine([scored], [config.seed], about))
-    shutil.rmtree(folder / FOLDER, ignore_errors=True)
+    shutil.rmtree(folder / FOLDER, ignore_errors=True)  # without a result a start needs them
 
 
 def _chosen(folder: Path, *, on_dev: bool) -> Path:

@@ -68,6 +68,7 @@ def carried_attention(
     # Drawn by torch, so that a checkpointed layer draws the same again.
     seed = None
     if dropout > 0:
+        # On the device, where the kernel reads it: as a number the host would have to wait for it.
         seed = torch.randint(1 << 62, (1,), dtype=torch.int64, device=qkv_T3NH.device)
     cos, sin = (None, None) if angles is None else angles
     out_TNH, scores_NTW, _, _ = _forward(
@@ -149,6 +150,7 @@ def _backward(
         "out": out,
         "lse": lse,
         "carry": scores if has_carry else None,
+        # The kernels find heads of these by the layout of their own results.
         "d_out": d_out.contiguous(),
         "d_scores": None if d_scores is None else d_scores.contiguous(),
         "dq": dq,

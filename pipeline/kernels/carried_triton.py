@@ -83,6 +83,7 @@ def turn_kernel(
 def _dot(a, b):
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    # Or fp32 would be rounded to TF32, 10 bits.
     return tl.dot(a, b, input_precision="ieee")
 
 
@@ -124,6 +125,7 @@ def _scaled_queries(value, token_scale, row, real, scale, SCALES: tl.constexpr):
 
 @triton.jit
 def _score_offsets(row, column, head, num_tokens, width):
+    # 64 bits, as heads times tokens times slots may exceed 2^31.
     return (head.to(tl.int64) * num_tokens + row)[:, None] * width + column[None, :]
 
 
@@ -179,6 +181,7 @@ def forward_kernel(
         at = _score_offsets(row, column, head, num_tokens, width)
         if HAS_CARRY:
             s_QK += tl.load(carry + at, mask=real[:, None], other=0.0).to(tl.float32)
+        # Beyond 65,504 a score would be stored as infinity, and inf - inf makes its row NaN.
         if scores.dtype.element_ty == tl.float16:
             s_QK = tl.minimum(tl.maximum(s_QK, -FP16_MAX), FP16_MAX)
         stored_QK = s_QK.to(scores.dtype.element_ty)
@@ -186,10 +189,12 @@ def forward_kernel(
         seen = (key[None, :] >= first[:, None]) & (key[None, :] < stop[:, None])
         x_QK = tl.where(seen, stored_QK.to(tl.float32) * log2_temperature, float("-inf"))
         new_most = tl.maximum(most, tl.max(x_QK, axis=1))
+        # A row that has seen nothing yet: -inf - -inf would be NaN.
         shift = tl.where(new_most == float("-inf"), 0.0, new_most)
         p_QK = tl.exp2(x_QK - shift[:, None])
         shrink = tl.exp2(most - shift)
         total = total * shrink + tl.sum(p_QK, axis=1)
+        # Behind the sum: dropout drops probabilities, their denominator keeps every key.
         if DROPS:
             p_QK = tl.where(is_kept(seed, row, column, head, threshold), p_QK, 0.0)
         v_KH = _load_rows(v, key, head, v_token, v_head, key < end, H)
@@ -265,6 +270,7 @@ def backward_window_kernel(
     _store_rows(dv, row, head, 3 * num_heads * H, dv_KH, real, H)
     if DROPS:
         dp_QK = tl.where(kept, dp_QK * keep_scale, 0.0)
+    # Rows are whole here, so this is `delta_kernel` without its pass over out and d_out.
     delta = tl.sum(p_QK * dp_QK, axis=1)
     ds_QK = _through_softmax(p_QK, dp_QK, delta, d_scores, at, seen, real, temperature, HAS_D)
     if HAS_CARRY:
@@ -356,6 +362,7 @@ def backward_queries_kernel(
         column = offset + tl.arange(0, BLOCK_K)
         key = start + column
         at = _score_offsets(row, column, head, num_tokens, width)
+        # As it was rounded for the layer below: one tensor in place of a second one for this pass.
         ds_QK = tl.load(d_carry + at, mask=real[:, None], other=0.0)
         seen = (key[None, :] >= first[:, None]) & (key[None, :] < stop[:, None])
         k_KH = _load_rows(k, key, head, k_token, k_head, key < end, H)

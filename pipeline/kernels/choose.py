@@ -29,6 +29,7 @@ NORM_MULTIPLE = 8
 """Divides the hidden sizes of the fused residual and norm: 16 bytes of bf16."""
 NORM_LIMIT = 4096
 """Largest hidden size of the fused residual and norm."""
+# Largest head of torch's flash attention.
 _FLASH_LIMIT = 256
 
 

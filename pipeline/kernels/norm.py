@@ -94,6 +94,7 @@ def _forward(
 
     y, rstd = _empty_results(x)
     tensors = {
+        # The kernels count rows of D values end to end, whatever shape they have.
         "x": x.contiguous(),
         "update": update.contiguous(),
         "alpha": alpha,

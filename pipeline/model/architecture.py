@@ -54,6 +54,7 @@ def read_architecture(folder: Path) -> tuple[ModelConfig, dict[str, Any]]:
     """
     try:
         body = json.loads((folder / CONFIG_FILE).read_bytes())
+        # Folders of earlier versions have no signature, and are read.
         if body.get(SIGNATURE, "") not in ("", signed(body, SIGNATURE)[SIGNATURE]):
             raise CheckpointError(
                 f"{folder}: {CONFIG_FILE} is not as it was written, its own sha256 differs; copy "

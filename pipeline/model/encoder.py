@@ -409,6 +409,7 @@ def without_storage(config: ModelConfig) -> EncoderModel:
 
 def fresh_head(config: ModelConfig) -> dict[str, Tensor]:
     """Initialise the parameters of an MLM head alone, each time the same."""
+    # A copy of the random state: a conversion must not change what is drawn after it.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
         head = without_storage(config)

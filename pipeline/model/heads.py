@@ -40,6 +40,7 @@ def masked_documents(mask_BS: Tensor) -> Documents:
     """One document in each row, padded on either side; a row of padding is a document, too."""
     num_rows, length = mask_BS.shape
     row = torch.arange(num_rows, device=mask_BS.device)
+    # The first of equal values: a row's first token, or slot 0 of a row of padding.
     first = row * length + mask_BS.int().argmax(-1)
     return Documents(first, torch.where(mask_BS.bool(), row[:, None], num_rows).flatten())
 
@@ -128,6 +129,7 @@ def multi_label_losses(scores: Tensor, gold: Tensor) -> Tensor:
     `scores` are (..., K), `gold` is bool alike; a score of -inf counts nowhere and cannot be gold.
     """
     zero = torch.zeros_like(scores[..., :1])
+    # -inf in a sum of exponentials is a class that is not there.
     others = torch.where(gold, _NEVER, scores)
     chosen = torch.where(gold, -scores, _NEVER)
     parts = (torch.cat((zero, part), -1).logsumexp(-1) for part in (others, chosen))
@@ -160,6 +162,7 @@ class Crf(nn.Module):
 
     def __init__(self, num_tags: int) -> None:
         super().__init__()
+        # From 0: before the first update tags are independent, as without a CRF.
         self.transitions = nn.Parameter(torch.zeros(num_tags, num_tags))
         """Score of a transition from the row's tag to the column's."""
         self.start = nn.Parameter(torch.zeros(num_tags))
@@ -183,6 +186,8 @@ class Crf(nn.Module):
         for step in range(1, mask.shape[1]):
             best, source_BK = (state_BK[:, :, None] + self.transitions).max(1)
             state_BK = torch.where(mask[:, step, None], best + scores[:, step], state_BK)
+            # Behind a row's end the path stays where it is, so that all rows are read back from the
+            # last step.
             steps.append(torch.where(mask[:, step, None], source_BK, stay_BK))
         tag_B1 = (state_BK + self.end).argmax(-1, keepdim=True)
         path = [tag_B1]
@@ -209,6 +214,7 @@ class Crf(nn.Module):
 
 def _to_front(scores_BSK: Tensor, mask_BS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Move what the mask keeps to the front of rows; also the moved mask, and where from."""
+    # Stable, or tokens of a chain would change places.
     order_BS = (~mask_BS).int().argsort(dim=1, stable=True)
     scores = scores_BSK.to(_wide(scores_BSK)).gather(1, order_BS[..., None].expand_as(scores_BSK))
     return scores, mask_BS.gather(1, order_BS), order_BS

@@ -43,6 +43,7 @@ def rotary_tables(
     """
     exponents = torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float64)
     frequencies = base ** (-exponents / head_size)
+    # In fp32 the angles of 65,536 positions are up to 0.0024 off.
     angles = positions[..., None, None].double() * frequencies
     wide = torch.promote_types(dtype, torch.float32)
     return angles.cos().to(wide), angles.sin().to(wide)
@@ -119,6 +120,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise over the last dimension; keeps shape and dtype."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        # Rounded before the gain: a gain in bf16 times fp32 would make everything behind it fp32.
         x = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
         return x if self.weight is None else x * self.weight
 
@@ -196,6 +198,7 @@ class SelfAttention(nn.Module):
             if trace is not None:
                 trace.probabilities.append(share_BNSS)
             context_BNSH = weighted_values(share_BNSS, v_BNSH, dropout)
+            # Alpha scales what is added to x, never the carried scores.
             carry_BNSS = scores_BNSS if carries else None
         else:
             context_BNSH = attention(q_BNSH, k_BNSH, v_BNSH, layout.allowed, dropout)

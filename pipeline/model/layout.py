@@ -73,6 +73,7 @@ def rows(documents: Tensor, positions: Tensor, cu_seqlens: Tensor | None = None)
     ends = torch.ones_like(documents[:, :1], dtype=torch.bool)
     first = torch.where(torch.cat((ends, changes), 1), slots, slots[:, :1]).cummax(1).values
     last = torch.where(torch.cat((changes, ends), 1), slots, slots[:, -1:])
+    # From the right: the nearest end at or behind each slot.
     last = last.flip(1).cummin(1).values.flip(1)
     span = torch.stack((first, last + 1), -1).flatten(0, 1)
     bounds = _equal_bounds(slots)
@@ -115,6 +116,7 @@ def packed(cu_seqlens: Tensor, max_seqlen: int, num_tokens: int) -> Layout:
     the last.
     """
     starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+    # Without the size the host would have to wait for the GPU to sum up the lengths.
     row = torch.repeat_interleave(lengths, output_size=num_tokens)
     positions = torch.arange(num_tokens, device=row.device) - starts[row]
     allowed_BS = torch.arange(max_seqlen, device=row.device) < lengths[:, None]

@@ -95,6 +95,7 @@ def nonnegative(matrix: Floats, vector: Floats) -> Floats:
     tolerance = 1e-12 * max(1.0, float(np.abs(vector).max(initial=0.0)))
     for _ in range(3 * num):
         slope = vector - matrix @ x
+        # What is free is at its best already; only a bound variable may become free.
         slope[free] = -np.inf
         if free.all() or slope.max() <= tolerance:
             break
@@ -148,6 +149,7 @@ def pcgrad(gram: Floats, seed: int, step: int) -> Floats:
         (n,) coefficients of the gradients; all 1 without conflicts.
     """
     num = len(gram)
+    # The purpose of `random_weights`, too: a run has one rule, so no draw is used twice.
     keys, _, _, _ = philox((np.arange(num * num), step, 0, 0), (seed, Purpose.TASK_WEIGHTS))
     total = np.zeros(num)
     for task, row in enumerate(keys.reshape(num, num)):
@@ -184,6 +186,7 @@ def cagrad(gram: Floats, caution: float, iterations: int = 500) -> Floats:
 
     best, pace = even, 1.0
     for _ in range(iterations):
+        # The mixture may vanish, where the slope of its length is not defined.
         length = math.sqrt(max(1e-30, float(best @ matrix @ best)))
         slope = matrix @ even + radius * (matrix @ best) / length
         tried = softmax(np.log(np.maximum(best, 1e-300)) - pace * slope)

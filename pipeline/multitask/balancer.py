@@ -156,12 +156,14 @@ class StepWeighing:
     def _first(self, name: str, num: int) -> float:
         """Weigh a task whose norm is not known yet, by what its loss begins with."""
         known = self.balancer.known[name].initial
+        # Without a known loss the first draw measures, and counts for little beside other tasks.
         return 1 / (num * known) if known else 1e-3 / num
 
     def _by_first_loss(self, name: str) -> float:
         """Return 1 / L_i; 0 in the first draw of a task without a known loss, which measures it."""
         known = self.balancer.known[name]
         value = known.prior if self.balancer.config.method == "prior" else known.initial
+        # A known loss of 0 counts as unknown: its inverse would be infinite.
         value = value or self.memory.get("first_loss", {}).get(name)
         return 1 / value if value else 0.0
 
@@ -242,6 +244,7 @@ class StepWeighing:
         cosines = rules.cosines(products)
         places = [self.balancer.names.index(name) for name in names]
         at = np.ix_(places, places)
+        # NaN is a task without a gradient: it adds nothing, and is not counted in the next line.
         self.balancer.gram[at] += np.nan_to_num(cosines)
         self.balancer.seen[at] += np.isfinite(cosines)
         self._norms = {
@@ -328,6 +331,8 @@ class StepWeighing:
             for name, square in zip(names, squares.tolist(), strict=True):
                 weight = float(self._weights[name])
                 if weight:
+                    # Each rank's loss was multiplied by the world size, which the mean over ranks
+                    # undoes later.
                     norm = square**0.5 / (self.balancer.world_size * weight)
                     self._norms[name] = torch.tensor(norm)
         for name, norm in self._norms.items():

@@ -155,6 +155,7 @@ class MultiTaskTrainConfig(TrainConfig):
     micro_batch: int = param(16, "examples of a draw, over all ranks", unit="examples", ge=1)
 
     def __post_init__(self) -> None:
+        # Not `super().__post_init__`: it would compare a warm-up of None with num_steps.
         assert self.single  # making it checks the values
 
     @property
@@ -294,6 +295,7 @@ def load_mix(path: str, overrides: Sequence[str] = ()) -> TaskMix:
         if root is None:
             # The folder of the file that names the training data, as for a task on its own.
             origin = loaded.origins.get(f"tasks.{name}.data.train", path)
+            # Origins are FILE:LINE, but for those of the command line.
             root = str(Path(origin.rpartition(":")[0] or origin).parent)
         data = replace(member.data, root=root)
         members[name] = replace(member, name=name, data=data)

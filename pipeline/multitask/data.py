@@ -50,6 +50,8 @@ class MixedStream:
                     # Not before it is drawn: text is read ahead from then on.
                     opened[task] = stream.steps_from(before[task] * self._plans[name].at(0).size)
                 made += [
+                    # Under the task's name: the engine tells tasks apart by the loss that has a
+                    # weight.
                     replace(batch, weights={name: sum(batch.weights.values())})
                     for batch in next(opened[task])
                 ]
@@ -135,6 +137,7 @@ class Corruption:
                 self._pairs(ids[row], int(mask[row].sum()), draws)
             else:
                 self._tokens(ids[row], mask[row], draws)
+        # The hash anew, since `batches.tsv` is to show what the model saw.
         return batch._replace(input_ids=ids, hash=rows_hash(ids, mask))
 
     def _tokens(

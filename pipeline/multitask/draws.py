@@ -35,6 +35,7 @@ class Draws:
     def __init__(self, probabilities: Sequence[float], per_step: int, seed: int) -> None:
         self._bounds = np.cumsum(probabilities)
         self._num, self._per_step, self._seed = len(probabilities), per_step, seed
+        # All are kept: a resume needs each, and one holds a number a task for 4,096 steps.
         self._before = lru_cache(maxsize=None)(self._counted)
 
     def of_step(self, step: int) -> Ints:

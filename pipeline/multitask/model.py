@@ -50,10 +50,12 @@ class MultiTaskModel(MaskedLanguageModel):
         """Begin to add up squares of the gradient of the encoder's output."""
 
         def measure(gradient: Tensor) -> None:
+            # float64: squares of fp32 gradients of 1e-23 are 0 in fp32.
             square = gradient.detach().double().square().sum()
             self._squares = square if self._squares is None else self._squares + square
 
         def hook(module: nn.Module, given: Any, output: Tensor) -> None:
+            # Evaluations run the same hook, and have no gradient to wait for.
             if output.requires_grad:
                 output.register_hook(measure)  # type: ignore[no-untyped-call]
 

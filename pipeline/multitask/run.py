@@ -121,6 +121,7 @@ def run_config(mix: TaskMix, trained: TrainedModel) -> TaskRunConfig:
     """Translate a mix into the trainer's config; a sequence of its batches is a draw."""
     config = mix.config
     lengths = [task.input.max_length for task in mix.tasks.values()]
+    # 8 is the least that `data.seq_len` may be.
     longest = max([*lengths, *([config.data.seq_len] if config.data else []), 8])
     return TaskRunConfig(
         run_dir=config.run_dir,
@@ -161,6 +162,7 @@ class MultiTaskWork:
         self._known = {name: self._known_of(name, factors[name]) for name in self._names}
         specs = {name: each.spec for name, each in prepared.items()}
         initial = {
+            # Without the factor, as losses are logged; `known` has it, as they are weighed.
             name: known.initial and known.initial / factors[name]
             for name, known in self._known.items()
         }

@@ -74,12 +74,14 @@ class TextObjective(Objective, Protocol):
 
 def first_loss(losses: Mapping[str, float], means: Mapping[str, float]) -> float:
     """Return the first loss, or another one that is not finite; NaN without the first one."""
+    # Any broken loss shows, or a run could watch a good first loss while a second one is NaN.
     broken = [means[name] for name in losses if not math.isfinite(means.get(name, 0.0))]
     return broken[0] if broken else means.get(next(iter(losses)), math.nan)
 
 
 def weight_tensor(weight: float, like: Tensor) -> Tensor:
     """Return a weight of `Sum` on the device of a tensor."""
+    # Not `torch.tensor` with a device, which copies from pageable memory and waits for the GPU.
     return torch.full((), weight, dtype=torch.float32, device=like.device)
 
 

@@ -32,6 +32,7 @@ from pipeline.objectives.base import Sum, Sums, weight_tensor
 from pipeline.objectives.boundary_inputs import MAX_BOUNDARY_TOKENS
 from pipeline.objectives.mlm import MaskedLanguageModeling
 
+# SpanBERT's, whatever the width of the model.
 _PLACE_WIDTH = 200
 
 

@@ -99,7 +99,8 @@ class MaskedInputs:
             masked_index,
             hashed["targets"],
         )
-        # All sequences at once until here: a call costs more than a short sequence.
+        # All sequences at once until here: a call costs more than a short sequence. Row by row
+        # it was 33.9 M tokens a CPU-second at 512 slots, now 53.7 (`python -m benchmarks.loader`).
         firsts = np.arange(0, num_sequences, micro_batch)
         masked_stops = np.searchsorted(masked_index, (firsts + micro_batch) * seq_len).tolist()
         batches, masked_first = [], 0
@@ -118,6 +119,7 @@ class MaskedInputs:
                 weights={"loss": float(masked_stop - masked_first)},
                 counts={"unmasked_documents": int(unmasked_documents[rows].sum())},
                 num_tokens=num_tokens,
+                # Unsigned sums wrap at 2^64, and so do those over micro-batches and ranks.
                 hash=int(hashes[rows].sum()),
             )
             for add in adders:

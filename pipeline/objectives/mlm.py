@@ -40,6 +40,8 @@ class MaskedLanguageModeling:
 
     def tracked_loss(self, means: Mapping[str, float]) -> float:
         """Return the loss of masked tokens, which objectives have in common."""
+        # Not of all losses: curves of objectives compare, and a plateau is found by the entropy of
+        # tokens.
         return first_loss(self.losses, means)
 
     def __call__(self, model: nn.Module, batch: MicroBatch) -> Sums:

@@ -51,6 +51,7 @@ def pair_inputs(kind: PairKind, whole: Whole) -> AddTo:
 
 def _marked(documents: npt.NDArray[np.int32], pairs: PairFields) -> npt.NDArray[np.int32]:
     """Put segments and labels above the documents' numbers, so that a hash covers them."""
+    # Five at most, three bits above 24: the sign stays free, as the hash needs it.
     marks = pairs.segments + 2 * (pairs.labels.astype(np.int64) + 1)
     return documents | (marks << _PAIRS_BIT).astype(np.int32)
 

@@ -93,6 +93,7 @@ class PairClassification(MaskedLanguageModeling):
             pair_first=batch.inputs["pair_first"],
         )
         labels_P = batch.inputs["pair_labels"]
+        # At least fp32: a sum of losses in bf16 would keep 8 bits.
         wide_P2 = logits_P2.to(loss.dtype)
         pair_loss = F.cross_entropy(wide_P2, labels_P, reduction="sum")
         told_right = (wide_P2.argmax(-1) == labels_P).sum().to(loss.dtype)

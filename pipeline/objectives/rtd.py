@@ -41,6 +41,7 @@ class Generator(MaskedHead):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        # Without tables: a second name for those of the encoder would be saved, or forgotten.
         self.encoder = Encoder(config, embeds=False)
         self.make_head()
 
@@ -162,6 +163,7 @@ class ReplacedTokenModel(EncoderModel):
         loss, hits = vocabulary_loss(x_ME, table_VE, bias_V, targets, fused=self._fuses_loss)
         drawn = draw_tokens(x_ME, table_VE, bias_V, uniform, self._temperature)
         # Every masked slot gets a drawn token, so that no [MASK] is left.
+        # Their places differ, so a GPU writes each slot once: the same bits each time.
         filled = input_ids.flatten().index_copy(0, masked_index, drawn).view_as(input_ids)
         x = self.encoder(filled, layout, segments=segments)
         return loss, hits, drawn, self.objective.discriminator(x)

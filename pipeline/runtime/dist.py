@@ -108,13 +108,16 @@ def wait_for(ranks: Collection[int], what: str) -> None:
         DistError: rank 0, which keeps the store, is gone.
     """
     watchdog.heartbeat(f"waiting for other ranks: {what}")
+    # Private, but torch has no other way to the store that its process group was opened with.
     store = dist.distributed_c10d._get_default_store()
+    # A new key each time, as keys are not removed; ranks count alike because they call together.
     key = f"postnorm/wait-{next(_waits)}"
     here = dist.get_rank() in ranks
     arrived, progress, pause_s = store.add(key, int(here)), 0, 0.001
     while arrived < len(ranks):
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LOOK_EVERY_S)
+        # Adding 0 reads at once: `get` waits for a key that nobody has set, and then times out.
         arrived = store.add(key, 0)
         seen = store.add(_PROGRESS, 0)
         if seen != progress:

@@ -59,6 +59,7 @@ def process_info(environ: Mapping[str, str] | None = None) -> ProcessInfo:
         )
     numbers = {name: environ[name] for name in _GROUP_VARIABLES if name != "MASTER_ADDR"}
     for name, text in numbers.items():
+        # Not `isdigit`, which is true of ², a text that int() refuses.
         if not text.isdecimal():
             raise ConfigError(f"{name}={text!r} must be a whole number; set it right or unset it")
     rank, world_size = int(numbers["RANK"]), int(numbers["WORLD_SIZE"])
@@ -168,6 +169,7 @@ def restored() -> Iterator[None]:
     try:
         yield
     finally:
+        # In place: only changes of this object reach C code and child processes.
         os.environ.clear()
         os.environ.update(before)
 

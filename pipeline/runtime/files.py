@@ -46,6 +46,7 @@ def is_alive(process: int) -> bool:
     """Return whether this machine runs a process of that number."""
     try:
         os.kill(process, 0)
+    # The number may belong to a later process by now: then a file of the dead one stays for longer.
     except ProcessLookupError:
         return False
     except PermissionError:
@@ -64,6 +65,8 @@ def write_atomic(path: Path, data: bytes) -> None:
         with temporary.open("wb") as file:
             file.write(data)
             file.flush()
+            # Before the new name: some file systems write names first, and a power cut would leave
+            # an empty file in place of the old content.
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException as error:
@@ -71,6 +74,7 @@ def write_atomic(path: Path, data: bytes) -> None:
         if isinstance(error, OSError):
             error.filename = error.filename or str(path)  # a write to an open file names none
         raise
+    # Until the folder's list of names is on disk, a power cut brings back the old file.
     sync_path(path.parent)
 
 
@@ -86,6 +90,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     Empty if there is no such file.
     """
     found: list[dict[str, Any]] = []
+    # Replaced, not refused: a last line cut within a character must not hide those before it.
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     for line in text.splitlines():
         try:
@@ -130,6 +135,8 @@ def lock_byte(file: int, byte: int, kind: int, *, wait: bool = False) -> bool:
     The lock belongs to the open file: the system frees it when a process is killed. `kind` is
     F_RDLCK, F_WRLCK or F_UNLCK of `fcntl`.
     """
+    # Not a lock of POSIX, which belongs to the process: threads would not exclude each other, and
+    # closing any descriptor of the file would free it.
     # struct flock of 64-bit Linux: type, whence, start, length, pid.
     request = struct.pack("hhqqi4x", kind, os.SEEK_SET, byte, 1, 0)
     try:

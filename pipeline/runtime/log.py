@@ -44,6 +44,7 @@ def to_run(run_dir: Path, rank: int) -> None:
         steps.addFilter(lambda record: record.levelno < logging.WARNING)
         trouble.setLevel(logging.WARNING)
         handlers += [steps, trouble]
+    # Forced: the process has opened the console before, or the log of an earlier seed.
     logging.basicConfig(level=min(_level, logging.INFO), handlers=handlers, force=True)
 
 

@@ -60,6 +60,7 @@ class Notifier:
     def finish(self) -> None:
         """Wait for what was sent, but not for long."""
         end_s = time.monotonic() + _LIMIT_S
+        # Not `join` of the queue, which has no time limit.
         while self._events.unfinished_tasks and time.monotonic() < end_s:
             time.sleep(0.01)
 
@@ -73,6 +74,8 @@ class Notifier:
             self._events.task_done()
 
     def _run(self, given: bytes) -> None:
+        # In a session of its own: `killpg` then ends what the shell has started, and Ctrl-C at a
+        # terminal does not.
         process = subprocess.Popen(
             ["/bin/sh", "-c", self._command],
             stdin=subprocess.PIPE,

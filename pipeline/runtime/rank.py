@@ -75,6 +75,7 @@ def run_as_rank(
 
 def leaving(work: Callable[[], int], leave: Callable[[int], None]) -> int:
     """Do some work, hand its exit code to `leave` however it ends, and return it."""
+    # For what no PostnormError explains: it may pass, and `launch` gives up where nothing gets on.
     code = EXIT_FAILED_RETRY
     try:
         code = work()
@@ -149,6 +150,7 @@ class AgreedStop:
             dist.set_flag(_MARK)
             self._told = True
         now_s = time.monotonic()
+        # Not at each item: it is a question to rank 0 over the network.
         if now_s - self._looked_s >= _LOOK_EVERY_S:
             self._looked_s = now_s
             self._heard = dist.is_marked(_MARK)

@@ -91,6 +91,8 @@ class RunFolder:
         why = "Permission denied"
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
+            # Asked of the system, not read off the mode: access lists and read-only mounts count,
+            # too.
             if os.access(self.path, os.W_OK | os.X_OK, effective_ids=True):
                 return
         except OSError as error:
@@ -213,6 +215,7 @@ class RunFolder:
         """Return whether a process trains the run; this holds the lock for a moment only."""
         try:
             with self.lock.open("rb") as file:
+                # Shared, so that two who ask at the same time do not take each other for the run.
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True

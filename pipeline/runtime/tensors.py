@@ -71,6 +71,7 @@ def read_file(path: Path) -> dict[str, Tensor]:
             "download it again, or save its tensors as safetensors"
         ) from error
     except (
+        # A damaged pickle raises whatever its next instruction runs into.
         *(OSError, RuntimeError, EOFError, SafetensorError),
         *(ValueError, LookupError, TypeError, AttributeError),
     ) as error:

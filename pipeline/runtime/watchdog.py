@@ -93,7 +93,9 @@ def _watch(
     while not ended.wait(min(_LOOK_EVERY_S, timeout_s / 4)):
         last = _last
         idle_s = time.monotonic() - last.at_s
+        # The beginning of the second step is the first sign that one was done.
         limit_s = timeout_s if last.steps_begun > 1 else max(timeout_s, _STARTING_TAKES_S)
+        # Wound up at each look, so it fires only where this thread cannot run.
         faulthandler.dump_traceback_later(limit_s, exit=True, file=rank_log)
         if idle_s > limit_s:
             # What is written to may be what hangs.
@@ -105,6 +107,7 @@ def _watch(
             )
             writer.start()
             writer.join(_WRITING_TAKES_S)
+            # `sys.exit` would end this thread alone.
             os._exit(EXIT_FAILED_RETRY)
 
 

@@ -46,6 +46,7 @@ def choices_of(source: TableFile, row: Row) -> tuple[tuple[str, ...], tuple[Any,
     value: Any = row.values.get(key) if isinstance(key, str) else None
     if isinstance(key, tuple):
         names, value = key, [row.values.get(name) for name in key]
+        # NaN alone differs from itself; pandas writes it for an empty cell.
         while value and (value[-1] in (None, "") or value[-1] != value[-1]):
             value.pop()  # a row may have fewer
     elif isinstance(value, list) and all(isinstance(item, dict) for item in value):

@@ -135,6 +135,8 @@ def _opened(path: Path) -> Iterator[TextIO]:
     newline = None if ends_in_cr(path) else "\n"
     try:
         with _binary(path) as file:
+            # -sig: editors of Windows put a byte-order mark first, which would be part of the first
+            # key.
             yield io.TextIOWrapper(file, encoding="utf-8-sig", newline=newline)
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 ({error}); convert it first") from None
@@ -289,6 +291,7 @@ def _tsv_cells(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 def _csv_cells(path: Path) -> Iterator[tuple[int, list[str]]]:
     with _opened(path) as file:
+        # Strict: by default a quote in the wrong place is taken as text, without a word.
         rows, number = csv.reader(file, strict=True), 1
         try:
             for cells in rows:
@@ -361,6 +364,7 @@ def joiner_of(source: TableFile) -> str | None:
     """Find what joins the words of a task's files, by its first one; None if it has texts."""
     if not source.has_words:
         return None
+    # Counted apart, because these rows are read again for the task.
     rows = _FORMATS[source.format](replace(source, counts=Counter()))
     texts = (row.values.get(source.column("text")) for row in rows)
     first = next(texts, None)
@@ -377,6 +381,7 @@ def _sentences(source: TableFile) -> list[list[tuple[int, str, str]]]:
         where = f"{source.path}:{number}"
         # Other white space, such as U+3000, can be a word of a file of characters.
         cells = line.strip(" \t").replace("\t", " ").split(" ")
+        # Blank lines are left out, so a gap in the numbers is the end of a sentence.
         if number != last + 1 and sentences[-1]:
             sentences.append([])
         last = number
@@ -520,6 +525,8 @@ def read_rows(source: TableFile) -> Iterator[Row]:
         raise DataError(
             f"{source.path} is not UTF-8 behind {where} ({error}); convert it"
         ) from None
+    # Formats with fixed names are read without a look at each level; a file of another form ends
+    # here.
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise DataError(
             f"{source.path} is not in the form of {source.format} files behind {where} "

@@ -256,6 +256,7 @@ def _example(kind: Kind, source: TableFile, number: int, row: Row) -> Example | 
         group=str(row.values.get("group", "")) if source.format in FIXED_FORMATS else "",
         **texts,
     )
+    # Last, as kinds look for the gold in texts and choices.
     gold = None if value is None else kind.read_gold(source, row, example, value)
     return replace(example, gold=gold)
 

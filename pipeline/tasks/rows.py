@@ -134,6 +134,7 @@ def slots_of(
     `exact`: that cover no others.
     """
     start, end = without_space(text, start, end)
+    # Slots without characters, from -1 to -1, are never inside.
     inside = np.flatnonzero((row.offsets[:, 0] < end) & (row.offsets[:, 1] > start))
     if not len(inside):
         return None

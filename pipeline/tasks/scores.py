@@ -211,6 +211,7 @@ def bootstrap(seeds: Sequence[Table], num_draws: int = 1000, key: int = 0) -> Fl
 
     Draws of one key take the same rows of two models, so their difference is a paired one.
     """
+    # Two streams: with one, tables with other numbers of seeds would not draw the same rows.
     rows, runs = np.random.default_rng((key, 0)), np.random.default_rng((key, 1))
     num_rows = len(seeds[0].lines)
     picks = runs.integers(len(seeds), size=(num_draws, len(seeds)))

@@ -67,6 +67,8 @@ class TaskConfig:
         kind, name = self.kind, self.task.kind
         if not self.input.stride:
             filled = replace(self.input, stride=kind.stride(self.input))
+            # Filled in on a frozen object, once: the right stride follows from the kind, which the
+            # section of the input does not know.
             object.__setattr__(self, "input", filled)
         if self.task.metric is not None and self.task.metric not in kind.metrics:
             raise ConfigError(

@@ -36,6 +36,7 @@ class ByteBpeTokenizer(FastTokenizer):
         parts = [
             f"{name} {json.dumps(body[name])[:100]}"
             for name in ("pre_tokenizer", "decoder")
+            # Searched for as text, because it may stand anywhere in a Sequence.
             if "ByteLevel" not in json.dumps(body[name])
         ]
         if model["type"] != "BPE" or parts:
@@ -127,6 +128,7 @@ class _ByteSpelling:
             first = np.cumsum(lengths) - lengths
             # One element more: the last tokens may be empty.
             starts_character = np.append(np.frombuffer(content, np.uint8) & 0xC0 != 0x80, True)
+            # Characters begun up to a token's first byte, itself not counted if it begins one.
             offsets = np.cumsum(starts_character)[first] - starts_character[first]
             self._found = content.decode(), offsets, ~starts_character[first]
         return self._found
@@ -148,6 +150,8 @@ class _ByteSpelling:
         if not len(ids):
             return np.zeros(0, dtype=bool)
         text, offsets, continues = self._spell(ids)
+        # \0 is what tokens without content at the end look at, and what stands before the first
+        # token: it neither begins nor ends a word.
         codes = np.frombuffer(f"{text}\0".encode("utf-32-le"), dtype="<u4")
         begins, ends = _word_tables()
         starts = begins.take(codes)[offsets] | ends.take(codes)[offsets - 1]

@@ -78,6 +78,7 @@ class FastTokenizer:
         self.special_ids = frozenset(vocabulary[name] for name in self._special_names())
         if self._tokenizer.post_processor is None:
             self._tokenizer.post_processor = _template(names["cls"], names["sep"], vocabulary)
+        # Asked of the text, because a decoder may be a Sequence of which this is one.
         self._byte_level = "ByteLevel" in str(self._tokenizer.decoder)
 
     def encode(self, text: str) -> list[int]:
@@ -155,6 +156,7 @@ class FastTokenizer:
         raise NotImplementedError
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        # It is made anew from the tokenizer, as pickling would lose its setting as well.
         state.pop("_finds_masks", None)
         self.__dict__.update(state)
         self._tokenizer.encode_special_tokens = True  # pickling forgets it

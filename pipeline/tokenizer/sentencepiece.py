@@ -39,6 +39,7 @@ _SPACE = "\u2581"  # sentencepiece's mark for a space
 # The EM of the unigram model adds up one partial sum a thread: a fixed number keeps the result
 # independent of the machine.
 _TRAINING_THREADS = 16
+# sentencepiece leaves out longer lines, and its default of 4,192 bytes is 1,400 Chinese characters.
 _MAX_SENTENCE_BYTES = 1 << 16
 # ModelProto.normalizer_spec = {name: "identity", precompiled_charsmap: ""}: appended to a model, it
 # replaces these two fields and leaves the others as they are (protobuf's rule for merging).
@@ -124,6 +125,7 @@ class Tokenizer:
                 "train it with `python -m data_prep run`"
             )
         self.vocab_size: int = self._processor.GetPieceSize()
+        # Asked of the model, not of a config: whoever has the file alone must read a text alike.
         self.keeps_breaks: bool = self._processor.Normalize("\n") == "\n"
         """Whether a line break is a token; else it is a space."""
         self._starts, self._ends, self._continues = self._word_tables()
@@ -291,6 +293,8 @@ class Tokenizer:
             return np.zeros(0, dtype=bool)
         starts: npt.NDArray[np.bool_] = self._starts[ids]
         starts[1:] |= self._ends[ids[:-1]]
+        # After both tables: a byte in the middle of a character starts nothing, though each byte
+        # ends a word.
         starts &= ~self._continues[ids]
         starts[0] = True
         return starts
@@ -402,6 +406,8 @@ def train(
             character_coverage=character_coverage,
             byte_fallback=True,
             split_digits=True,
+            # Chinese text has no space before it; a prefix would give each first word another
+            # piece.
             add_dummy_prefix=False,
             allow_whitespace_only_pieces=False,
             normalization_rule_name="nmt_nfkc",

@@ -75,6 +75,7 @@ class WordPieceTokenizer(FastTokenizer):
         return self._vocabulary("wordpiece")
 
     def _can_be_in_text(self, token: int, piece: str) -> bool:
+        # Behind a letter, as inside a word: alone, `##` before a Chinese character would pass.
         word = "a" + piece[len(CONTINUES) :] if len(piece) > 2 and piece[:2] == CONTINUES else piece
         if self.normalise(word).strip() != word:
             return False
@@ -120,6 +121,7 @@ class _WordTable:
         word_at = np.full(len(codes), -1, dtype=np.int32)
         alone = np.flatnonzero(kinds == _ALONE)
         word_at[alone] = self._alone.take(codes[alone])
+        # False at both ends, so that every run of parts has two bounds.
         inside = np.zeros(len(codes) + 2, dtype=bool)
         np.equal(kinds, _PART, out=inside[1:-1])
         bounds = np.flatnonzero(inside[1:] != inside[:-1])
@@ -288,6 +290,8 @@ def read_tokenizer_json(body: dict[str, Any], path: Path) -> tuple[list[str], Be
     expected: dict[str, Any] = {
         "model": "WordPiece",
         "continuing_subword_prefix": CONTINUES,
+        # BERT's: a longer word becomes [UNK], and with another limit ids would differ from the
+        # model's.
         "max_input_chars_per_word": 100,
         "normalizer": "BertNormalizer",
         "clean_text": True,

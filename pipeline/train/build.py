@@ -95,6 +95,7 @@ def train_run(config: RunConfig, rank: Rank, work: Workload) -> int:
             ),
             lambda code: rank.leave(run_dir, code),
         )
+        # Of any rank: `finish` is collective, so all enter it or none.
         is_asked_to_stop = code == EXIT_FINISHED and any(dist.gather(rank.stop.requested))
         if code == EXIT_FINISHED and not is_asked_to_stop:
             # Model and hooks hold each other; the collector sees small objects, not the memory
@@ -147,6 +148,7 @@ def make_model(config: RunConfig, objective: Objective, device: torch.device) ->
     Raises:
         ConfigError: what the config asks for cannot run on the device.
     """
+    # On the CPU: every rank draws the same weights, whatever its device.
     torch.manual_seed(config.seed)
     model = objective.make_model(config.model)
     if config.train.compile:
@@ -175,6 +177,7 @@ def _run(
     requests: Requests,
     notifier: Notifier,
 ) -> int:
+    # Before model and data: a run with a STOP file does not start.
     requests.refuse_if_stopped()
     run_dir = config.folder.path
     model = make_model(config, work.objective, device)
@@ -189,6 +192,7 @@ def _run(
     if requests.ends_before_training():
         return EXIT_PREEMPTED
     if resumed_from is None:
+        # Before the engine is made, which copies the weights into its masters.
         work.start(model)
     logger.info(
         "%s: %s parameters, %d ranks on %s, %s",

@@ -140,6 +140,7 @@ def close_process_group(*, together: bool = True) -> None:
 
 def _give_groups_a_timeout(timeout: timedelta) -> None:
     """Make it the default of new groups: DeepSpeed gives its own none, which means 30 minutes."""
+    # The next run of this process gets its own timeout, not this one's wrapped again.
     original = getattr(torch.distributed.new_group, "__wrapped__", torch.distributed.new_group)
 
     @wraps(original)
@@ -282,7 +283,10 @@ class Engine:
         summed = dist.sum_over_ranks(_uploaded([*weights, *notes], self.device))
         # DeepSpeed averages over ranks; the world size undoes it.
         scales = {
+            # Without a target on any rank the total is 0, and 0 / 0 would be a step without a
+            # finite gradient.
             name: factor * self.world_size / weight.clamp(min=1.0)
+            # Not strict: behind the weights stand the notes.
             for (name, factor), weight in zip(objective.losses.items(), summed, strict=False)
         }
         return scales, summed
@@ -292,6 +296,7 @@ class Engine:
 
         Those nearest to the loss come first, where it began. Nothing is kept. Collective.
         """
+        # Only of a step that failed: a look at all gradients of each step would cost a pass.
         module, scales = self._engine.module, self._scales(batches, objective)[0]
         named = dict(module.named_parameters())
         finite = torch.ones(len(named), dtype=torch.bool, device=self.device)
@@ -457,8 +462,11 @@ class Engine:
             optimizer.update_lp_params()
             return
         # Small parameters are whole on every rank after an update; they need not be.
+        # Without the epilogue of DeepSpeed's own loading, which breaks the prefetch of a fresh
+        # engine.
         optimizer.checkpoint_event_prologue()
         for group in range(len(optimizer.fp16_groups)):
+            # Private: the end of its update, which rounds masters into the weights of a group.
             optimizer._reassign_or_swap_out_partitioned_parameters(group)
 
 
@@ -475,6 +483,7 @@ def tensor_slices(engine: Any, shapes: dict[str, tuple[int, ...]]) -> list[Tenso
     optimizer = engine.optimizer
     found = []
     for name, parameter in engine.module.named_parameters():
+        # Private: DeepSpeed has no other way to say where a parameter lies in a partition.
         if engine.zero_optimization_stage() == 3:
             group, offset, padded = optimizer.grad_position[optimizer.get_param_id(parameter)]
             start = padded * torch.distributed.get_rank()
@@ -495,6 +504,7 @@ def _deepspeed_engine(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: TrainConfig
 ) -> Any:
     deepspeed = _import_deepspeed()
+    # stdout is for the step lines, and DeepSpeed prints what it has built.
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         engine, *_ = deepspeed.initialize(
             model=model,

@@ -138,11 +138,13 @@ class FaultHandler:
                 gradients=gradients,
             )
         )
+        # Skipped steps change no state, so one look at all of it is enough.
         if state.skipped_in_a_row == 1:
             self._require_sound(state, place, engine)
         limit = self._config.train.max_skipped_in_a_row
         if state.skipped_in_a_row >= limit:
             self._batch_log.flush()
+            # What is being saved is from before the skipped steps, and the next start needs it.
             self._saver.finish()
             raise TrainingError(
                 f"{limit} steps in a row had no finite gradient (train.max_skipped_in_a_row); the "
@@ -221,6 +223,8 @@ class FaultHandler:
         self._batch_log.flush()
         try:
             self._saver.finish()
+        # What was being saved may hold the same values: it is gone, and the run goes back all the
+        # same.
         except UnsoundStateError as other:
             logger.warning("%s", other)
 
@@ -317,6 +321,8 @@ class FaultHandler:
         for path in published(self._run_dir / FOLDER):
             try:
                 manifest = read_manifest(path)
+                # Equal is early enough: a cursor counts what was consumed, so that batch is still
+                # to come.
                 if manifest.cursor > cursor:
                     continue
                 verify(path, lambda _: dist.heartbeat_all("verifying checkpoints"))

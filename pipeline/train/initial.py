@@ -82,6 +82,7 @@ def tokenizer_differences(theirs: Path | None, index: DatasetIndex) -> tuple[lis
     path = index.folder / index.tokenizer_file
     if theirs is None:
         return [f"none there, {path.name} in {index.folder}"], []
+    # Equal files need no look inside; different ones may still be one vocabulary.
     if sha256_file(theirs) == index.tokenizer_sha256:
         return [], []
     if theirs.suffix == path.suffix == ".model":
@@ -94,6 +95,7 @@ def tokenizer_differences(theirs: Path | None, index: DatasetIndex) -> tuple[lis
     if theirs.suffix != ".json" or path.suffix != ".json":
         return [f"{theirs} there, {path} here, which are not the same"], []
     pair = FastTokenizer(theirs), FastTokenizer(path)
+    # Piece by piece: a vocab.txt and the tokenizer.json made of it are one vocabulary.
     other_ids = difference_of_ids(*pair)
     other_text = []
     if pair[0].encode(_PROBE_TEXT) != pair[1].encode(_PROBE_TEXT):

@@ -88,6 +88,7 @@ def _train(attempt: Attempt, state: TrainState) -> int | None:
         alpha = _set_alpha(attempt, state)
         lr = schedule.learning_rate(state.step, config, state.elapsed_s)
         result, more = _step(attempt, state, place, batches, lr)
+        # Sums over the ranks: above 0 where any of them wants it.
         wanted = Wanted(*map(bool, result.notes))
         state.advance(place.size, applied=result.applied)
         meter.end_step(result, place.number, batches)
@@ -104,6 +105,7 @@ def _train(attempt: Attempt, state: TrainState) -> int | None:
                 return None
             last = schedule.is_over(state.step, config, state.elapsed_s)
         saves = save or last or wanted.saves
+        # Before the evaluation and the save, which are worth nothing if copies differ.
         attempt.replicas.compare(state.step, before_save=saves)
         if state.step % intervals.eval_every_steps == 0 or last:
             _set_alpha(attempt, state)  # that of the next step, as a checkpoint here has it
@@ -113,6 +115,8 @@ def _train(attempt: Attempt, state: TrainState) -> int | None:
         if wanted.save:
             run.saver.publish()
             run.requests.saved()
+        # A run that is done at this step ends as done, not as stopped: nothing is left to start
+        # again.
         if wanted.ends and not last:
             _finish_saves(attempt, stopping=True)
             return run.requests.end(wanted, state.step)

@@ -174,6 +174,7 @@ class Lamb(torch.optim.Optimizer):
     # bert4keras.
     def _trust_ratios(self, updates: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Compute |w| / |u| of every matrix, (names,) float32; 1 for matrices not in this call."""
+        # All are on one; a rank may hold no piece of a matrix, and still joins the sum.
         [device] = {flat.device for group in self.param_groups for flat in group["params"]}
         squares = torch.zeros(2, len(self._index), dtype=torch.float64, device=device)
         for flat, update in updates:
@@ -273,6 +274,7 @@ def decay_groups(
     Source: google-research/bert `optimization.py`, exclude_from_weight_decay.
     """
     groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    # Every rank needs the same order of groups, by which ZeRO splits.
     for scale in sorted({lr_scale(name) for name, _ in model.named_parameters()}, reverse=True):
         for decays in (True, False):
             groups[scale, decays] = []

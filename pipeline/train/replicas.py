@@ -47,6 +47,7 @@ class Replicas:
         if not copies:
             return
         watchdog.heartbeat("comparing replicas")
+        # Whole memory first, which is a few pieces; tensor by tensor only to name what differs.
         if len(set(dist.gather(_digests(_storages(tensor for _, tensor in copies))))) == 1:
             return
         of_ranks = dist.gather(_digests(_aligned(tensor) for _, tensor in copies))

@@ -68,6 +68,7 @@ class Replicated(nn.Module):
             _average(self._groups, self._num_ranks)
         squares = [squared_norm(group.sums) for group in self._groups]
         norm = torch.stack(squares).sum().sqrt().item()  # sync
+        # False for NaN, too.
         self._applied = norm < float("inf")
         self._norm = norm if self._applied else float("inf")
         self.global_steps += 1
@@ -136,6 +137,7 @@ class _Group:
         self.sums.narrow(0, self.offsets[parameter], parameter.numel()).add_(
             parameter.grad.flatten()
         )
+        # At once: autograd would add the next micro-batch's in bf16, and keep both in memory.
         parameter.grad = None
 
 
@@ -260,4 +262,6 @@ class TaskGradients:
     def finish(self, factor: Tensor | float = 1.0) -> None:
         """Give the step's gradient, times a factor, to the update."""
         for which, group in enumerate(self._groups):
+            # Exchanged, not copied: the sums were zeroed behind the last task, and are the next
+            # step's totals.
             group.sums, self._totals[which] = self._totals[which].mul_(factor), group.sums

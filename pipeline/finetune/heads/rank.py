@@ -16,5 +16,6 @@ class RankHead(PooledHead):
         cross entropy loss for learning-to-rank with binary relevance".
         """
         wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        # Missing candidates have -inf, and 0 times that is NaN.
         logs = wide.log_softmax(-1).masked_fill(~inputs["choices"], 0)
         return -(inputs["labels"] * logs).sum(-1)

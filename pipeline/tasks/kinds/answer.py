@@ -155,6 +155,7 @@ class Answers(Kind):
         Source: google-research/bert `run_squad.py`, write_predictions.
         """
         row, (first, last, score, _) = max(decided, key=lambda pair: pair[1][2])
+        # The least over the windows: one that sees an answer is enough.
         null = min(scores[3] for _, scores in decided)
         if not math.isfinite(score):
             return "", None

@@ -26,6 +26,7 @@ from pipeline.tasks.scores import Floats, Tables, accuracy
 from pipeline.tasks.types import Example, Gold, HeadSpec, PredictionRow, Span, TaskRows, TokenRow
 
 _OTHER_BLANK = "[MASK]" * 4  # an idiom has four characters
+# Not -inf: `assign` adds up scores.
 _NO_CHOICE = -1e9
 
 
@@ -211,6 +212,7 @@ class Cloze(TextChoice):
             writer.tokenizer.encode_with_masks(_masked(example.text, others, *bounds))
             for bounds in ((0, start), (end, len(example.text)))
         )
+        # Four special tokens: [CLS] left [SEP] candidate [SEP] right [SEP].
         most = writer.input.max_length - 4
         candidate = writer.plain(example.choices[part])
         candidate = candidate.take(range(min(len(candidate.ids), most)))

@@ -255,6 +255,8 @@ def _written_spans(value: Any, after: int) -> Iterator[tuple[Span, str]]:
         else:
             kinds = [part for part in item if isinstance(part, str)]
             if len(kinds) > 1:
+                # Files with numbers in quotes have several texts; the type is the one that is not a
+                # number.
                 kinds = [part for part in kinds if not part.isdecimal()]
             [kind] = kinds
             start, end = (int(part) for part in item if part is not kind)
