@@ -4,6 +4,8 @@ Every message says what was wrong, the value found, what was expected and what t
 An `assert` elsewhere marks a bug of ours; these classes mark something the user can fix.
 """
 
+from typing import Any
+
 EXIT_FINISHED = 0
 """The work is done; nothing is left to do."""
 EXIT_FAILED_RETRY = 1
@@ -22,6 +24,17 @@ class PostnormError(Exception):
     """A failure with a message meant for the person who started the command."""
 
     exit_code = EXIT_FAILED_DO_NOT_RETRY
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Ranks and workers send errors to one another. Exceptions are rebuilt by a call with the
+        # message alone, which a class that takes more would answer with a TypeError.
+        return _rebuilt, (type(self), self.args, self.__dict__)
+
+
+def _rebuilt(kind: type[PostnormError], args: tuple[Any, ...], values: dict[str, Any]) -> Any:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(values)
+    return error
 
 
 class ConfigError(PostnormError):

@@ -378,10 +378,6 @@ class VocabularyTooLargeError(DataError):
         self.largest = largest
         """Size that the text supports."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Worker processes send it to the one that waits for them.
-        return type(self), (str(self), self.largest)
-
 
 def train(
     sentences: Iterator[str], *, vocab_size: int, model_type: str, character_coverage: float

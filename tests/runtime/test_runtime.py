@@ -1,13 +1,17 @@
 """Environment variables, atomic files, command lines."""
 
+import importlib
+import inspect
 import os
+import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, PostnormError
 from pipeline.runtime.env import multiplies_bf16, process_info, process_info_or_alone
 from pipeline.runtime.files import sha256_file, write_atomic
 from tests.support.processes import output, python
@@ -24,6 +28,33 @@ def test_process_group_variables_are_read() -> None:
     assert process_info(GROUP).job == "local"
     element = {"SLURM_JOB_ID": "19", "SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "2"}
     assert process_info({**GROUP, **element}).job == "17_2.0"
+
+
+def _errors() -> list[type[PostnormError]]:
+    modules = (
+        path.relative_to(ROOT).with_suffix("").parts
+        for package in ("pipeline", "data_prep", "launch")
+        for path in sorted((ROOT / package).rglob("*.py"))
+        if re.search(r"(?m)^class \w+Error\(", path.read_text())
+    )
+    loaded = [importlib.import_module(".".join(parts)) for parts in modules]
+    classes = (value for module in loaded for value in vars(module).values())
+    return sorted(
+        {c for c in classes if inspect.isclass(c) and issubclass(c, PostnormError)}, key=str
+    )
+
+
+def test_errors_reach_other_processes_whole() -> None:
+    """Ranks and workers send them: message, attributes and exit code are the same there."""
+    kinds = _errors()
+    assert len(kinds) > 15
+    for kind in kinds:
+        names = list(inspect.signature(kind).parameters) if "__init__" in vars(kind) else ["text"]
+        given = kind(*(f"the {name}" for name in names))
+        copy = pickle.loads(pickle.dumps(given))
+        assert type(copy) is kind
+        assert (str(copy), vars(copy)) == (str(given), vars(given))
+        assert copy.exit_code == given.exit_code
 
 
 def test_missing_and_wrong_variables_are_named() -> None:
