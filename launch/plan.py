@@ -1,7 +1,16 @@
 """The plan of a run: its time, memory, jobs and disk, before it starts. Pure; needs no SLURM.
 
-Time and memory come from the closed forms of `pipeline.model.cost` and `launch.comm_model`; speeds
-of the cluster come from `hardware` of its profile, and the text names each assumption.
+Time and memory come from the closed forms of `pipeline.model.cost`; speeds of the cluster come from
+`hardware` of its profile, and the text names each assumption.
+
+A rank of n sends, and receives, in each step
+
+    2 (n - 1) / n * bytes   of what is all-reduced (a reduce-scatter, then an all-gather),
+      (n - 1) / n * bytes   of what is only reduce-scattered or only all-gathered,
+
+over the slowest of the links that the job uses: inside a node, or between nodes. The time of an
+exchange is these bytes over the link's bus bandwidth, the unit of nccl-tests (NVIDIA/nccl-tests,
+doc/PERFORMANCE.md) and of what preflight measures. Latency is not counted, and no pass hides it.
 
 A multi-task run is planned without its data, so every row counts as long as its task allows, and an
 example as one row, also where it has more (choices, candidates, windows). `postnorm benchmark` and
@@ -13,15 +22,15 @@ import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from launch.cluster import ClusterConfig
-from launch.comm_model import bus_of, sent_bytes
 from pipeline.config.data import DataConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.objective import ObjectiveConfig
-from pipeline.config.runs import PretrainConfig, RunConfig, TaskRunConfig, load_run
+from pipeline.config.runs import PretrainConfig, load_run
+from pipeline.config.train import KernelsConfig, TrainConfig
 from pipeline.data.format import INDEX_FILE
 from pipeline.data.objects import find_index
 from pipeline.errors import ConfigError
@@ -40,6 +49,9 @@ _MEMORY_SHARE = 0.9
 _FREE_SHARE = 1.05
 _DIVIDE_MORE = (2, 3)
 """ZeRO stages without a closed form here: they take less than stage 1."""
+_GRADIENT_BYTES = 4
+_KEPT_ELEMENTS = 1e9
+"""Stage 3 keeps weights whose next use is nearer than this (stage3_max_reuse_distance)."""
 _STAGE_1 = "; the state is that of ZeRO stage 1, yours takes less"
 
 
@@ -104,15 +116,10 @@ def plan(config: PretrainConfig, cluster: ClusterConfig) -> RunPlan:
             "it from; prepare the data first, or add model.vocab_size=N to the command"
         )
     model = replace(config.model, vocab_size=vocab_size)
-    slots, stretches = _work(config, model)
-    flops = sum(one.steps * one.flops for one in stretches)
     steps = config.train.num_steps
-    flops_per_s = hardware.flops_per_rank * hardware.utilisation
     parameters = cost.parameters(model, config.objective)["total"]
-    sent = sum(
-        one.steps * sent_bytes(config, parameters, one.size // ranks // one.micro_batch, ranks)
-        for one in stretches
-    )
+    slots, flops, sent = _work(config, model, parameters, ranks)
+    flops_per_s = hardware.flops_per_rank * hardware.utilisation
     bus = bus_of(cluster)
     exchange_s = sent / bus.bytes_per_s if bus else None
     train_s = None
@@ -130,8 +137,14 @@ def plan(config: PretrainConfig, cluster: ClusterConfig) -> RunPlan:
     failure_s = hardware.node_mtbf_hours * 3600 / cluster.nodes
     best_s = best_interval_s(save_s, failure_s)
     every_s = config.checkpoint.every_steps * step_s if step_s is not None else None
-    gpu_bytes = hardware.memory_bytes
-    fused = _fused(config, cluster)
+    fused = _fused(config.kernels, config.model, config.train, cluster)
+    head = config.data.mask_prob, config.objective
+    activations = partial(_activations, config.train, model, fused, head, last.seq_len)
+    gpu_bytes, largest = hardware.memory_bytes, None
+    if gpu_bytes is not None:
+        sizes = [size for size in range(1, share + 1) if share % size == 0]
+        room = _MEMORY_SHARE * gpu_bytes - state
+        largest = max((size for size in sizes if activations(size) <= room), default=None)
     result = RunPlan(
         parameters=parameters,
         ranks=ranks,
@@ -147,11 +160,9 @@ def plan(config: PretrainConfig, cluster: ClusterConfig) -> RunPlan:
         sequences_per_rank=share,
         micro_batch=last.micro_batch,
         accumulation=share // last.micro_batch,
-        largest_micro_batch=_largest_micro_batch(config, model, share, state, gpu_bytes, fused),
+        largest_micro_batch=largest,
         state_bytes=state,
-        activation_bytes=_activations(
-            config, model, last.micro_batch, last.seq_len, fused, _head(config)
-        ),
+        activation_bytes=activations(last.micro_batch),
         fused=cost.fused_parts(config.model, fused),
         gpu_bytes=gpu_bytes,
         checkpoint_bytes=checkpoint,
@@ -307,15 +318,8 @@ def plan_mix(mix: TaskMix, cluster: ClusterConfig) -> MixPlan:
     require_split(mix, ranks)
     model = _architecture(config.init_from)
     data = config.data or DataConfig(dir=config.run_dir)
-    # In the trainer's terms; each task has a length of its own, so here is any that fits.
-    run = TaskRunConfig(
-        run_dir=config.run_dir,
-        model=model,
-        data=replace(data, seq_len=8),
-        train=config.train.single,
-        kernels=config.kernels,
-    )
-    fused = _fused(run, cluster)
+    train, head = config.train.single, (data.mask_prob, ObjectiveConfig())
+    fused = _fused(config.kernels, model, train, cluster)
     tasks, activations = [], 0
     for name, share in _shares(mix).items():
         member, length = mix.members[name], data.seq_len
@@ -328,17 +332,14 @@ def plan_mix(mix: TaskMix, cluster: ClusterConfig) -> MixPlan:
         tasks.append(TaskPlan(name, share, examples, length, examples * length * each.total))
         rows = mix.batch_of(name) // (ranks * member.parts)
         # With an MLM head for tasks, too: theirs are not known here, and smaller.
-        activations = max(
-            activations,
-            _activations(run, model, rows, length, fused, (data.mask_prob, ObjectiveConfig())),
-        )
+        activations = max(activations, _activations(train, model, fused, head, length, rows))
     flops = sum(task.flops for task in tasks)
     speed = hardware.flops_per_rank
     parameters = cost.parameters(model)["total"]
     train_s = exchange_s = None
     if speed:
         train_s = flops / (speed * hardware.utilisation * ranks)
-        exchange_s = _exchange_of_mix(mix, cluster, run, parameters)
+        exchange_s = _exchange_of_mix(mix, cluster, train, parameters)
         train_s += (exchange_s or 0.0) * config.train.num_steps
     kept = 0
     if config.balance.needs_gradients:
@@ -360,15 +361,11 @@ def plan_mix(mix: TaskMix, cluster: ClusterConfig) -> MixPlan:
 
 
 def _exchange_of_mix(
-    mix: TaskMix, cluster: ClusterConfig, run: RunConfig, parameters: int
+    mix: TaskMix, cluster: ClusterConfig, train: TrainConfig, parameters: int
 ) -> float | None:
     """Compute the seconds of a step's exchange; None: the speed of a link is not known.
 
-    Args:
-        mix: its rule of balance may average the gradient of each task by itself.
-        cluster: with the speeds of its links.
-        run: the mix in the trainer's terms.
-        parameters: of the model.
+    The rule of balance may average the gradient of each task by itself.
     """
     bus = bus_of(cluster)
     if bus is None:
@@ -379,7 +376,7 @@ def _exchange_of_mix(
         distinct = sum(1 - (1 - share) ** draws for share in of.values())
         times += (distinct - 1) / (balance.every if balance.norms == "late" else 1)
     passes = draws * sum(share * mix.members[name].parts for name, share in of.items())
-    return times * sent_bytes(run, parameters, passes, cluster.num_ranks) / bus.bytes_per_s
+    return times * sent_bytes(train, parameters, passes, cluster.num_ranks) / bus.bytes_per_s
 
 
 def _architecture(init_from: str) -> ModelConfig:
@@ -500,84 +497,123 @@ def _problems(
         )
 
 
-class _EqualSteps(NamedTuple):
-    """Steps with equal batches, as the run has them."""
+def _work(
+    config: PretrainConfig, model: ModelConfig, parameters: int, ranks: int
+) -> tuple[float, float, float]:
+    """Count the run's slots, its FLOPs, and the bytes that each rank sends.
 
-    steps: int
-    size: int
-    """Number of sequences of a batch."""
-    micro_batch: int
-    flops: float
-    """FLOPs of one step."""
-
-
-def _work(config: PretrainConfig, model: ModelConfig) -> tuple[float, list[_EqualSteps]]:
-    """Count slots, and FLOPs by stretch, in which every token attends to its whole row."""
-    places = config.batches.stretches
-    ends = [place.number for place in places[1:]] + [config.train.num_steps]
-    slots = 0.0
-    found = []
+    FLOPs are counted as if every token attended to its whole row.
+    """
+    places, num_steps = config.batches.stretches, config.train.num_steps
+    ends = [*(place.number for place in places[1:]), num_steps]
+    slots = flops = sent = 0.0
     for place, end in zip(places, ends, strict=True):
-        count = max(0, min(end, config.train.num_steps) - place.number)
+        steps = max(0, min(end, num_steps) - place.number)
         of_step = place.size * place.seq_len
-        slots += float(count * of_step)
-        each = cost.flops_per_token(
+        of_token = cost.flops_per_token(
             model, place.seq_len, config.data.mask_prob, objective=config.objective
         )
-        found.append(_EqualSteps(count, place.size, place.micro_batch, of_step * each.total))
-    return slots, found
+        passes = place.size // ranks // place.micro_batch
+        slots += float(steps * of_step)
+        flops += steps * (of_step * of_token.total)
+        sent += steps * sent_bytes(config.train, parameters, passes, ranks)
+    return slots, flops, sent
 
 
-def _fused(config: RunConfig, cluster: ClusterConfig) -> Choice:
+@dataclass(frozen=True)
+class Bus:
+    """The bus bandwidth of the slowest link that a job uses; infinite for a single rank."""
+
+    bytes_per_s: float
+    origin: str
+    """Which link it is and where the number is from, in words."""
+
+
+def bus_of(cluster: ClusterConfig) -> Bus | None:
+    """Take measured bandwidths of a profile, else a share of the data sheet's; None: not known."""
+    hardware, device = cluster.hardware, cost.limits(cluster.hardware.gpu)
+    # It is between two nodes that preflight measures, or inside the only one.
+    expected = cluster.preflight.bandwidth_gb_per_s or None
+    links = []
+    if cluster.num_ranks_per_node > 1:
+        sheet = device.link if device else None
+        in_node = expected if cluster.nodes == 1 else None
+        links.append(("inside a node", hardware.intra_node_gb_per_s, in_node, sheet))
+    if cluster.nodes > 1:
+        cards = device.network * cluster.num_ranks_per_node if device and device.network else None
+        links.append(("between nodes", hardware.inter_node_gb_per_s, expected, cards))
+    buses = []
+    for where, measured, of_preflight, sheet in links:
+        if known := measured or of_preflight:
+            speed = known * 1e9
+            origin = "of the profile's hardware" if measured else "of the profile's preflight"
+        elif sheet:
+            speed = sheet * hardware.bus_efficiency
+            origin = f"{hardware.bus_efficiency:.0%} (hardware.bus_efficiency) of the data sheet's"
+        else:
+            return None
+        buses.append(Bus(speed, f"{speed / 1e9:,.0f} GB/s {where}, {origin}"))
+    return min(buses, key=lambda bus: bus.bytes_per_s, default=Bus(math.inf, ""))
+
+
+def exchanged_bytes(train: TrainConfig, parameters: int, passes: float) -> dict[str, float]:
+    """Count the bytes of whole tensors in a step of so many backward passes, by collective.
+
+    They are those of `pipeline/train/engine.py` with DeepSpeed 0.19.8, which
+    `tests/distributed/test_moved.py` counts: gradients are added in fp32 whatever the precision.
+    Stages 1 and 2 all-reduce them, although a rank keeps only its part, and stages 2 and 3 do so
+    for every micro-batch. Stage 3 gathers weights for every micro-batch, and a model too large to
+    be kept for its backward pass twice.
+    """
+    stage = train.zero_stage
+    gradients = float(_GRADIENT_BYTES * parameters)
+    weights = float((2 if train.precision == "bf16" else 4) * parameters)
+    if stage == 0:
+        return {"all-reduce": gradients}
+    if stage < 3:
+        return {"all-reduce": gradients * (passes if stage == 2 else 1), "all-gather": weights}
+    times = passes * (2 if 2 * parameters > _KEPT_ELEMENTS else 1)
+    return {"reduce-scatter": gradients * passes, "all-gather": weights * times}
+
+
+def sent_bytes(train: TrainConfig, parameters: int, passes: float, ranks: int) -> float:
+    """Count the bytes that each rank sends, and receives, in a step."""
+    whole = exchanged_bytes(train, parameters, passes)
+    return sum(
+        (2 if kind == "all-reduce" else 1) * (ranks - 1) / ranks * num_bytes
+        for kind, num_bytes in whole.items()
+    )
+
+
+def _fused(
+    kernels: KernelsConfig, model: ModelConfig, train: TrainConfig, cluster: ClusterConfig
+) -> Choice:
     """Predict the kernels that the run will choose, if its GPUs support fused ones."""
     if not cluster.gpus_per_node:
         return REFERENCE
-    return expected_on_gpu(config.kernels, config.model, config.train.precision)
-
-
-def _head(config: PretrainConfig) -> tuple[float, ObjectiveConfig]:
-    return config.data.mask_prob, config.objective
+    return expected_on_gpu(kernels, model, train.precision)
 
 
 def _activations(
-    config: RunConfig,
+    train: TrainConfig,
     model: ModelConfig,
-    micro_batch: int,
-    seq_len: int,
     fused: Choice,
     head: tuple[float, ObjectiveConfig],
+    seq_len: int,
+    micro_batch: int,
 ) -> int:
     """Count the bytes of a micro-batch; `head`: share of tokens that it predicts, and its kind."""
-    value = 2 if config.train.precision == "bf16" else 4
     masked_share, objective = head
     return cost.activation_bytes(
         model,
         micro_batch * seq_len,
         seq_len,
-        cost.Sizes(value),
+        cost.Sizes(2 if train.precision == "bf16" else 4),
         masked_share,
-        checkpoint_layers=config.train.activation_checkpoint_layers,
+        checkpoint_layers=train.activation_checkpoint_layers,
         fused=fused,
         objective=objective,
     )["total"]
-
-
-def _largest_micro_batch(
-    config: PretrainConfig,
-    model: ModelConfig,
-    share: int,
-    state: int,
-    gpu_bytes: float | None,
-    fused: Choice,
-) -> int | None:
-    if gpu_bytes is None:
-        return None
-    seq_len = config.batches.stretches[-1].seq_len
-    sizes = [size for size in range(1, share + 1) if share % size == 0]
-    room = _MEMORY_SHARE * gpu_bytes - state
-    given = seq_len, fused, _head(config)
-    fits = [size for size in sizes if _activations(config, model, size, *given) <= room]
-    return max(fits, default=None)
 
 
 def _free_bytes(run_dir: Path) -> int | None:

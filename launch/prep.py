@@ -38,6 +38,8 @@ from launch.records import (
     next_number,
     prep_jobs,
     read_prep,
+    snapshot,
+    start_file,
     submission_folder,
     write_prep,
 )
@@ -52,7 +54,6 @@ from launch.script_parts import (
     wrapped,
 )
 from launch.slurm import TooManyJobsError, withheld_line
-from launch.snapshot import snapshot, start_file
 from pipeline.config import strict_yaml
 from pipeline.config.load import to_yaml
 from pipeline.errors import (

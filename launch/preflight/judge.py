@@ -13,13 +13,7 @@ from pathlib import Path
 from statistics import median
 
 from launch.cluster import ClusterConfig, PreflightConfig
-from launch.preflight.check import read_block
-from launch.preflight.record import (
-    Bandwidth,
-    Record,
-    read_bandwidth,
-    read_record,
-)
+from launch.preflight.check import Bandwidth, Record, read_bandwidth, read_block, read_record
 from launch.records import append_history, exclude_nodes, excluded_nodes, newest_checkpoint
 from pipeline.checkpoints.manifest import FOLDER, published, read_manifest
 from pipeline.config.data import DataConfig
