@@ -251,16 +251,10 @@ def headline(report: RunReport) -> str:
 def decision(report: RunReport, job: str) -> dict[str, Any] | None:
     """Find what a job's script decided at its end; None if it did not come to that."""
     # Of a chain that SLURM has forgotten, only the id of its array is known.
-    own = [
-        line for line in report.history if str(line.get("job")) in (job, f"{job}_{_element(line)}")
-    ]
+    own = [line for line in report.history if f"{line.get('job')}_".startswith(f"{job}_")]
     if own and own[-1].get("decision") in LAST_DECISIONS:
         return own[-1]
     return None
-
-
-def _element(line: dict[str, Any]) -> str:
-    return str(line.get("job")).partition("_")[2]
 
 
 def run_summary(report: RunReport, now_s: float | None = None) -> FolderSummary:

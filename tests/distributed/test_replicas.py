@@ -9,8 +9,7 @@ import torch
 
 from pipeline.checkpoints.manifest import published
 from pipeline.data.format import DatasetIndex
-from pipeline.data.ledger import read_ledger
-from pipeline.data.record import read_batches
+from pipeline.data.record import read_batches, read_ledger
 from tests.distributed.flipping_main import TENSOR
 from tests.support import warm
 from tests.support.ranks import Ranks, newest_state
