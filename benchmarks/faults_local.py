@@ -31,7 +31,8 @@ from typing import Any
 import torch
 
 from pipeline.data.format import DatasetIndex, read_index
-from pipeline.data.record import read_batches, read_ledger
+from pipeline.data.ledger import read_ledger
+from pipeline.data.record import read_batches
 from pipeline.errors import EXIT_PREEMPTED, EXIT_STOPPED
 from pipeline.runtime.run_folder import RunFolder
 from tests.support.ranks import Ranks, losses, newest_state, records

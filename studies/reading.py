@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from pipeline.config.load import build
 from pipeline.config.runs import PretrainConfig
-from pipeline.data.record import read_batches, read_ledger
+from pipeline.data.ledger import read_ledger
+from pipeline.data.record import read_batches
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, EXIT_PREEMPTED, DataError
 from pipeline.runtime.files import read_json_lines, write_json_atomic
 from pipeline.runtime.run_folder import RunFolder

@@ -29,7 +29,7 @@ from pipeline.checkpoints.state import (
 )
 from pipeline.config.runs import RunConfig
 from pipeline.data.format import FORMAT_VERSION, INDEX_FILE, DataIdentity
-from pipeline.data.record import Ledger, read_ledger
+from pipeline.data.ledger import Ledger, read_ledger
 from pipeline.errors import CheckpointError
 from pipeline.runtime import dist
 from pipeline.runtime.env import ProcessInfo

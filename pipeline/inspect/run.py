@@ -21,12 +21,13 @@ from pipeline.config.train import BatchRange
 from pipeline.data.counts import sequences_at
 from pipeline.data.dataset import Batch
 from pipeline.data.format import DatasetIndex
+from pipeline.data.ledger import Ledger, read_ledger
 from pipeline.data.objects import open_index
 from pipeline.data.order import Locations
 from pipeline.data.packing import Packing
 from pipeline.data.pairs import Pair
 from pipeline.data.reader import Block
-from pipeline.data.record import BatchRecord, Ledger, number_of_step, read_batches, read_ledger
+from pipeline.data.record import BatchRecord, number_of_step, read_batches
 from pipeline.data.run_order import DataRank, TrainSteps
 from pipeline.errors import DataError
 from pipeline.objectives.inputs import train_steps

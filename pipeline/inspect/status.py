@@ -15,7 +15,7 @@ from pipeline.checkpoints.manifest import Manifest, newest_readable
 from pipeline.config.runs import load_run
 from pipeline.config.schedule import budget_left_s
 from pipeline.config.train import TrainConfig
-from pipeline.data.record import read_ledger
+from pipeline.data.ledger import read_ledger
 from pipeline.errors import (
     EXIT_FAILED_DO_NOT_RETRY,
     EXIT_FINISHED,

@@ -24,9 +24,10 @@ from pipeline.config.runs import RunConfig
 from pipeline.config.schedule import alpha, is_over
 from pipeline.data.counts import sequences_at
 from pipeline.data.format import DatasetIndex
+from pipeline.data.ledger import Rewind, read_ledger
 from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.data.reader import refuse_unlisted
-from pipeline.data.record import Rewind, read_batches, read_ledger
+from pipeline.data.record import read_batches
 from pipeline.data.run_order import DataRank
 from pipeline.data.staging import stage
 from pipeline.errors import EXIT_FINISHED, EXIT_PREEMPTED, BusyError, DataError

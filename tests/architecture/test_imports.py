@@ -27,7 +27,7 @@ TORCH_FREE = {
     "pipeline.runtime.rank", "pipeline.runtime.stop", "pipeline.kernels.choose",
     "pipeline.model.architecture", "pipeline.model.cost", "pipeline.model.describe",
     "pipeline.data.format", "pipeline.data.objects", "pipeline.data.workers",
-    "pipeline.data.record", "pipeline.inspect",
+    "pipeline.data.ledger", "pipeline.data.record", "pipeline.inspect",
     "pipeline.use.evaluate_command", "pipeline.use.pretrain", "pipeline.data.reader",
     "pipeline.tokenizer",
     "pipeline.tasks", "pipeline.finetune.commands", "pipeline.finetune.baselines",

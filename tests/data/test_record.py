@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.data.record import NonFinite, Rewind, add_to_ledger, read_ledger
+from pipeline.data.ledger import NonFinite, Rewind, add_to_ledger, read_ledger
 from pipeline.errors import DataError
 
 

@@ -12,7 +12,8 @@ import torch
 
 from pipeline.checkpoints.manifest import newest_good, read_manifest, verify
 from pipeline.data.format import DatasetIndex
-from pipeline.data.record import read_batches, read_ledger
+from pipeline.data.ledger import read_ledger
+from pipeline.data.record import read_batches
 from tests.distributed.conftest import Train
 from tests.support.damage import flip, needs_mount
 from tests.support.ranks import assert_same_bits, losses, newest_state, records

@@ -9,7 +9,8 @@ import torch
 
 from pipeline.checkpoints.manifest import published
 from pipeline.data.format import DatasetIndex
-from pipeline.data.record import read_batches, read_ledger
+from pipeline.data.ledger import read_ledger
+from pipeline.data.record import read_batches
 from tests.distributed.flipping_main import TENSOR
 from tests.support import warm
 from tests.support.ranks import Ranks, newest_state

@@ -10,7 +10,8 @@ import torch
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import DatasetIndex
-from pipeline.data.record import Rewind, read_batches, read_ledger
+from pipeline.data.ledger import Rewind, read_ledger
+from pipeline.data.record import read_batches
 from pipeline.data.run_order import DataRank
 from tests.support import warm
 from tests.support.ranks import CONFIG, Ranks, losses, newest_state, records

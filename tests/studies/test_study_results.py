@@ -14,7 +14,7 @@ import torch
 
 from pipeline.config.model import ModelConfig
 from pipeline.data.format import DatasetIndex
-from pipeline.data.record import NonFinite, add_to_ledger
+from pipeline.data.ledger import NonFinite, add_to_ledger
 from pipeline.errors import ConfigError, DataError
 from pipeline.model.encoder import EncoderModel, MaskedLanguageModel
 from pipeline.model.layers import Trace
