@@ -85,6 +85,17 @@ def next_number(run_dir: Path) -> int:
     return max((int(name) for name in names if re.fullmatch(r"\d{4,}", name)), default=0) + 1
 
 
+def last_folder(run_dir: Path) -> Path:
+    """Name the folder of the newest submission; one that is not there if there was none."""
+    return submission_folder(run_dir, next_number(run_dir) - 1)
+
+
+def failed_stages(folder: Path) -> dict[str, str]:
+    """Read which part of which stage failed in a submission of a preparation, by stage."""
+    marks = sorted(folder.glob(f"{FAILED_MARK}*"))
+    return {mark.name.removeprefix(FAILED_MARK): mark.read_text().strip() for mark in marks}
+
+
 def submissions(run_dir: Path) -> list[Submission]:
     """Read all submissions of a run, oldest first; empty if it was never submitted."""
     return [_submission(path) for path in sorted((run_dir / FOLDER).glob(f"*/{SUBMISSION_FILE}"))]
