@@ -3,6 +3,10 @@
 Time and memory come from the closed forms of `pipeline.model.cost`; speeds of the cluster come from
 `hardware` of its profile, and the text names each assumption.
 
+A multi-task run is planned without its data, so every row counts as long as its task allows, and an
+example as one row, also where it has more (choices, candidates, windows). `postnorm benchmark` and
+`finetune` read the data and count tokens (`pipeline.finetune.cost`).
+
 A rank of n sends, and receives, in each step
 
     2 (n - 1) / n * bytes   of what is all-reduced (a reduce-scatter, then an all-gather),
@@ -11,10 +15,6 @@ A rank of n sends, and receives, in each step
 over the slowest of the links that the job uses: inside a node, or between nodes. The time of an
 exchange is these bytes over the link's bus bandwidth, the unit of nccl-tests (NVIDIA/nccl-tests,
 doc/PERFORMANCE.md) and of what preflight measures. Latency is not counted, and no pass hides it.
-
-A multi-task run is planned without its data, so every row counts as long as its task allows, and an
-example as one row, also where it has more (choices, candidates, windows). `postnorm benchmark` and
-`finetune` read the data and count tokens (`pipeline.finetune.cost`).
 """
 
 import json
@@ -22,15 +22,13 @@ import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from launch.cluster import ClusterConfig
 from pipeline.config.data import DataConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.objective import ObjectiveConfig
-from pipeline.config.runs import PretrainConfig, load_run
-from pipeline.config.train import KernelsConfig, TrainConfig
+from pipeline.config.runs import PretrainConfig, RunConfig, TaskRunConfig, load_run
 from pipeline.data.format import INDEX_FILE
 from pipeline.data.objects import find_index
 from pipeline.errors import ConfigError
@@ -117,9 +115,9 @@ def plan(config: PretrainConfig, cluster: ClusterConfig) -> RunPlan:
         )
     model = replace(config.model, vocab_size=vocab_size)
     steps = config.train.num_steps
+    flops_per_s = hardware.flops_per_rank * hardware.utilisation
     parameters = cost.parameters(model, config.objective)["total"]
     slots, flops, sent = _work(config, model, parameters, ranks)
-    flops_per_s = hardware.flops_per_rank * hardware.utilisation
     bus = bus_of(cluster)
     exchange_s = sent / bus.bytes_per_s if bus else None
     train_s = None
@@ -137,14 +135,8 @@ def plan(config: PretrainConfig, cluster: ClusterConfig) -> RunPlan:
     failure_s = hardware.node_mtbf_hours * 3600 / cluster.nodes
     best_s = best_interval_s(save_s, failure_s)
     every_s = config.checkpoint.every_steps * step_s if step_s is not None else None
-    fused = _fused(config.kernels, config.model, config.train, cluster)
-    head = config.data.mask_prob, config.objective
-    activations = partial(_activations, config.train, model, fused, head, last.seq_len)
-    gpu_bytes, largest = hardware.memory_bytes, None
-    if gpu_bytes is not None:
-        sizes = [size for size in range(1, share + 1) if share % size == 0]
-        room = _MEMORY_SHARE * gpu_bytes - state
-        largest = max((size for size in sizes if activations(size) <= room), default=None)
+    gpu_bytes = hardware.memory_bytes
+    fused = _fused(config, cluster)
     result = RunPlan(
         parameters=parameters,
         ranks=ranks,
@@ -160,9 +152,11 @@ def plan(config: PretrainConfig, cluster: ClusterConfig) -> RunPlan:
         sequences_per_rank=share,
         micro_batch=last.micro_batch,
         accumulation=share // last.micro_batch,
-        largest_micro_batch=largest,
+        largest_micro_batch=_largest_micro_batch(config, model, share, state, gpu_bytes, fused),
         state_bytes=state,
-        activation_bytes=activations(last.micro_batch),
+        activation_bytes=_activations(
+            config, model, last.micro_batch, last.seq_len, fused, _head(config)
+        ),
         fused=cost.fused_parts(config.model, fused),
         gpu_bytes=gpu_bytes,
         checkpoint_bytes=checkpoint,
@@ -318,8 +312,15 @@ def plan_mix(mix: TaskMix, cluster: ClusterConfig) -> MixPlan:
     require_split(mix, ranks)
     model = _architecture(config.init_from)
     data = config.data or DataConfig(dir=config.run_dir)
-    train, head = config.train.single, (data.mask_prob, ObjectiveConfig())
-    fused = _fused(config.kernels, model, train, cluster)
+    # In the trainer's terms; each task has a length of its own, so here is any that fits.
+    run = TaskRunConfig(
+        run_dir=config.run_dir,
+        model=model,
+        data=replace(data, seq_len=8),
+        train=config.train.single,
+        kernels=config.kernels,
+    )
+    fused = _fused(run, cluster)
     tasks, activations = [], 0
     for name, share in _shares(mix).items():
         member, length = mix.members[name], data.seq_len
@@ -332,14 +333,17 @@ def plan_mix(mix: TaskMix, cluster: ClusterConfig) -> MixPlan:
         tasks.append(TaskPlan(name, share, examples, length, examples * length * each.total))
         rows = mix.batch_of(name) // (ranks * member.parts)
         # With an MLM head for tasks, too: theirs are not known here, and smaller.
-        activations = max(activations, _activations(train, model, fused, head, length, rows))
+        activations = max(
+            activations,
+            _activations(run, model, rows, length, fused, (data.mask_prob, ObjectiveConfig())),
+        )
     flops = sum(task.flops for task in tasks)
     speed = hardware.flops_per_rank
     parameters = cost.parameters(model)["total"]
     train_s = exchange_s = None
     if speed:
         train_s = flops / (speed * hardware.utilisation * ranks)
-        exchange_s = _exchange_of_mix(mix, cluster, train, parameters)
+        exchange_s = _exchange_of_mix(mix, cluster, run, parameters)
         train_s += (exchange_s or 0.0) * config.train.num_steps
     kept = 0
     if config.balance.needs_gradients:
@@ -361,11 +365,15 @@ def plan_mix(mix: TaskMix, cluster: ClusterConfig) -> MixPlan:
 
 
 def _exchange_of_mix(
-    mix: TaskMix, cluster: ClusterConfig, train: TrainConfig, parameters: int
+    mix: TaskMix, cluster: ClusterConfig, run: RunConfig, parameters: int
 ) -> float | None:
     """Compute the seconds of a step's exchange; None: the speed of a link is not known.
 
-    The rule of balance may average the gradient of each task by itself.
+    Args:
+        mix: its rule of balance may average the gradient of each task by itself.
+        cluster: with the speeds of its links.
+        run: the mix in the trainer's terms.
+        parameters: of the model.
     """
     bus = bus_of(cluster)
     if bus is None:
@@ -376,7 +384,7 @@ def _exchange_of_mix(
         distinct = sum(1 - (1 - share) ** draws for share in of.values())
         times += (distinct - 1) / (balance.every if balance.norms == "late" else 1)
     passes = draws * sum(share * mix.members[name].parts for name, share in of.items())
-    return times * sent_bytes(train, parameters, passes, cluster.num_ranks) / bus.bytes_per_s
+    return times * sent_bytes(run, parameters, passes, cluster.num_ranks) / bus.bytes_per_s
 
 
 def _architecture(init_from: str) -> ModelConfig:
@@ -516,7 +524,7 @@ def _work(
         passes = place.size // ranks // place.micro_batch
         slots += float(steps * of_step)
         flops += steps * (of_step * of_token.total)
-        sent += steps * sent_bytes(config.train, parameters, passes, ranks)
+        sent += steps * sent_bytes(config, parameters, passes, ranks)
     return slots, flops, sent
 
 
@@ -556,7 +564,7 @@ def bus_of(cluster: ClusterConfig) -> Bus | None:
     return min(buses, key=lambda bus: bus.bytes_per_s, default=Bus(math.inf, ""))
 
 
-def exchanged_bytes(train: TrainConfig, parameters: int, passes: float) -> dict[str, float]:
+def exchanged_bytes(config: RunConfig, parameters: int, passes: float) -> dict[str, float]:
     """Count the bytes of whole tensors in a step of so many backward passes, by collective.
 
     They are those of `pipeline/train/engine.py` with DeepSpeed 0.19.8, which
@@ -565,9 +573,9 @@ def exchanged_bytes(train: TrainConfig, parameters: int, passes: float) -> dict[
     for every micro-batch. Stage 3 gathers weights for every micro-batch, and a model too large to
     be kept for its backward pass twice.
     """
-    stage = train.zero_stage
+    stage = config.train.zero_stage
     gradients = float(_GRADIENT_BYTES * parameters)
-    weights = float((2 if train.precision == "bf16" else 4) * parameters)
+    weights = float((2 if config.train.precision == "bf16" else 4) * parameters)
     if stage == 0:
         return {"all-reduce": gradients}
     if stage < 3:
@@ -576,44 +584,65 @@ def exchanged_bytes(train: TrainConfig, parameters: int, passes: float) -> dict[
     return {"reduce-scatter": gradients * passes, "all-gather": weights * times}
 
 
-def sent_bytes(train: TrainConfig, parameters: int, passes: float, ranks: int) -> float:
+def sent_bytes(config: RunConfig, parameters: int, passes: float, ranks: int) -> float:
     """Count the bytes that each rank sends, and receives, in a step."""
-    whole = exchanged_bytes(train, parameters, passes)
+    whole = exchanged_bytes(config, parameters, passes)
     return sum(
         (2 if kind == "all-reduce" else 1) * (ranks - 1) / ranks * num_bytes
         for kind, num_bytes in whole.items()
     )
 
 
-def _fused(
-    kernels: KernelsConfig, model: ModelConfig, train: TrainConfig, cluster: ClusterConfig
-) -> Choice:
+def _fused(config: RunConfig, cluster: ClusterConfig) -> Choice:
     """Predict the kernels that the run will choose, if its GPUs support fused ones."""
     if not cluster.gpus_per_node:
         return REFERENCE
-    return expected_on_gpu(kernels, model, train.precision)
+    return expected_on_gpu(config.kernels, config.model, config.train.precision)
+
+
+def _head(config: PretrainConfig) -> tuple[float, ObjectiveConfig]:
+    return config.data.mask_prob, config.objective
 
 
 def _activations(
-    train: TrainConfig,
+    config: RunConfig,
     model: ModelConfig,
+    micro_batch: int,
+    seq_len: int,
     fused: Choice,
     head: tuple[float, ObjectiveConfig],
-    seq_len: int,
-    micro_batch: int,
 ) -> int:
     """Count the bytes of a micro-batch; `head`: share of tokens that it predicts, and its kind."""
+    value = 2 if config.train.precision == "bf16" else 4
     masked_share, objective = head
     return cost.activation_bytes(
         model,
         micro_batch * seq_len,
         seq_len,
-        cost.Sizes(2 if train.precision == "bf16" else 4),
+        cost.Sizes(value),
         masked_share,
-        checkpoint_layers=train.activation_checkpoint_layers,
+        checkpoint_layers=config.train.activation_checkpoint_layers,
         fused=fused,
         objective=objective,
     )["total"]
+
+
+def _largest_micro_batch(
+    config: PretrainConfig,
+    model: ModelConfig,
+    share: int,
+    state: int,
+    gpu_bytes: float | None,
+    fused: Choice,
+) -> int | None:
+    if gpu_bytes is None:
+        return None
+    seq_len = config.batches.stretches[-1].seq_len
+    sizes = [size for size in range(1, share + 1) if share % size == 0]
+    room = _MEMORY_SHARE * gpu_bytes - state
+    given = seq_len, fused, _head(config)
+    fits = [size for size in sizes if _activations(config, model, size, *given) <= room]
+    return max(fits, default=None)
 
 
 def _free_bytes(run_dir: Path) -> int | None:

@@ -23,7 +23,7 @@ def test_a_plan_counts_the_bytes_that_move(start_command: Starter, tmp_path: Pat
     found = json.loads(file.read_text())
     for (stage, accumulation), (size, moved) in zip(CASES, found, strict=True):
         config = load(PretrainConfig, RECIPE, [f"train.zero_stage={stage}"]).config
-        expected = exchanged_bytes(config.train, size, accumulation)
+        expected = exchanged_bytes(config, size, accumulation)
         # Beside them are a few numbers a step: norms, weights of losses, and order checks.
         few = 0.02 * size * 4
         left = {kind: count for kind, count in moved.items() if count > few}

@@ -79,13 +79,13 @@ def _config(*overrides: str) -> PretrainConfig:
 )
 def test_sixteen_ranks_by_hand(stage: int, passes: int, sent: float) -> None:
     config = _config(f"train.zero_stage={stage}")
-    assert sent_bytes(config.train, 100_000_000, passes, 16) == pytest.approx(sent)
-    assert sent_bytes(config.train, 100_000_000, passes, 1) == 0
+    assert sent_bytes(config, 100_000_000, passes, 16) == pytest.approx(sent)
+    assert sent_bytes(config, 100_000_000, passes, 1) == 0
 
 
 def test_weights_that_cannot_be_kept_are_gathered_twice() -> None:
     gathered = [
-        exchanged_bytes(_config("train.zero_stage=3").train, size, 1)["all-gather"] / size
+        exchanged_bytes(_config("train.zero_stage=3"), size, 1)["all-gather"] / size
         for size in (400_000_000, 600_000_000)
     ]
     assert gathered == [2, 4]
