@@ -25,7 +25,7 @@ import numpy as np
 from data_prep.clean.normalise import normalise
 from data_prep.config import DecontaminateConfig, PrepConfig
 from data_prep.decontaminate import eval_items
-from data_prep.decontaminate.search import Finder
+from data_prep.decontaminate.search import Finder, load_tables
 from data_prep.decontaminate.stages import eval_set_task, run_eval_sets
 from data_prep.pieces import batches
 from pipeline.config.load import load
@@ -66,7 +66,7 @@ def _measure(config: DecontaminateConfig, clean: Any, texts: list[str]) -> dict[
         start = time.process_time()
         result, _ = run_eval_sets(task)
         eval_s = time.process_time() - start
-        finder = Finder(task.folder, config)
+        finder = Finder(load_tables(task.folder), config)
         groups = [[d["text"] for d in batch] for batch in batches({"text": t} for t in texts)]
         finder.find(groups[0])  # makes the table of letters
         best = float("inf")

@@ -36,7 +36,7 @@ from pipeline.inspect.status import valid_lines
 from pipeline.runtime.files import read_json_lines
 from pipeline.runtime.run_folder import RunFolder
 from pipeline.train.doctor import LastStep, PlateauDoctor, reach
-from pipeline.train.health import GroupNorms
+from pipeline.train.metrics import GroupNorms
 
 _DEMO = Path(__file__).parents[1] / "configs/prep/demo.yaml"
 _STARTS = {

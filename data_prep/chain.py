@@ -12,7 +12,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
-from data_prep import index, ingest, losses, shards
+from data_prep import documents, index, ingest, shards
 from data_prep.config import PrepConfig
 from data_prep.corpus import Corpus, Progress
 from data_prep.decontaminate import stages as evaluated
@@ -199,7 +199,7 @@ def look(corpus: Corpus) -> list[tuple[Stage, list[Done | None]]]:
 def _check_read(progress: Progress, *, warns: bool) -> None:
     records = zip(progress.corpus.pieces, progress.records["ingest"], strict=True)
     for source, parts in groupby(records, key=lambda part: part[0].source):
-        losses.check(source, (done.result["read"] for _, done in parts), warns=warns)
+        documents.check_losses(source, (done.result["read"] for _, done in parts), warns=warns)
 
 
 def _refuse_empty(progress: Progress) -> None:

@@ -112,9 +112,8 @@ class SourceConfig:
     def of_texts(self) -> dict[str, Any]:
         """Return the settings that the texts of the source depend on, but rules and own code."""
         settings = dataclasses.asdict(self)
-        for name in ("weight", "on_unreadable", "max_lost_share", "near_threshold"):
-            del settings[name]
-        for name in ("reader", "clean", "filters"):
+        sampling = ("weight", "on_unreadable", "max_lost_share", "near_threshold")
+        for name in (*sampling, "reader", "clean", "filters"):
             del settings[name]
         return settings
 

@@ -24,7 +24,7 @@ import numpy as np
 from data_prep import inputs
 from data_prep.clean.normalise import normalise
 from data_prep.config import CleanConfig, PrepConfig, SourceConfig
-from data_prep.datasheet.gather import Mask, beginning, mask_of, side_by_side
+from data_prep.datasheet.gather import beginning, mask_of, side_by_side
 from data_prep.datasheet.page import colours, fill, percent
 from data_prep.dedup.minhash import agreements, signatures, similarity
 from data_prep.dedup.near import bucket_pairs, settings_of
@@ -97,10 +97,19 @@ def try_filters(config: PrepConfig, documents: int) -> dict[str, Any]:
             chain = Chain(config.filters_of(source), source.name)
             mask = mask_of(config.filters_of(source))
             for item in sample(config, source, quota):
-                reason, detail = _try(config.clean_of(source), chain, item, of)
+                reason, detail = _try(config.clean_of(source), chain, item, of.rules)
+                of.documents += 1
+                of.kept += not reason
                 if reason:
-                    shown = {"source": source.name, **_shown(item, mask), "detail": detail}
-                    examples[reason].append(shown)
+                    of.rejected[reason] += 1
+                    is_unread = isinstance(item, Rejected)
+                    raw = (
+                        item.text
+                        if isinstance(item, Document)
+                        else item.raw.decode(errors="replace")
+                    )
+                    shown = {"id": mask(item.id), "text": beginning({"raw": raw}, is_unread, mask)}
+                    examples[reason].append({"source": source.name, **shown, "detail": detail})
                 elif config.dedup.near_duplicates and isinstance(item, Document):
                     text = normalise(item.text, config.clean_of(source))
                     kept.append({"source": source, "id": item.id, "text": text})
@@ -123,42 +132,32 @@ def _near_pairs(config: PrepConfig, documents: Sequence[dict[str, Any]]) -> list
     """
     if not documents:
         return []
-    parts = [signatures([each["text"]], settings_of(config.dedup)) for each in documents]
+    settings = settings_of(config.dedup)
+    parts = [signatures([document["text"]], settings) for document in documents]
     bands = np.concatenate([part.bands for part in parts])
     sketches = np.concatenate([part.sketch for part in parts])
     signed = np.flatnonzero(bands[:, 0]).astype(np.uint32)
     of_bands = [bucket_pairs(bands[signed, band], signed) for band in range(bands.shape[1])]
     pairs = np.unique(np.concatenate(of_bands))
-    later, earlier = (
-        (pairs >> np.uint64(32)).astype(int),
-        (pairs & np.uint64(2**32 - 1)).astype(int),
-    )
+    halves = pairs >> np.uint64(32), pairs & np.uint64(2**32 - 1)
+    later, earlier = (half.astype(int) for half in halves)
     jaccard = similarity(agreements(sketches[later], sketches[earlier]))
-    thresholds = [config.near_threshold_of(each["source"]) for each in documents]
+    thresholds = [config.near_threshold_of(document["source"]) for document in documents]
     limits = np.array(thresholds)[later]
     nearest = np.argsort(abs(jaccard - limits), kind="stable")
-    different = [i for i in nearest.tolist() if jaccard[i] < 1][:EXAMPLES]
-    return [
-        {
-            "source": documents[later[i]]["source"].name,
-            "jaccard": round(float(jaccard[i]), 3),
-            "threshold": float(limits[i]),
-            **side_by_side(
-                documents[later[i]],
-                documents[earlier[i]],
-                mask_of(config.filters_of(documents[later[i]]["source"])),
-            ),
-        }
-        for i in different
-    ]
+    shown = []
+    for i in [i for i in nearest.tolist() if jaccard[i] < 1][:EXAMPLES]:
+        dropped, kept = documents[later[i]], documents[earlier[i]]
+        numbers = {"jaccard": round(float(jaccard[i]), 3), "threshold": float(limits[i])}
+        texts = side_by_side(dropped, kept, mask_of(config.filters_of(dropped["source"])))
+        shown.append({"source": dropped["source"].name, **numbers, **texts})
+    return shown
 
 
 def sample(config: PrepConfig, source: SourceConfig, quota: int) -> list[Document | Rejected]:
     """Draw up to `quota` documents and unreadable lines of a source, as the module says."""
-    drawn = heapq.nsmallest(
-        quota,
-        ((hash_share(item.id, "try"), i, item) for i, item in enumerate(_first(config, source))),
-    )
+    items = enumerate(_first(config, source))
+    drawn = heapq.nsmallest(quota, ((hash_share(item.id, "try"), i, item) for i, item in items))
     return [item for _, _, item in sorted(drawn, key=lambda entry: entry[1])]
 
 
@@ -175,26 +174,20 @@ def _first(config: PrepConfig, source: SourceConfig) -> Iterator[Document | Reje
                 break
 
 
-def _try(clean: CleanConfig, chain: Chain, item: Document | Rejected, of: Tried) -> tuple[str, str]:
-    """Apply the rules to one document; return the reason to reject it, if any, and the value."""
-    reason, detail = _outcome(clean, chain, item, of)
-    of.documents += 1
-    of.kept += not reason
-    of.rejected.update([reason] if reason else [])
-    return reason, detail
-
-
-def _outcome(
-    clean: CleanConfig, chain: Chain, item: Document | Rejected, of: Tried
+def _try(
+    clean: CleanConfig, chain: Chain, item: Document | Rejected, measured: dict[str, Measured]
 ) -> tuple[str, str]:
+    """Apply the rules to one document; return the reason to reject it, if any, and the value.
+
+    What each rule measures is added to `measured`.
+    """
     if isinstance(item, Rejected):
         return item.reason, item.detail
     text = normalise(item.text, clean)
     if len(text) < clean.min_chars:
         return f"shorter than {clean.min_chars} characters", str(len(text))
     for rule, value, limit, is_lowest in (c for rules in chain.sets for c in rules.measure(text)):
-        measured = of.rules.setdefault(rule, Measured(limit or 0.0, is_lowest))
-        measured.values.append(value)
+        measured.setdefault(rule, Measured(limit or 0.0, is_lowest)).values.append(value)
     outcome = chain.apply(text, item)
     return (outcome.reason, outcome.detail) if isinstance(outcome, Dropped) else ("", "")
 
@@ -223,20 +216,14 @@ def document_text(config: PrepConfig, document_id: str) -> str:
 
 
 def _one(clean: CleanConfig, chain: Chain, item: Document | Rejected) -> str:
-    of = Tried()
-    reason, detail = _try(clean, chain, item, of)
+    rules: dict[str, Measured] = {}
+    reason, detail = _try(clean, chain, item, rules)
     rows = [("rule", "measured", "", "limit", "")]
-    for rule, measured in of.rules.items():
+    for rule, measured in rules.items():
         sign, failed = ">=" if measured.is_lowest else "<=", "rejects" if measured.beyond() else ""
         rows.append((rule, f"{measured.values[-1]:.4g}", sign, f"{measured.limit:g}", failed))
     became = f"rejected: {reason} {detail}".rstrip() if reason else "kept"
     return "\n".join([f"{item.id}: {became}", *(table(rows, right=[1, 3]) if rows[1:] else ())])
-
-
-def _shown(item: Document | Rejected, mask: Mask) -> dict[str, str]:
-    is_unread = isinstance(item, Rejected)
-    raw = item.raw.decode(errors="replace") if isinstance(item, Rejected) else item.text
-    return {"id": mask(item.id), "text": beginning({"raw": raw}, is_unread, mask)}
 
 
 def _spread(examples: Sequence[dict[str, str]]) -> list[dict[str, str]]:

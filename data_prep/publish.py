@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,24 +54,48 @@ def publish(dataset: Path, address: str) -> Sent:
     """
     if not is_address(address):
         raise ConfigError(f"{address!r} is not an address: expected such as s3://bucket/path")
-    index = read_index(dataset)
+    address, index = address.rstrip("/"), read_index(dataset)
     refuse_unlisted(index)
     *files, last = _files(index)
-    target = _Target(address.rstrip("/"), index)
+    there = {name: file for file, name, _ in remote.list_files(address)}
+    # sha256 and version, by name.
+    read_back = _receipt(address, there, index).get("read_back", {})
+    sent: list[_PublishedFile] = []
+
+    def send(file: _PublishedFile) -> int:
+        """Send a file unless it is there, and read it back; return its size."""
+        found = there.get(file.name)
+        if found is None or not _is_right(file, found, read_back.get(file.name)):
+            found = _upload(file, f"{address}/{file.name}")
+            sent.append(file)
+        read_back[file.name] = [file.sha256, found.version]
+        return file.num_bytes
+
+    def record() -> float:
+        """Write down which dataset this is and what was read back; return the time."""
+        # A copy: other threads add to it.
+        body = {"fingerprint": index.fingerprint, "read_back": read_back.copy()}
+        with tempfile.NamedTemporaryFile("w", suffix=".json") as written:
+            json.dump(body, written, indent=1)
+            written.flush()
+            remote.upload(Path(written.name), f"{address}/{RECEIPT_FILE}")
+        return time.monotonic()
+
+    recorded_s = record()
     total = sum(file.num_bytes for file in (*files, last))
     with progress("publish", total, "B", stays=True) as advance:
         pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="publish")
         try:
-            for job in as_completed([pool.submit(target.send, file) for file in files]):
-                advance(job.result().num_bytes)
-                target.record(after_s=_RECORD_EVERY_S)
+            for job in as_completed([pool.submit(send, file) for file in files]):
+                advance(job.result())
+                if time.monotonic() - recorded_s >= _RECORD_EVERY_S:
+                    recorded_s = record()
         finally:
             pool.shutdown(cancel_futures=True)
-            target.record()
-        advance(target.send(last).num_bytes)
-    num_sent = len(target.sent)
-    num_bytes = sum(file.num_bytes for file in target.sent)
-    return Sent(num_sent, num_bytes, len(files) + 1 - num_sent)
+            record()
+        advance(send(last))
+    num_bytes = sum(file.num_bytes for file in sent)
+    return Sent(len(sent), num_bytes, len(files) + 1 - len(sent))
 
 
 def problems(address: str) -> Iterator[str]:
@@ -96,8 +119,7 @@ def problems(address: str) -> Iterator[str]:
             advance(1)
 
 
-@dataclass(frozen=True)
-class _PublishedFile:
+class _PublishedFile(NamedTuple):
     name: str
     path: Path
     num_bytes: int
@@ -119,79 +141,51 @@ def _files(index: DatasetIndex) -> list[_PublishedFile]:
     return files
 
 
-class _Target:
-    """An address, what is there, and what was read back; files are sent by several threads."""
-
-    def __init__(self, address: str, index: DatasetIndex) -> None:
-        """Look at what is there; refuse an address that holds anything else than this dataset."""
-        self.sent: list[_PublishedFile] = []
-        self._address, self._fingerprint = address, index.fingerprint
-        self._recorded_s = 0.0
-        self._there = {name: file for file, name, _ in remote.list_files(address)}
-        receipt: dict[str, Any] = {}
-        for name in (INDEX_FILE, RECEIPT_FILE):
-            if name not in self._there:
-                continue
-            found = _read_json(self._there[name])
-            if found.get("fingerprint") != index.fingerprint:
-                state = "holds" if name == INDEX_FILE else "holds a part of"
-                raise ConfigError(
-                    f"{address} {state} another dataset, of fingerprint "
-                    f"{found.get('fingerprint')}; {index.folder} has {index.fingerprint}. Choose "
-                    "another address, or remove what is there"
-                )
-            receipt |= found
-        if self._there and not receipt:
+def _receipt(address: str, there: dict[str, RemoteFile], index: DatasetIndex) -> dict[str, Any]:
+    """Read what is on record at an address; refuse one that holds anything but this dataset."""
+    receipt: dict[str, Any] = {}
+    for name in (INDEX_FILE, RECEIPT_FILE):
+        if name not in there:
+            continue
+        found = _read_json(there[name])
+        if found.get("fingerprint") != index.fingerprint:
+            state = "holds" if name == INDEX_FILE else "holds a part of"
             raise ConfigError(
-                f"{address} holds {len(self._there)} files and no dataset, such as "
-                f"{min(self._there)}; choose an empty folder of the store"
+                f"{address} {state} another dataset, of fingerprint {found.get('fingerprint')}; "
+                f"{index.folder} has {index.fingerprint}. Choose another address, or remove what "
+                "is there"
             )
-        self._read_back: dict[str, list[Any]] = receipt.get("read_back", {})
-        """sha256 and version, by name."""
-        self.record()
+        receipt |= found
+    if there and not receipt:
+        raise ConfigError(
+            f"{address} holds {len(there)} files and no dataset, such as {min(there)}; choose an "
+            "empty folder of the store"
+        )
+    return receipt
 
-    def send(self, file: _PublishedFile) -> _PublishedFile:
-        """Send a file unless it is there, and read it back; return it."""
-        there = self._there.get(file.name)
-        if there is None or not self._is_right(file, there):
-            there = self._upload(file)
-            self.sent.append(file)
-        self._read_back[file.name] = [file.sha256, there.version]
-        return file
 
-    def _is_right(self, file: _PublishedFile, there: RemoteFile) -> bool:
-        if there.num_bytes != file.num_bytes:
-            return False
-        known = there.version and self._read_back.get(file.name) == [file.sha256, there.version]
-        return bool(known) or _sha256_at(there.address) == file.sha256
+def _is_right(file: _PublishedFile, there: RemoteFile, read_back: list[Any] | None) -> bool:
+    """Compare an object with its file: by the version that was read back, else by its hash."""
+    if there.num_bytes != file.num_bytes:
+        return False
+    known = there.version and read_back == [file.sha256, there.version]
+    return bool(known) or _sha256_at(there.address) == file.sha256
 
-    def _upload(self, file: _PublishedFile) -> RemoteFile:
-        if sha256_file(file.path) != file.sha256:
-            raise DataError(
-                f"{file.path} is damaged: the index expects sha256 {file.sha256}; `postnorm prep "
-                "verify` finds the member; restore the file from its source"
-            )
-        address = f"{self._address}/{file.name}"
-        remote.upload(file.path, address)
-        back = remote.stat(address)
-        if back.num_bytes != file.num_bytes or _sha256_at(address) != file.sha256:
-            raise StorageError(
-                f"{address} does not give back what was sent ({file.num_bytes} bytes of sha256 "
-                f"{file.sha256}); does another program write there? Run the same command again"
-            )
-        return back
 
-    def record(self, after_s: float = 0) -> None:
-        """Write down which dataset this is, and what was read back, if the last time is so old."""
-        if time.monotonic() - self._recorded_s < after_s:
-            return
-        self._recorded_s = time.monotonic()
-        # A copy: other threads add to it.
-        body = {"fingerprint": self._fingerprint, "read_back": self._read_back.copy()}
-        with tempfile.NamedTemporaryFile("w", suffix=".json") as written:
-            json.dump(body, written, indent=1)
-            written.flush()
-            remote.upload(Path(written.name), f"{self._address}/{RECEIPT_FILE}")
+def _upload(file: _PublishedFile, address: str) -> RemoteFile:
+    if sha256_file(file.path) != file.sha256:
+        raise DataError(
+            f"{file.path} is damaged: the index expects sha256 {file.sha256}; `postnorm prep "
+            "verify` finds the member; restore the file from its source"
+        )
+    remote.upload(file.path, address)
+    back = remote.stat(address)
+    if back.num_bytes != file.num_bytes or _sha256_at(address) != file.sha256:
+        raise StorageError(
+            f"{address} does not give back what was sent ({file.num_bytes} bytes of sha256 "
+            f"{file.sha256}); does another program write there? Run the same command again"
+        )
+    return back
 
 
 def _read_json(file: RemoteFile) -> dict[str, Any]:

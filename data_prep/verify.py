@@ -130,27 +130,28 @@ def _tokenizer_problems(index: DatasetIndex) -> Iterator[str]:
 
 def _shard_problems(index: DatasetIndex, shard: int, derived: _Derived) -> Iterator[str]:
     """Yield the problems of one shard: first in its bytes, then in its contents."""
-    rows = np.flatnonzero(index.blocks.shard == shard)
-    damaged = False
+    rows = np.flatnonzero(index.blocks.shard == shard).tolist()
+    path, expected = index.shard_path(shard), index.shards[shard].sha256
     try:
         reader = BlockReader(index, shards=[shard])
         reader.check_end(shard)
     except DataError as error:
         yield str(error)
         return
+    digest = sha256_file(path)
+    if digest == expected:
+        yield from _content_problems(index, rows, path, derived)
+        return
+    # Which blocks are damaged; none where it is between them.
+    is_told = False
     for row in rows:
         try:
-            reader.check(int(row))
+            reader.check(row)
         except DataError as error:
-            damaged = True
+            is_told = True
             yield str(error)
-    info = index.shards[shard]
-    path = index.shard_path(shard)
-    digest = sha256_file(path)
-    if digest != info.sha256 and not damaged:
-        yield f"shard {path} is damaged: sha256 {digest}, expected {info.sha256}"
-    if digest == info.sha256:
-        yield from _content_problems(index, rows.tolist(), path, derived)
+    if not is_told:
+        yield f"shard {path} is damaged: sha256 {digest}, expected {expected}"
 
 
 def _content_problems(

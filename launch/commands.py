@@ -13,7 +13,6 @@ from launch import control, logs, prep, sweep
 from launch.cluster import ClusterConfig, cluster_of
 from launch.decide import JobAttempt, Limits, StorageRetry, verdict
 from launch.local import combined_exit_code, run_local, run_program
-from launch.notify import notify_end
 from launch.plan import mix_text, plan, plan_json, plan_mix, plan_text
 from launch.preflight.check import check_node
 from launch.preflight.judge import gather, judge_nodes
@@ -61,6 +60,7 @@ from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, ConfigError
 from pipeline.multitask.config import MultiTaskConfig, TaskMix, is_mix, load_mix, require_split
 from pipeline.runtime import cli, env
 from pipeline.runtime.cli import CONFIG, OVERRIDES, RUN, Verb, argument, at_least, option, verb
+from pipeline.runtime.notify import notify_end
 from pipeline.runtime.run_folder import RunFolder
 from pipeline.runtime.summary import FolderSummary
 
@@ -394,7 +394,7 @@ def _decide(
     limits = Limits(max_restarts, max_attempts, time_limit)
     decision = verdict(begun, kind, limits, run_dir, StorageRetry(patience, job_ends))
     print(f"{'requeue' if decision.word == 'requeue' else 'end'}: {decision.reason}", flush=True)
-    notify_end(run_dir, f"{job}.{restart}", decision)
+    notify_end(run_dir, f"{job}.{restart}", decision.word, decision.reason)
     return decision.exit_code
 
 

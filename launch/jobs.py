@@ -18,13 +18,7 @@ from launch.submit import Origin, SubmissionPlan, prepare_mix, prepare_training,
 from launch.submit import submit as hand_over
 from pipeline.config.load import warn_of_unusual
 from pipeline.config.runs import load_run
-from pipeline.errors import (
-    EXIT_FINISHED,
-    EXIT_PREEMPTED,
-    EXIT_STOPPED,
-    ConfigError,
-    PostnormError,
-)
+from pipeline.errors import EXIT_FINISHED, EXIT_PREEMPTED, EXIT_STOPPED, ConfigError, PostnormError
 from pipeline.multitask.config import is_mix, load_mix
 from pipeline.runtime import env
 from pipeline.runtime.run_folder import RunFolder

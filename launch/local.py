@@ -16,7 +16,6 @@ from pathlib import Path
 from types import FrameType
 
 from launch.decide import JobAttempt, Limits, end_attempt, read_end
-from launch.notify import notify_end
 from launch.records import newest_checkpoint
 from pipeline.errors import (
     EXIT_FAILED_DO_NOT_RETRY,
@@ -28,6 +27,7 @@ from pipeline.errors import (
 )
 from pipeline.runtime import env
 from pipeline.runtime.env import RUN_DIR_VARIABLE, START_VARIABLE
+from pipeline.runtime.notify import notify_end
 from pipeline.runtime.run_folder import RunFolder, record_exit
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,8 @@ def run_local(words: list[str], kind: str, run_dir: Path, num_ranks: int, limits
         attempt = read_end(begun, kind, run_dir)
         decision = end_attempt(attempt, limits, run_dir)
         has_saved = attempt.codes == (EXIT_PREEMPTED,) * num_ranks
-        notify_end(run_dir, start, decision, goes_on=not (has_saved or is_asked))
+        goes_on = not (has_saved or is_asked)
+        notify_end(run_dir, start, decision.word, decision.reason, goes_on=goes_on)
         if has_saved:
             return EXIT_PREEMPTED  # asked to stop, of which rank 0 has told
         if decision.word != "requeue":

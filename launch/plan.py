@@ -1,11 +1,20 @@
 """The plan of a run: its time, memory, jobs and disk, before it starts. Pure; needs no SLURM.
 
-Time and memory come from the closed forms of `pipeline.model.cost` and `launch.comm_model`; speeds
-of the cluster come from `hardware` of its profile, and the text names each assumption.
+Time and memory come from the closed forms of `pipeline.model.cost`; speeds of the cluster come from
+`hardware` of its profile, and the text names each assumption.
 
 A multi-task run is planned without its data, so every row counts as long as its task allows, and an
 example as one row, also where it has more (choices, candidates, windows). `postnorm benchmark` and
 `finetune` read the data and count tokens (`pipeline.finetune.cost`).
+
+A rank of n sends, and receives, in each step
+
+    2 (n - 1) / n * bytes   of what is all-reduced (a reduce-scatter, then an all-gather),
+      (n - 1) / n * bytes   of what is only reduce-scattered or only all-gathered,
+
+over the slowest of the links that the job uses: inside a node, or between nodes. The time of an
+exchange is these bytes over the link's bus bandwidth, the unit of nccl-tests (NVIDIA/nccl-tests,
+doc/PERFORMANCE.md) and of what preflight measures. Latency is not counted, and no pass hides it.
 """
 
 import json
@@ -14,10 +23,8 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from launch.cluster import ClusterConfig
-from launch.comm_model import bus_of, sent_bytes
 from pipeline.config.data import DataConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.objective import ObjectiveConfig
@@ -40,6 +47,9 @@ _MEMORY_SHARE = 0.9
 _FREE_SHARE = 1.05
 _DIVIDE_MORE = (2, 3)
 """ZeRO stages without a closed form here: they take less than stage 1."""
+_GRADIENT_BYTES = 4
+_KEPT_ELEMENTS = 1e9
+"""Stage 3 keeps weights whose next use is nearer than this (stage3_max_reuse_distance)."""
 _STAGE_1 = "; the state is that of ZeRO stage 1, yours takes less"
 
 
@@ -104,15 +114,10 @@ def plan(config: PretrainConfig, cluster: ClusterConfig) -> RunPlan:
             "it from; prepare the data first, or add model.vocab_size=N to the command"
         )
     model = replace(config.model, vocab_size=vocab_size)
-    slots, stretches = _work(config, model)
-    flops = sum(one.steps * one.flops for one in stretches)
     steps = config.train.num_steps
     flops_per_s = hardware.flops_per_rank * hardware.utilisation
     parameters = cost.parameters(model, config.objective)["total"]
-    sent = sum(
-        one.steps * sent_bytes(config, parameters, one.size // ranks // one.micro_batch, ranks)
-        for one in stretches
-    )
+    slots, flops, sent = _work(config, model, parameters, ranks)
     bus = bus_of(cluster)
     exchange_s = sent / bus.bytes_per_s if bus else None
     train_s = None
@@ -500,32 +505,92 @@ def _problems(
         )
 
 
-class _EqualSteps(NamedTuple):
-    """Steps with equal batches, as the run has them."""
+def _work(
+    config: PretrainConfig, model: ModelConfig, parameters: int, ranks: int
+) -> tuple[float, float, float]:
+    """Count the run's slots, its FLOPs, and the bytes that each rank sends.
 
-    steps: int
-    size: int
-    """Number of sequences of a batch."""
-    micro_batch: int
-    flops: float
-    """FLOPs of one step."""
-
-
-def _work(config: PretrainConfig, model: ModelConfig) -> tuple[float, list[_EqualSteps]]:
-    """Count slots, and FLOPs by stretch, in which every token attends to its whole row."""
-    places = config.batches.stretches
-    ends = [place.number for place in places[1:]] + [config.train.num_steps]
-    slots = 0.0
-    found = []
+    FLOPs are counted as if every token attended to its whole row.
+    """
+    places, num_steps = config.batches.stretches, config.train.num_steps
+    ends = [*(place.number for place in places[1:]), num_steps]
+    slots = flops = sent = 0.0
     for place, end in zip(places, ends, strict=True):
-        count = max(0, min(end, config.train.num_steps) - place.number)
+        steps = max(0, min(end, num_steps) - place.number)
         of_step = place.size * place.seq_len
-        slots += float(count * of_step)
-        each = cost.flops_per_token(
+        of_token = cost.flops_per_token(
             model, place.seq_len, config.data.mask_prob, objective=config.objective
         )
-        found.append(_EqualSteps(count, place.size, place.micro_batch, of_step * each.total))
-    return slots, found
+        passes = place.size // ranks // place.micro_batch
+        slots += float(steps * of_step)
+        flops += steps * (of_step * of_token.total)
+        sent += steps * sent_bytes(config, parameters, passes, ranks)
+    return slots, flops, sent
+
+
+@dataclass(frozen=True)
+class Bus:
+    """The bus bandwidth of the slowest link that a job uses; infinite for a single rank."""
+
+    bytes_per_s: float
+    origin: str
+    """Which link it is and where the number is from, in words."""
+
+
+def bus_of(cluster: ClusterConfig) -> Bus | None:
+    """Take measured bandwidths of a profile, else a share of the data sheet's; None: not known."""
+    hardware, device = cluster.hardware, cost.limits(cluster.hardware.gpu)
+    # It is between two nodes that preflight measures, or inside the only one.
+    expected = cluster.preflight.bandwidth_gb_per_s or None
+    links = []
+    if cluster.num_ranks_per_node > 1:
+        sheet = device.link if device else None
+        in_node = expected if cluster.nodes == 1 else None
+        links.append(("inside a node", hardware.intra_node_gb_per_s, in_node, sheet))
+    if cluster.nodes > 1:
+        cards = device.network * cluster.num_ranks_per_node if device and device.network else None
+        links.append(("between nodes", hardware.inter_node_gb_per_s, expected, cards))
+    buses = []
+    for where, measured, of_preflight, sheet in links:
+        if known := measured or of_preflight:
+            speed = known * 1e9
+            origin = "of the profile's hardware" if measured else "of the profile's preflight"
+        elif sheet:
+            speed = sheet * hardware.bus_efficiency
+            origin = f"{hardware.bus_efficiency:.0%} (hardware.bus_efficiency) of the data sheet's"
+        else:
+            return None
+        buses.append(Bus(speed, f"{speed / 1e9:,.0f} GB/s {where}, {origin}"))
+    return min(buses, key=lambda bus: bus.bytes_per_s, default=Bus(math.inf, ""))
+
+
+def exchanged_bytes(config: RunConfig, parameters: int, passes: float) -> dict[str, float]:
+    """Count the bytes of whole tensors in a step of so many backward passes, by collective.
+
+    They are those of `pipeline/train/engine.py` with DeepSpeed 0.19.8, which
+    `tests/distributed/test_moved.py` counts: gradients are added in fp32 whatever the precision.
+    Stages 1 and 2 all-reduce them, although a rank keeps only its part, and stages 2 and 3 do so
+    for every micro-batch. Stage 3 gathers weights for every micro-batch, and a model too large to
+    be kept for its backward pass twice.
+    """
+    stage = config.train.zero_stage
+    gradients = float(_GRADIENT_BYTES * parameters)
+    weights = float((2 if config.train.precision == "bf16" else 4) * parameters)
+    if stage == 0:
+        return {"all-reduce": gradients}
+    if stage < 3:
+        return {"all-reduce": gradients * (passes if stage == 2 else 1), "all-gather": weights}
+    times = passes * (2 if 2 * parameters > _KEPT_ELEMENTS else 1)
+    return {"reduce-scatter": gradients * passes, "all-gather": weights * times}
+
+
+def sent_bytes(config: RunConfig, parameters: int, passes: float, ranks: int) -> float:
+    """Count the bytes that each rank sends, and receives, in a step."""
+    whole = exchanged_bytes(config, parameters, passes)
+    return sum(
+        (2 if kind == "all-reduce" else 1) * (ranks - 1) / ranks * num_bytes
+        for kind, num_bytes in whole.items()
+    )
 
 
 def _fused(config: RunConfig, cluster: ClusterConfig) -> Choice:

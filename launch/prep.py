@@ -35,9 +35,13 @@ from launch.records import (
     FAILED_MARK,
     PREP_RECORD,
     PrepSubmission,
+    failed_stages,
+    last_folder,
     next_number,
     prep_jobs,
     read_prep,
+    snapshot,
+    start_file,
     submission_folder,
     write_prep,
 )
@@ -52,7 +56,6 @@ from launch.script_parts import (
     wrapped,
 )
 from launch.slurm import TooManyJobsError, withheld_line
-from launch.snapshot import snapshot, start_file
 from pipeline.config import strict_yaml
 from pipeline.config.load import to_yaml
 from pipeline.errors import (
@@ -418,7 +421,7 @@ def submit(draft: PrepDraft, room: Quota | None = None) -> dict[str, list[str]]:
     """
     room = room or Quota()
     output = draft.job.folder
-    last = submission_folder(output / "work", next_number(output / "work") - 1)
+    last = last_folder(output / "work")
 
     def known() -> list[str]:
         return [*_all(prep_jobs(output)), *(one.job for one in _read(last))]
@@ -447,7 +450,7 @@ def _left_over(draft: PrepDraft, last: Path) -> list[_Array]:
     arrays = _read(last)
     record = read_prep(draft.job.folder)
     same = arrays and (last / CONFIG_FILE).read_text(encoding="utf-8") == draft.config
-    if not same or all(one.job for one in arrays) or _failed(last):
+    if not same or all(one.job for one in arrays) or failed_stages(last):
         return []
     return [] if record is not None and record.cancelled_unix_s else arrays
 
@@ -476,11 +479,6 @@ def _record(output: Path, folder: Path, arrays: Sequence[_Array], *, is_new: boo
     began_s = round((folder / CONFIG_FILE).stat().st_mtime, 1)
     waiting = sum(not one.job for one in arrays)
     write_prep(output, PrepSubmission(jobs, began_s, cancelled, waiting))
-
-
-def _failed(folder: Path) -> list[str]:
-    """Name the stages of which a part failed."""
-    return sorted(path.name.removeprefix(FAILED_MARK) for path in folder.glob(f"{FAILED_MARK}*"))
 
 
 def _submit(draft: PrepDraft, intent: PendingSubmission, room: Quota) -> dict[str, list[str]]:
@@ -516,7 +514,7 @@ def _roll(
         _record(output, folder, arrays, is_new=True)
 
     def stop() -> None:
-        if failed := _failed(folder):
+        if failed := list(failed_stages(folder)):
             left = sum(not one.job for one in arrays)
             raise SubmitError(
                 f"stage {failed[0]} failed, so {left} arrays were not submitted; see `python -m "
@@ -594,8 +592,7 @@ def summary_text(draft: PrepDraft, jobs: dict[str, list[str]]) -> str:
     for stage in draft.stages:
         ids = " ".join(jobs.get(stage.name, []))
         rows.append((stage.name, f"{stage.num_parts:,}", f"{stage.hours:.2f}", ids))
-    work = draft.job.folder / "work"
-    config = shlex.quote(str(submission_folder(work, next_number(work) - 1) / CONFIG_FILE))
+    config = shlex.quote(str(last_folder(draft.job.folder / "work") / CONFIG_FILE))
     folder = shlex.quote(str(draft.job.folder))
     lines = [
         *table(rows, right=(1, 2)),

@@ -1,7 +1,12 @@
-"""The files in which the launcher records runs and data preparations."""
+"""The files in which the launcher records runs and data preparations, and the code of their jobs.
 
+A copy of the code stands in the run's folder, so that a job that waits runs what was submitted.
+"""
+
+import hashlib
 import json
 import re
+import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -10,10 +15,12 @@ from typing import Any
 
 from pipeline.checkpoints.manifest import FOLDER as CHECKPOINTS
 from pipeline.checkpoints.manifest import LATEST_FILE
-from pipeline.errors import DataError
+from pipeline.config.load import REVISION_FILE, git_revision
+from pipeline.errors import DataError, PostnormError
 from pipeline.runtime.files import (
     AppendedFile,
     read_json_lines,
+    temporary_beside,
     write_atomic,
     write_json_atomic,
 )
@@ -47,6 +54,10 @@ PREP_RECORD = Path("work", "logs", "submitted.json")
 """In a dataset folder: its last submission."""
 FAILED_MARK = "failed-"
 """With the name of a stage, in the folder of a preparation's submission: which part failed."""
+_FOLDERS = ("data_prep", "launch", "pipeline", "postnorm", "postnorm/configs", "studies")
+"""`postnorm/configs` is a link in a checkout, which `rglob` does not follow."""
+_ROOT = Path(__file__).resolve().parents[1]
+_HASH_LETTERS = 16
 
 
 @dataclass(frozen=True)
@@ -73,6 +84,17 @@ def next_number(run_dir: Path) -> int:
     names = [path.name for path in (run_dir / FOLDER).glob("*")]
     # Not their number: a submission in between may have been removed.
     return max((int(name) for name in names if re.fullmatch(r"\d{4,}", name)), default=0) + 1
+
+
+def last_folder(run_dir: Path) -> Path:
+    """Name the folder of the newest submission; one that is not there if there was none."""
+    return submission_folder(run_dir, next_number(run_dir) - 1)
+
+
+def failed_stages(folder: Path) -> dict[str, str]:
+    """Read which part of which stage failed in a submission of a preparation, by stage."""
+    marks = sorted(folder.glob(f"{FAILED_MARK}*"))
+    return {mark.name.removeprefix(FAILED_MARK): mark.read_text().strip() for mark in marks}
 
 
 def submissions(run_dir: Path) -> list[Submission]:
@@ -223,3 +245,72 @@ def require_run(folder: Path) -> Path:
         f"{folder} is not a run folder ({why}). Pass the run_dir of a submitted or started run"
         + (f", such as {', '.join(runs[:5])}" if runs else "")
     )
+
+
+class SnapshotError(PostnormError):
+    """The copy of the code differs from its original."""
+
+
+def code_hash(root: Path) -> str:
+    """Compute the sha256 of the packages' files with their names, shortened."""
+    digest = hashlib.sha256()
+    for path in _files(root):
+        data = path.read_bytes()
+        digest.update(f"{path.relative_to(root).as_posix()}\0{len(data)}\0".encode())
+        digest.update(data)
+    return digest.hexdigest()[:_HASH_LETTERS]
+
+
+def start_file(folder: Path) -> Path:
+    """Name the file that runs modules of the copy that `snapshot` makes of the code now."""
+    return folder / code_hash(_ROOT) / "pipeline" / "runtime" / "start.py"
+
+
+def snapshot(folder: Path, root: Path = _ROOT) -> Path:
+    """Copy the packages to `folder/HASH`, with the git revision in `REVISION`; return that folder.
+
+    An existing copy is verified and kept.
+
+    Raises:
+        SnapshotError: a copy does not match its name: files were changed, in the checkout during
+            the copy or in an earlier copy.
+    """
+    expected = code_hash(root)
+    target = folder / expected
+    if not target.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        copy = temporary_beside(target)
+        try:
+            # numba's machine code, which holds for files of this content, saves each start 15 s.
+            for path in (*_files(root), *_machine_code(root)):
+                to = copy / path.relative_to(root)
+                to.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, to)
+            (copy / REVISION_FILE).write_text(f"{git_revision()}\n", encoding="utf-8")
+            copy.rename(target)
+        finally:
+            shutil.rmtree(copy, ignore_errors=True)
+    actual = code_hash(target)
+    if actual != expected:
+        raise SnapshotError(
+            f"{target} holds code of hash {actual}: a file in it was changed, or the checkout was "
+            "changed while it was copied; remove that folder and submit again"
+        )
+    return target
+
+
+def snapshot_for(start: Path, folder: Path) -> None:
+    """Make the copy that a job runs, unless the code was edited since `start_file` was asked."""
+    if snapshot(folder) not in start.parents:
+        raise SnapshotError("the code was edited while it was being submitted; submit again")
+
+
+def _files(root: Path) -> list[Path]:
+    """List the files of the packages in a fixed order, without Python's compiled ones."""
+    every = {path for folder in _FOLDERS for path in (root / folder).rglob("*")}
+    return sorted(path for path in every if path.is_file() and "__pycache__" not in path.parts)
+
+
+def _machine_code(root: Path) -> list[Path]:
+    """List what numba compiled of the packages, if anything."""
+    return [path for folder in _FOLDERS for path in (root / folder).rglob("__pycache__/*.nb?")]

@@ -79,24 +79,47 @@ def read() -> Site:
     partitions, default = parse_nodes(
         run_command(["sinfo", "--all", "--noheader", "--Node", f"--format={_NODE_FORMAT}"])
     )
-    settings = parse_settings(run_command(["scontrol", "show", "config"]))
+    settings = _settings()
     enforced = settings.get("AccountingStorageEnforce", "").split(",")
     accounts = qos = None
     if {"associations", "limits", "qos"} & set(enforced):
-        command = ["sacctmgr", "--noheader", "--parsable2", "show", "assoc"]
-        accounts, qos = parse_associations(
-            run_command([*command, f"user={getpass.getuser()}", "format=account,qos"])
-        )
-    size = settings.get("MaxArraySize", "")
+        own = _accounting("assoc", f"user={getpass.getuser()}", "format=account,qos")
+        accounts = frozenset(account for account, _ in own)
+        qos = frozenset(name for _, names in own for name in names.split(",") if name)
     reservations = run_command(["scontrol", "--oneliner", "show", "reservation"])
     return Site(
         partitions,
         default,
-        max_array_size=int(size) if size.isdecimal() else None,
+        max_array_size=_number(settings.get("MaxArraySize", "")),
         reservations=frozenset(re.findall(r"^ReservationName=(\S+)", reservations, re.MULTILINE)),
         accounts=accounts,
         qos=qos if "qos" in enforced else None,
     )
+
+
+def _settings() -> dict[str, str]:
+    """Read `scontrol show config`."""
+    lines = run_command(["scontrol", "show", "config"]).splitlines()
+    pairs = (line.partition("=") for line in lines)
+    return {name.strip(): value.strip() for name, equals, value in pairs if equals}
+
+
+def _setting(name: str) -> str:
+    """Read a setting of the site; empty if it has none, or where SLURM cannot be asked."""
+    try:
+        return _settings().get(name, "")
+    except (NoSlurmError, SlurmError):
+        return ""
+
+
+def _accounting(*words: str) -> list[list[str]]:
+    """Ask `sacctmgr show`; the fields of each line."""
+    lines = run_command(["sacctmgr", "--noheader", "--parsable2", "show", *words]).splitlines()
+    return [line.split("|") for line in lines if line]
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isdecimal() else None
 
 
 def within_site(cluster: ClusterConfig) -> ClusterConfig:
@@ -112,11 +135,7 @@ def within_site(cluster: ClusterConfig) -> ClusterConfig:
 
 def max_array_size() -> int | None:
     """Ask for the site's MaxArraySize; None where SLURM cannot be asked."""
-    try:
-        size = parse_settings(run_command(["scontrol", "show", "config"])).get("MaxArraySize", "")
-    except (NoSlurmError, SlurmError):
-        return None
-    return int(size) if size.isdecimal() else None
+    return _number(_setting("MaxArraySize"))
 
 
 def profile_here(path: str | None) -> ClusterConfig:
@@ -125,12 +144,7 @@ def profile_here(path: str | None) -> ClusterConfig:
     Without a task plugin srun cannot bind ranks to cores, and says so in every step of a job.
     """
     cluster = cluster_of(path)
-    if not cluster.cpu_bind:
-        return cluster
-    try:
-        plugin = parse_settings(run_command(["scontrol", "show", "config"])).get("TaskPlugin", "")
-    except (NoSlurmError, SlurmError):
-        return cluster
+    plugin = _setting("TaskPlugin") if cluster.cpu_bind else ""
     if plugin not in ("task/none", "(null)"):
         return cluster
     logger.info(
@@ -140,37 +154,24 @@ def profile_here(path: str | None) -> ClusterConfig:
 
 
 def submit_limit(account: str, qos: str) -> int | None:
-    """Ask accounting how many jobs this user may have in the queue; None: it knows no limit."""
-    show = ["sacctmgr", "--noheader", "--parsable2", "show"]
+    """Ask accounting how many jobs of an account and QOS this user may have in the queue.
+
+    The smallest limit holds; None: there is none, or SLURM cannot be asked. Empty stands for the
+    user's own: where he has several QOS, which one SLURM takes is not known, so that none counts.
+    """
     try:
-        settings = parse_settings(run_command(["scontrol", "show", "config"]))
-        enforced = settings.get("AccountingStorageEnforce", "").split(",")
+        enforced = _settings().get("AccountingStorageEnforce", "").split(",")
         if not {"limits", "safe"} & set(enforced):
             return None
         user = f"user={getpass.getuser()}"
-        own = run_command([*show, "assoc", user, "format=account,qos,maxsubmitjobs"])
-        of_qos = run_command([*show, "qos", "format=name,maxsubmitjobsperuser"])
+        own = _accounting("assoc", user, "format=account,qos,maxsubmitjobs")
+        of_qos = _accounting("qos", "format=name,maxsubmitjobsperuser")
     except (NoSlurmError, SlurmError):
         return None
-    return parse_submit_limit(own, of_qos, account, qos)
-
-
-def parse_submit_limit(associations: str, of_qos: str, account: str, qos: str) -> int | None:
-    """Return the smallest limit that holds for jobs of an account and QOS; empty: the user's own.
-
-    Args:
-        associations: lines of account, its QOS and MaxSubmitJobs.
-        of_qos: lines of QOS and MaxSubmitJobsPerUser.
-        account: of the jobs.
-        qos: of the jobs; where it is empty, and the user has several, which one SLURM takes is not
-            known, so that none counts.
-    """
-    lines = [line.split("|") for line in associations.splitlines() if line]
-    mine = [line for line in lines if line[0] == account or not account]
+    mine = [fields for fields in own if fields[0] == account or not account]
     names = {name for _, listed, _ in mine for name in listed.split(",") if name}
     taken = {qos} if qos else names if len(names) == 1 else set()
-    limits = [limit for _, _, limit in mine]
-    limits += [line.split("|")[1] for line in of_qos.splitlines() if line.split("|")[0] in taken]
+    limits = [limit for _, _, limit in mine] + [limit for name, limit in of_qos if name in taken]
     return min((int(limit) for limit in limits if limit.isdecimal()), default=None)
 
 
@@ -179,16 +180,14 @@ def host_names(host_list: str) -> list[str]:
     return run_command(["scontrol", "show", "hostnames", host_list]).split() if host_list else []
 
 
-# SLURM 22.05: with EnforcePartLimits=NO sbatch queues a job for ever that asks for five of four
-# nodes, and --test-only passes a time limit above the partition's; it also refuses drained nodes
-# that sbatch would wait for, so that is a warning.
 def ask_sbatch(script: str) -> str:
     """Ask sbatch whether it would accept a script (`--test-only`), and return its answer.
 
     It knows what only the controller knows, such as partitions that an account may not use.
-    Measured on SLURM 22.05: a time limit above the partition's passes where EnforcePartLimits=NO,
-    and nodes that are drained or reserved at the moment make it refuse what sbatch itself would
-    queue; so that refusal is only reported, and `check` compares limits and nodes.
+    Measured on SLURM 22.05: where EnforcePartLimits=NO a time limit above the partition's passes,
+    and sbatch queues for ever what asks for five of four nodes; nodes that are drained or reserved
+    at the moment make it refuse what sbatch itself would queue. So that refusal is only reported,
+    and `check` compares limits and nodes.
     """
     try:
         # sbatch answers on standard error.
@@ -214,9 +213,7 @@ def parse_nodes(text: str) -> tuple[dict[str, Partition], str]:
         if name.endswith("*"):
             name = default = name.removesuffix("*")
         most = job_nodes.rpartition("-")[2]
-        partition = partitions.setdefault(
-            name, Partition(name, available, limit, int(most) if most.isdecimal() else None)
-        )
+        partition = partitions.setdefault(name, Partition(name, available, limit, _number(most)))
         names = frozenset(features.split(",")) - {"(null)"}
         partition.nodes.append(NodeResources(node, int(cpus), int(memory), parse_gpus(gres), names))
     return partitions, default
@@ -232,24 +229,6 @@ def parse_gpus(gres: str) -> dict[str, int]:
             name = types[0] if types else ""
             counts[name] = counts.get(name, 0) + int(count)
     return counts
-
-
-def parse_settings(text: str) -> dict[str, str]:
-    """Read `scontrol show config`."""
-    return {
-        name.strip(): value.strip()
-        for name, equals, value in (line.partition("=") for line in text.splitlines())
-        if equals
-    }
-
-
-def parse_associations(text: str) -> tuple[frozenset[str], frozenset[str]]:
-    """Read accounts and QOS from `sacctmgr show assoc` with `format=account,qos`."""
-    lines = [line.split("|") for line in text.splitlines()]
-    return (
-        frozenset(account for account, _ in lines),
-        frozenset(name for _, names in lines for name in names.split(",") if name),
-    )
 
 
 def check(cluster: ClusterConfig, kind: str, *, work_dir: str, optional: bool = False) -> str:

@@ -21,18 +21,17 @@ from launch.queue import (
     reason_in_words,
 )
 from launch.records import (
-    FAILED_MARK,
     FOLDER,
     LAST_DECISIONS,
     PREP_RECORD,
     Submission,
     excluded_nodes,
+    failed_stages,
     history,
+    last_folder,
     newest,
-    next_number,
     prep_jobs,
     read_prep,
-    submission_folder,
     submissions,
 )
 from launch.slurm import SlurmError
@@ -190,17 +189,10 @@ def prep_report(output_dir: Path) -> PrepReport | None:
         elements=elements,
         queue_problem=problem,
         is_complete=(output_dir / INDEX_FILE).is_file(),
-        failed=_failed_stages(output_dir / "work"),
+        failed=failed_stages(last_folder(output_dir / "work")),
         cancelled_unix_s=record.cancelled_unix_s,
         waiting=record.waiting,
     )
-
-
-def _failed_stages(work: Path) -> dict[str, str]:
-    """Read which part of which stage failed in the last submission of a preparation."""
-    last = submission_folder(work, next_number(work) - 1)
-    marks = sorted(last.glob(f"{FAILED_MARK}*"))
-    return {mark.name.removeprefix(FAILED_MARK): mark.read_text().strip() for mark in marks}
 
 
 def prep_elements(output_dir: Path, stages: dict[str, list[str]]) -> list[JobFacts]:
@@ -251,16 +243,10 @@ def headline(report: RunReport) -> str:
 def decision(report: RunReport, job: str) -> dict[str, Any] | None:
     """Find what a job's script decided at its end; None if it did not come to that."""
     # Of a chain that SLURM has forgotten, only the id of its array is known.
-    own = [
-        line for line in report.history if str(line.get("job")) in (job, f"{job}_{_element(line)}")
-    ]
+    own = [line for line in report.history if f"{line.get('job')}_".startswith(f"{job}_")]
     if own and own[-1].get("decision") in LAST_DECISIONS:
         return own[-1]
     return None
-
-
-def _element(line: dict[str, Any]) -> str:
-    return str(line.get("job")).partition("_")[2]
 
 
 def run_summary(report: RunReport, now_s: float | None = None) -> FolderSummary:

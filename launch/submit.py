@@ -31,12 +31,13 @@ from launch.records import (
     SCRIPT_FILE,
     SUBMISSION_FILE,
     next_number,
+    snapshot_for,
+    start_file,
     submission_folder,
     submissions,
 )
 from launch.script import Job, render
 from launch.slurm import withheld_line
-from launch.snapshot import snapshot_for, start_file
 from pipeline.config.load import git_revision, resolved_text, to_yaml
 from pipeline.config.runs import PretrainConfig, load_run
 from pipeline.data.format import INDEX_FILE

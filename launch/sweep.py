@@ -34,6 +34,8 @@ from launch.records import (
     SUBMISSION_FILE,
     SWEEP_RECORD,
     next_number,
+    snapshot_for,
+    start_file,
     submission_folder,
     submissions,
     sweep_record,
@@ -41,7 +43,6 @@ from launch.records import (
 from launch.script import RUN, Job, render
 from launch.site import ask_sbatch, max_array_size
 from launch.slurm import SlurmError, TooManyJobsError, run_command, withheld_line
-from launch.snapshot import snapshot_for, start_file
 from launch.status import RunReport
 from launch.submit import (
     Origin,
@@ -57,11 +58,7 @@ from pipeline.config import schema
 from pipeline.config.load import digest, find_config, load, resolved_text, to_yaml
 from pipeline.config.runs import PretrainConfig, load_run
 from pipeline.config.schema import REQUIRED, param, section
-from pipeline.errors import (
-    BusyError,
-    ConfigError,
-    PostnormError,
-)
+from pipeline.errors import BusyError, ConfigError, PostnormError
 from pipeline.runtime.env import module_command
 from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.runtime.run_folder import RunFolder

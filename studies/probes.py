@@ -100,7 +100,7 @@ def sparsity(run: Path, config: PretrainConfig, _: Mapping[str, Any]) -> ProbeRe
 
     from pipeline.model.layers import Trace
     from pipeline.model.layout import rows
-    from pipeline.train.attention_stats import divergence_of, entropy_of
+    from pipeline.train.look import divergence_of, entropy_of
 
     model = trained_model(run)
     batch = held_out(config).spread(_SEQUENCES).to(next(model.parameters()).device)

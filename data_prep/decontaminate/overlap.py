@@ -10,7 +10,6 @@ import hashlib
 import io
 import json
 import logging
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ from data_prep import inputs
 from data_prep.clean.normalise import normalise
 from data_prep.config import CleanConfig, DecontaminateConfig, PrepConfig, SourceConfig
 from data_prep.corpus import RESOLVED_FILE
-from data_prep.decontaminate.search import ARRAYS, RULE, Finder, Tables
+from data_prep.decontaminate.search import RULE, Finder, Tables
 from data_prep.dedup.minhash import fold, shingle_hashes, shingle_lengths
 from data_prep.documents import ReadStats, read_piece
 from data_prep.pieces import batches
@@ -83,15 +82,8 @@ def write_overlap(rows: Path, corpus: list[str], config: DecontaminateConfig, ou
         sets[name]["shared"] += True in seen
         sets[name]["too_short"] += all(verdict is None for verdict in seen)
     lengths = ("ngram", "ngram_cjk", "min_chars", "min_chars_cjk")
-    settings = {name: getattr(config, name) for name in lengths}
-    found = {
-        "corpus": corpus,
-        "key": key,
-        **settings,
-        "documents": num_documents,
-        "sets": dict(sets),
-    }
-    write_json_atomic(out, found)
+    counted = {"corpus": corpus, "key": key, **{name: getattr(config, name) for name in lengths}}
+    write_json_atomic(out, {**counted, "documents": num_documents, "sets": sets})
 
 
 def _key_of(out: Path) -> str | None:
@@ -138,16 +130,14 @@ class _Search:
         self._lengths = (config.ngram, config.ngram_cjk)
         tables = Tables(config, io.StringIO())
         tables.add_set("rows", batches({"place": "", "text": text} for text in texts))
-        self._ngrams, _, _, whole, letters = tables.arrays()
+        arrays = tables.arrays()
+        self._ngrams, _, _, whole, letters = arrays
         self._is_found = np.zeros(len(self._ngrams) + len(whole), dtype=bool)
         self._rows_of_whole = {
             letters[begin:end].tobytes(): len(self._ngrams) + row
             for row, (_, _, begin, end) in enumerate(whole.tolist())
         }
-        with tempfile.TemporaryDirectory() as folder:
-            for suffix, array in zip(ARRAYS, tables.arrays(), strict=True):
-                np.save(Path(folder) / f"all{suffix}", array)
-            self._finder = Finder(Path(folder), config)
+        self._finder = Finder(arrays, config)
 
     def take(self, documents: list[str]) -> None:
         """Look up documents of the corpus."""

@@ -23,7 +23,7 @@ to 32 bytes for each n-gram of the evaluation sets, without the tables, which ar
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -146,11 +146,15 @@ class Overlap:
     """Rows of the tables, in order of their place."""
 
 
-class Finder:
-    """Looks texts up in the tables."""
+def load_tables(folder: Path) -> list[npt.NDArray[Any]]:
+    """Map the arrays that stage eval_sets wrote, in the order of `ARRAYS`, into memory."""
+    return [np.load(folder / f"all{suffix}", mmap_mode="r") for suffix in ARRAYS]
 
-    def __init__(self, eval_folder: Path, config: DecontaminateConfig) -> None:
-        arrays = [np.load(eval_folder / f"all{suffix}", mmap_mode="r") for suffix in ARRAYS]
+
+class Finder:
+    """Looks texts up in tables."""
+
+    def __init__(self, arrays: Sequence[npt.NDArray[Any]], config: DecontaminateConfig) -> None:
         self._ngrams, _, self._anchors, self._whole, self._whole_letters = arrays
         self._ngram_sieve, self._anchor_sieve = _Sieve(self._ngrams), _Sieve(self._anchors)
         self._lengths = (config.ngram, config.ngram_cjk)

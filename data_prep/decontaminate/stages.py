@@ -36,7 +36,7 @@ from data_prep.clean.normalise import normalise
 from data_prep.config import CleanConfig, DecontaminateConfig
 from data_prep.corpus import Progress
 from data_prep.decontaminate import eval_items
-from data_prep.decontaminate.search import ARRAYS, RULE, Finder, Tables
+from data_prep.decontaminate.search import ARRAYS, RULE, Finder, Tables, load_tables
 from data_prep.pieces import Pieces, batches, read_documents
 from data_prep.stage import (
     Estimate,
@@ -139,7 +139,7 @@ def overlap_tasks(progress: Progress, folder: Path) -> list[StageTask[OverlapJob
 def run_overlaps(task: StageTask[OverlapJob]) -> Result:
     """Search one piece for text of evaluation sets."""
     job = task.payload
-    finder = Finder(job.eval_folder, job.config)
+    finder = Finder(load_tables(job.eval_folder), job.config)
     path = task.path(".overlaps.jsonl")
     documents = 0
     with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:

@@ -10,7 +10,7 @@ import pyarrow as pa  # type: ignore[import-untyped,import-not-found]
 import pyarrow.parquet as pq  # type: ignore[import-untyped,import-not-found]
 
 from data_prep.readers.encodings import decode
-from data_prep.readers.records import Fields, joined, value_at
+from data_prep.readers.records import Fields, value_at
 from data_prep.readers.text import (
     BEGINNING_BYTES,
     DAMAGED,
@@ -47,15 +47,18 @@ def documents(place: FileOrigin, fields: Fields) -> Items:
                 whole, num_rows = f"{place.source}/{place.name}", table.metadata.num_rows
                 yield fields.no_text("column", whole, b"", there=names, rows=num_rows)
                 return
-            for row, text, own_id, metadata in _rows(table, fields, columns):
+            for row, record in enumerate(_records(table, list({*columns.values()}))):
+                own_id, metadata = value_at(record, fields.id), fields.metadata_of(record)
+                fields.seen.update(metadata, () if own_id is None else (fields.id,))
+                text = fields.text_of(record, b"\n")
                 if text is None:
                     yield fields.no_text("column", place.at(row), b"", there=names)
-                    continue
-                if len(text) > place.max_bytes:
+                elif len(text) > place.max_bytes:
                     yield place.too_long(place.at(row), text[:BEGINNING_BYTES], len(text))
-                    continue
-                plain_id = decode(own_id, "utf-8") if isinstance(own_id, bytes) else own_id
-                yield from whole_document(text, place.own(plain_id, row), metadata)
+                else:
+                    plain_id = decode(own_id, "utf-8") if isinstance(own_id, bytes) else own_id
+                    document_id = place.own(plain_id, row)
+                    yield from whole_document(text, document_id, _for_json(metadata))
         except (pa.ArrowException, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise  # an error of the operating system, not of the format
@@ -104,11 +107,8 @@ def _binary_type(kind: Any) -> Any:
     return pa.large_binary() if is_text else None
 
 
-def _rows(
-    table: Any, fields: Fields, columns: dict[str, str]
-) -> Iterator[tuple[int, bytes | None, bytes | int | None, Metadata]]:
-    row = 0
-    roots = list({*columns.values()})
+def _records(table: Any, roots: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of some top-level columns, texts as bytes."""
     # Group by group, so that a damaged one costs nothing of those before it.
     for group in range(table.num_row_groups):
         for batch in table.iter_batches(
@@ -116,19 +116,7 @@ def _rows(
         ):
             values = {root: _column(batch.column(root)) for root in roots}
             for i in range(batch.num_rows):
-                record = {root: column[i].as_py() for root, column in values.items()}
-                given = {name: value_at(record, name) for name in columns}
-                there = {name: value for name, value in given.items() if value is not None}
-                fields.seen.update(there)
-                texts = [joined(there[name], b"\n") for name in fields.text if name in there]
-                known = [text for text in texts if text is not None]
-                yield (
-                    row,
-                    b"\n".join(known) if known else None,
-                    there.get(fields.id),
-                    _for_json({k: there[k] for k in fields.metadata if k in there}),
-                )
-                row += 1
+                yield {root: column[i].as_py() for root, column in values.items()}
 
 
 def _column(column: Any) -> Any:
@@ -147,7 +135,7 @@ def _as_binary(kind: Any) -> Any:
     return _binary_type(kind) or kind
 
 
-def _for_json(values: dict[str, Any]) -> Metadata:
+def _for_json(values: Metadata) -> Metadata:
     """Make values that JSON can hold; dates and decimal numbers become text."""
     made: Metadata = json.loads(json.dumps(values, default=_plain)) if values else {}
     return made

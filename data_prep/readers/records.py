@@ -59,20 +59,20 @@ class Fields:
         values = {name: value_at(record, name) for name in self.metadata}
         return {name: value for name, value in values.items() if value is not None}
 
-    def text_of(self, record: Any) -> str | None:
-        """Return the text of a record; None if it has none. A string is all text."""
-        if isinstance(record, str):
+    def text_of(self, record: Any, newline: AnyStr) -> AnyStr | None:
+        """Return the text of a record, on lines; None if it has none. A string is all text."""
+        if isinstance(record, type(newline)):
             return record
-        texts = {name: joined(value_at(record, name), "\n") for name in self.text}
+        texts = {name: joined(value_at(record, name), newline) for name in self.text}
         there = {name: text for name, text in texts.items() if text is not None}
         self.seen.update(there)
-        return "\n".join(there.values()) if there else None
+        return newline.join(there.values()) if there else None
 
     def document(
         self, record: Any, raw: bytes, place: FileOrigin, offset: int
     ) -> Document | Rejected:
         """Return the document of a record, or why there is none."""
-        text = self.text_of(record)
+        text = self.text_of(record, "\n")
         if text is None:
             return self.no_text("field", place.at(offset), raw, there=record)
         given = value_at(record, self.id)

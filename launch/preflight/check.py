@@ -1,24 +1,31 @@
-"""The check of one node, which runs on that node before training.
+"""The check of one node, which runs on that node before training, and its report.
+
+    DIR/NODE.json             everything that the node reports about itself
+    DIR/NODE.bandwidth.json   its speed, which `python -m pipeline bandwidth` writes
 
 Every part runs in a thread of its own, which is abandoned when the time is up: a call into a file
 system or a driver that hangs cannot be ended. Such threads do not hold the process back, since it
 leaves by `os._exit`.
 """
 
+import csv
 import importlib.metadata
+import json
 import os
 import platform
 import random
+import re
 import resource
 import shutil
+import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Literal, TypeVar
 
 from launch.cluster import ClusterConfig, PreflightConfig
-from launch.preflight.gpus import check_gpus
-from launch.preflight.record import Blame, Finding, Record, write_record
 from pipeline.config.data import DataConfig
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import DatasetIndex
@@ -27,7 +34,9 @@ from pipeline.data.reader import BlockReader
 from pipeline.errors import ConfigError, DataError, PostnormError
 from pipeline.multitask.config import MultiTaskConfig
 from pipeline.runtime import env
-from pipeline.runtime.files import temporary_beside
+from pipeline.runtime.files import temporary_beside, write_json_atomic
+
+_R = TypeVar("_R")
 
 _GB = 10**9
 _INFINIBAND = Path("/sys/class/infiniband")
@@ -45,6 +54,89 @@ _LEAST = {
     ),
 }
 """By the expectation that a value is compared with: the name of the check, and what to change."""
+
+Blame = Literal["node", "all"]
+"""Whose fault a finding is if the job has one node: the node's, such as a broken GPU, or that of
+the config or the site, since nothing tells them apart. Of several nodes it is the node's unless all
+have it: then another node would have it, too."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong."""
+
+    check: str
+    """Name of the check; equal on all nodes that have the same trouble."""
+    text: str
+    """What was wrong, what was expected, what to change."""
+    blame: Blame
+    block: int | None = None
+    """Row of the dataset's block that is damaged as this node reads it."""
+
+
+@dataclass
+class Record:
+    """Everything that one node reports about itself."""
+
+    node: str
+    findings: list[Finding] = field(default_factory=list)
+    gpus: list[str] | None = None
+    """Names of the GPUs; None on nodes that need none."""
+    driver: str = ""
+    packages: dict[str, str] = field(default_factory=dict)
+    """Versions of Python and of the packages that training imports."""
+    fingerprint: str = ""
+    """Fingerprint of the dataset, as this node reads its index; empty if it could not."""
+    free_gb: float | None = None
+    """Free space in the run's folder."""
+    is_finished: bool = False
+    """False in the record that a check writes when it begins: its node is alive, though SLURM may
+    end the check."""
+
+
+@dataclass(frozen=True)
+class BandwidthRound:
+    """One all-reduce that a node took part in."""
+
+    nodes: list[str]
+    ranks: int
+    gb_per_s: float
+    """Bus bandwidth."""
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """The report of a node that `python -m pipeline bandwidth` wrote."""
+
+    node: str
+    rounds: list[BandwidthRound]
+    error: str
+    """Why it could not go on; empty if it could."""
+    missing: list[str]
+    """Nodes that did not join, as far as they are known here."""
+
+
+def write_record(folder: Path, record: Record) -> None:
+    """Write a record for the judge."""
+    write_json_atomic(folder / f"{record.node}.json", asdict(record))
+
+
+def read_record(folder: Path, node: str) -> Record | None:
+    """Read the record of a node; None if it left none that can be read."""
+    return _read(folder / f"{node}.json", Record, "findings", Finding)
+
+
+def read_bandwidth(folder: Path, node: str) -> Bandwidth | None:
+    """Read the bandwidth report of a node; None if it left none that can be read."""
+    return _read(folder / f"{node}.bandwidth.json", Bandwidth, "rounds", BandwidthRound)
+
+
+def _read(path: Path, kind: type[_R], items: str, item: type) -> _R | None:
+    try:
+        body = json.loads(path.read_bytes())
+        return kind(**{**body, items: [item(**one) for one in body[items]]})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def check_node(
@@ -253,3 +345,163 @@ def read_block(index: DatasetIndex, block: int) -> None:
     A DataError says that they differ, a StorageError that they cannot be read at the moment.
     """
     BlockReader(index, [int(index.blocks.shard[block])]).check(block)
+
+
+# What follows reads nvidia-smi. A field that a driver does not know makes it refuse the whole
+# query, with `Field "NAME" is not a valid field to query.`; retired pages exist before Ampere only,
+# throttle reasons had another name before driver 535. So those fields are asked for separately, and
+# refused fields are left out. A value that a GPU does not have reads `[N/A]` or `[Not Supported]`;
+# one that cannot be read `[GPU is lost]` or `ERR!`.
+_FIELDS = ("index", "uuid", "name", "driver_version", "memory.total", "memory.used")
+_ECC = "ecc.errors.uncorrected.volatile.total"
+_HOT, _WEAK = "it is slowed down by its temperature", "it is slowed down by its power supply"
+_HEALTH = {
+    ("gpu", "uuid"): {
+        _ECC: "uncorrected memory errors since its driver was loaded",
+        "retired_pages.pending": "pages of memory wait to be retired",
+        "clocks_event_reasons.hw_thermal_slowdown": _HOT,
+        "clocks_throttle_reasons.hw_thermal_slowdown": _HOT,
+        "clocks_event_reasons.hw_power_brake_slowdown": _WEAK,
+        "clocks_throttle_reasons.hw_power_brake_slowdown": _WEAK,
+    },
+    ("remapped-rows", "gpu_uuid"): {
+        "remapped_rows.pending": "rows of memory wait to be remapped",
+        "remapped_rows.failure": "rows of memory could not be remapped",
+    },
+}
+"""By query and the name of its UUID field: fields that are set where a GPU is not healthy."""
+_REFUSED = re.compile(r'Field "([^"]+)" is not a valid field')
+_MOST_USED_MIB = 2048
+"""Memory in use on an idle GPU at most: drivers and daemons hold some hundred MiB."""
+_MPS = "nvidia-cuda-mps-server"
+
+
+class _SmiError(Exception):
+    """nvidia-smi does not exist or gives no answer."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU of this node; numbers are texts as nvidia-smi prints them."""
+
+    index: str
+    uuid: str
+    name: str
+    driver: str
+    total_mib: str
+    used_mib: str
+
+    @property
+    def title(self) -> str:
+        """Name of the GPU in messages."""
+        return f"GPU {self.index} ({self.uuid})"
+
+
+def check_gpus(
+    config: PreflightConfig, num_gpus: int, environ: Mapping[str, str]
+) -> tuple[list[Gpu], list[Finding]]:
+    """Check the GPUs that a job was given on this node; nvidia-smi ignores CUDA_VISIBLE_DEVICES."""
+    try:
+        listed = [Gpu(*row) for row in _query("gpu", _FIELDS)]
+    except _SmiError as error:
+        text = f"{error}; expected {num_gpus} GPUs: look at the driver of the node"
+        return [], [Finding("GPUs", text, "all")]
+    visible = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    gpus = listed[:num_gpus]  # ranks count from 0
+    # Where no cgroup hides the GPUs of other jobs, SLURM names ours in the environment.
+    if visible and all(name.isdecimal() or name.startswith("GPU-") for name in visible):
+        gpus = [gpu for gpu in listed if {gpu.index, gpu.uuid} & set(visible)]
+    findings = [*_misfits(config, gpus, num_gpus, len(listed)), *_in_use(gpus), *_health(gpus)]
+    return gpus, findings
+
+
+def _misfits(
+    config: PreflightConfig, gpus: list[Gpu], num_gpus: int, num_listed: int
+) -> Iterator[Finding]:
+    if len(gpus) < num_gpus:
+        text = (
+            f"{len(gpus)} GPUs, expected gpus_per_node={num_gpus}; nvidia-smi lists {num_listed}, "
+            "and CUDA_VISIBLE_DEVICES may leave some out"
+        )
+        yield Finding("GPU count", text, "all")
+    names = sorted({gpu.name for gpu in gpus})
+    if len(names) > 1:
+        yield Finding("GPU names", f"GPUs differ: {', '.join(names)}", "node")
+    if others := [name for name in names if config.gpu not in name]:
+        text = f"GPUs are {', '.join(others)}, expected preflight.gpu={config.gpu!r}"
+        yield Finding("GPU names", text, "all")
+    lowest = _version(config.min_driver)
+    for driver in sorted({gpu.driver for gpu in gpus if _version(gpu.driver) < lowest}):
+        text = f"GPU driver {driver}, expected preflight.min_driver={config.min_driver} or newer"
+        yield Finding("GPU driver", text, "all")
+
+
+def _version(text: str) -> tuple[int, ...]:
+    """Split a driver's version into numbers; () where it has none."""
+    match = re.match(r"\d+(\.\d+)*", text)
+    return tuple(map(int, match[0].split("."))) if match else ()
+
+
+def _in_use(gpus: list[Gpu]) -> Iterator[Finding]:
+    """Find memory and processes of others: this job has started nothing yet."""
+    for gpu in gpus:
+        if not gpu.used_mib.isdecimal():
+            text = f"{gpu.title} does not answer: its used memory reads {gpu.used_mib!r}"
+            yield Finding("GPU state", text, "node")
+        elif int(gpu.used_mib) > _MOST_USED_MIB:
+            text = (
+                f"{gpu.title}: {gpu.used_mib} of {gpu.total_mib} MiB are in use before the job "
+                f"has started anything, expected at most {_MOST_USED_MIB}"
+            )
+            yield Finding("GPU in use", text, "node")
+    by_uuid = {gpu.uuid: gpu for gpu in gpus}
+    try:
+        rows = _query("compute-apps", ("gpu_uuid", "pid", "process_name"))
+    except _SmiError:
+        return
+    for uuid, process, name in rows:
+        if uuid in by_uuid and _MPS not in name:
+            text = f"{by_uuid[uuid].title} is used by process {process}, {name}"
+            yield Finding("GPU in use", text, "node")
+
+
+def _health(gpus: list[Gpu]) -> Iterator[Finding]:
+    by_uuid = {gpu.uuid: gpu for gpu in gpus}
+    for (what, uuid_field), meanings in _HEALTH.items():
+        for uuid, values in _known_values(what, uuid_field, list(meanings)):
+            for name, value in values.items():
+                is_set = value in ("Yes", "Active") or (value.isdecimal() and int(value) > 0)
+                if is_set and uuid in by_uuid:
+                    trouble = f"{value} {meanings[name]}" if name == _ECC else meanings[name]
+                    text = f"{by_uuid[uuid].title}: {trouble} ({name}); reset it, or drain the node"
+                    yield Finding("GPU health", text, "node")
+
+
+def _known_values(what: str, uuid_field: str, names: list[str]) -> list[tuple[str, dict[str, str]]]:
+    """Return the UUID of each GPU with those of the fields that this driver knows."""
+    while names:
+        try:
+            rows = _query(what, (uuid_field, *names))
+            return [(uuid, dict(zip(names, row, strict=True))) for uuid, *row in rows]
+        except _SmiError as error:
+            refused = _REFUSED.search(str(error))
+            if refused is None or refused[1] not in names:
+                return []
+            names.remove(refused[1])
+    return []
+
+
+def _query(what: str, fields: tuple[str, ...]) -> list[list[str]]:
+    """Return the rows of a query, without units."""
+    command = ["nvidia-smi", f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        )
+    except OSError as error:
+        raise _SmiError(f"nvidia-smi cannot be started: {error.strerror}") from error
+    output = done.stdout.strip()
+    if done.returncode or "Unable to determine the device handle" in output:
+        raise _SmiError(f"nvidia-smi failed ({done.returncode}): {output}")
+    rows = csv.reader(output.splitlines(), skipinitialspace=True)
+    return [[value.strip() for value in row] for row in rows if len(row) == len(fields)]

@@ -13,15 +13,9 @@ from pathlib import Path
 from statistics import median
 
 from launch.cluster import ClusterConfig, PreflightConfig
-from launch.preflight.check import read_block
-from launch.preflight.record import (
-    Bandwidth,
-    Record,
-    read_bandwidth,
-    read_record,
-)
+from launch.preflight.check import Bandwidth, Record, read_bandwidth, read_block, read_record
 from launch.records import append_history, exclude_nodes, excluded_nodes, newest_checkpoint
-from pipeline.checkpoints.manifest import FOLDER, published, read_manifest
+from pipeline.checkpoints.manifest import newest_readable
 from pipeline.config.data import DataConfig
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.objects import open_index
@@ -29,7 +23,6 @@ from pipeline.errors import (
     EXIT_FAILED_DO_NOT_RETRY,
     EXIT_FINISHED,
     EXIT_PREEMPTED,
-    CheckpointError,
     DataError,
     PostnormError,
 )
@@ -130,16 +123,16 @@ def gather(
     left = {node: record for node in nodes if (record := read_record(folder, node))}
     records = {node: record for node, record in left.items() if record.is_finished}
     measured = {node: report for node in nodes if (report := read_bandwidth(folder, node))}
+    # That of a multi-task run has the fingerprint of the whole mix.
+    is_one = isinstance(config, PretrainConfig)
+    newest = newest_readable(config.folder.checkpoints) if is_one else None
     return Evidence(
         nodes=nodes,
         records=records,
         begun=left.keys() - records.keys(),
         bandwidths=measured if with_bandwidth else None,
         damaged=_confirmed(config.data, records.values()) if config.data else set(),
-        # That of a multi-task run has the fingerprint of the whole mix.
-        checkpoint=_newest_checkpoint(config.folder.path)
-        if isinstance(config, PretrainConfig)
-        else None,
+        checkpoint=(str(newest[0]), newest[1].fingerprint) if newest else None,
     )
 
 
@@ -156,15 +149,6 @@ def _confirmed(data: DataConfig, records: Iterable[Record]) -> set[int]:
         except (PostnormError, OSError):
             continue
     return damaged
-
-
-def _newest_checkpoint(run_dir: Path) -> tuple[str, str] | None:
-    for path in published(run_dir / FOLDER):
-        try:
-            return str(path), read_manifest(path).fingerprint
-        except CheckpointError:
-            continue  # the trainer says what is wrong with it, and takes the one before
-    return None
 
 
 def judge_nodes(

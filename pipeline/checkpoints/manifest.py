@@ -120,6 +120,16 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
+def newest_readable(folder: Path) -> tuple[Path, Manifest] | None:
+    """Return the newest checkpoint whose manifest can be read; its files are not compared."""
+    for path in published(folder):
+        try:
+            return path, read_manifest(path)
+        except CheckpointError:
+            continue  # just removed, or damaged, of which the trainer tells
+    return None
+
+
 def problems(path: Path, on_bytes: Callable[[int], object] = lambda _: None) -> Iterator[str]:
     """List everything wrong with a checkpoint, file by file; empty if it is good. Not collective.
 

@@ -7,6 +7,8 @@
 A run that repeats steps after a kill meets its non-finite batches again and writes them again: the
 last line about a batch counts. Lines about rewinds decide what is trained on; they are written
 before the run goes back. `batches.tsv` has every batch, with its hash.
+
+Apart from `record.py`, because that needs numpy: `status` reads the ledger where there is none.
 """
 
 import json

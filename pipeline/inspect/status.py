@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoints.manifest import Manifest, published, read_manifest
+from pipeline.checkpoints.manifest import Manifest, newest_readable
 from pipeline.config.runs import load_run
 from pipeline.config.schedule import budget_left_s
 from pipeline.config.train import TrainConfig
@@ -21,7 +21,6 @@ from pipeline.errors import (
     EXIT_FINISHED,
     EXIT_PREEMPTED,
     EXIT_STOPPED,
-    CheckpointError,
 )
 from pipeline.runtime.files import read_json_lines
 from pipeline.runtime.run_folder import RunFolder
@@ -35,6 +34,8 @@ _SILENT_INTERVALS = 10
 _LEAST_SILENCE_S = 60.0
 """Evaluations and saves of a small run take longer than ten of its log intervals."""
 _LEAST_FREE = 0.02
+_OF_START = ("attempt", "unix_s", "resumed_from_step", "world_size", "host", "job")
+"""Fields of a start that attempts.jsonl has."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,8 @@ def run_status(folder: Path, now_s: float | None = None) -> RunStatus:
     held_out = [line for line in lines if line["kind"] == "eval"]
     recent = [line for line in train if line["attempt"] == train[-1]["attempt"]][-20:]
     step_s = _pace(recent)
-    manifest = _newest_manifest(run)
+    newest = newest_readable(run.checkpoints)
+    manifest = newest[1] if newest else None
     silence_s = _LEAST_SILENCE_S
     if step_s:
         interval_s = step_s * config.monitor.log_every_steps
@@ -161,7 +163,7 @@ def run_status(folder: Path, now_s: float | None = None) -> RunStatus:
         starts=starts,
         warnings=warnings,
         probes=_probes(lines),
-        dev=_dev(held_out),
+        dev=_by_task(held_out, "dev_"),
         result=_result(run),
     )
 
@@ -181,23 +183,17 @@ def valid_lines(run: RunFolder, attempts: list[dict[str, Any]]) -> list[dict[str
 
 
 def _probes(lines: list[dict[str, Any]]) -> dict[str, ProbeAccuracy]:
-    newest: dict[str, Any] = next((line for line in reversed(lines) if line["kind"] == "probe"), {})
-    before = "accuracy_"
+    newest = [line for line in lines if line["kind"] == "probe"][-1:]
     return {
-        (name := key.removeprefix(before)): ProbeAccuracy(
-            value, newest[f"majority_{name}"], newest["step"]
-        )
-        for key, value in newest.items()
-        if key.startswith(before)
+        name: ProbeAccuracy(value, newest[0][f"majority_{name}"], newest[0]["step"])
+        for name, value in _by_task(newest, "accuracy_").items()
     }
 
 
-def _dev(held_out: list[dict[str, Any]]) -> dict[str, float]:
-    newest: dict[str, Any] = held_out[-1] if held_out else {}
-    before = "dev_"
-    return {
-        key.removeprefix(before): value for key, value in newest.items() if key.startswith(before)
-    }
+def _by_task(newest: list[dict[str, Any]], prefix: str) -> dict[str, Any]:
+    """Return the values of the newest line, if there is one, whose keys begin so, by task."""
+    pairs = (pair for line in newest[-1:] for pair in line.items())
+    return {key.removeprefix(prefix): value for key, value in pairs if key.startswith(prefix)}
 
 
 def _result(run: RunFolder) -> TaskResult | None:
@@ -236,7 +232,7 @@ def _eta_s(
 def _starts(run: RunFolder, attempts: list[dict[str, Any]], *, is_alive: bool) -> list[StartRecord]:
     """Describe how each start ended, by the exit codes that its ranks left under its job."""
     went_back = [*(line.get("rewound", False) for line in attempts[1:]), False]
-    found = []
+    starts = []
     for place, (line, rewound) in enumerate(zip(attempts, went_back, strict=True)):
         # Starts by hand had one job, whose files the next start replaced, in an older version.
         earlier, later = (
@@ -252,19 +248,8 @@ def _starts(run: RunFolder, attempts: list[dict[str, Any]], *, is_alive: bool) -
             state, end = RUNNING, RUNNING
         if rewound:
             state, end = STOPPED, "went back to a checkpoint"
-        found.append(
-            StartRecord(
-                attempt=line["attempt"],
-                unix_s=line["unix_s"],
-                resumed_from_step=line["resumed_from_step"],
-                world_size=line["world_size"],
-                host=line["host"],
-                job=line["job"],
-                state=state,
-                end=end,
-            )
-        )
-    return found
+        starts.append(StartRecord(**{name: line[name] for name in _OF_START}, state=state, end=end))
+    return starts
 
 
 def _exit_codes(folder: Path, from_s: float, to_s: float) -> list[int]:
@@ -286,15 +271,6 @@ def _end_of(codes: list[int], world_size: int) -> tuple[str, str]:
     if missing == 0 and set(codes) == {EXIT_PREEMPTED}:
         return STOPPED, "stopped on request, saved"
     return FAILED, f"failed, trying again may help{also}"
-
-
-def _newest_manifest(run: RunFolder) -> Manifest | None:
-    for path in published(run.checkpoints):
-        try:
-            return read_manifest(path)
-        except CheckpointError:
-            continue  # just removed, or damaged
-    return None
 
 
 def _warnings(lines: list[dict[str, Any]], manifest: Manifest | None, run: RunFolder) -> list[str]:

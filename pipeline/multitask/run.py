@@ -51,12 +51,11 @@ from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.runtime.rank import Rank
 from pipeline.runtime.run_folder import RunFolder
 from pipeline.tasks.task import RANDOM
-from pipeline.train.build import train_run
-from pipeline.train.data import open_data
+from pipeline.train.build import open_data, train_run
 from pipeline.train.engine import Engine
 from pipeline.train.evaluate import evaluate
-from pipeline.train.figures import heat_map
 from pipeline.train.initial import tokenizer_differences
+from pipeline.train.look import heat_map
 from pipeline.train.run import HeldOutResult
 from pipeline.use.folder import TrainedModel, require_full_alpha, tokenizer_folder
 from pipeline.use.model import read_model

@@ -30,8 +30,7 @@ from pipeline.objectives.choose import make_objective
 from pipeline.runtime import dist
 from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.summary import table
-from pipeline.train.build import make_model
-from pipeline.train.data import open_data
+from pipeline.train.build import make_model, open_data
 from pipeline.train.engine import Engine, close_process_group, init_process_group
 from pipeline.train.pretraining import with_vocabulary
 from pipeline.train.timing import (

@@ -6,7 +6,8 @@ The command gets one JSON object on its standard input:
      "run": "mine", "run_dir": "/runs/mine", "host": "node1", "job": "1234.0",
      "unix_s": 1750000000.0}
 
-Nothing waits for it while a run trains, and whatever goes wrong with it is only a warning.
+Nothing waits for it while a run trains, and whatever goes wrong with it is only a warning. How an
+attempt ended is reported by the launcher, since the ranks may be dead by then.
 """
 
 import json
@@ -18,13 +19,19 @@ import subprocess
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
+from pipeline.config.strict_yaml import read_file
+from pipeline.errors import ConfigError
 from pipeline.runtime import env
+from pipeline.runtime.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
 STARTED, WENT_BACK, REQUEUED = "started", "went_back", "requeued"
 FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
+_ENDS = {"finished": FINISHED, "requeue": REQUEUED, "stopped": STOPPED, "failed": FAILED}
+"""Event of each decision of the launcher."""
 _LIMIT_S = 10.0
 """After which a command is killed, and for which the end of a run waits."""
 _MOST_CHARACTERS = 300
@@ -93,3 +100,30 @@ class Notifier:
         if process.returncode:
             said = output.decode(errors="replace").strip()[-_MOST_CHARACTERS:]
             logger.warning("notify.command ended with code %d: %s", process.returncode, said)
+
+
+def notify_end(run_dir: Path, job: str, word: str, reason: str, *, goes_on: bool = True) -> None:
+    """Report how an attempt ended to `notify.command` and wait for it, at most ten seconds.
+
+    `word` and `reason` are the launcher's decision. A requeued run that does not go on by itself is
+    reported as stopped. The decision stands where storage fails and nothing can be reported.
+    """
+    event = STOPPED if word == "requeue" and not goes_on else _ENDS[word]
+    try:
+        notifier = Notifier(_command_of(RunFolder(run_dir)), run_dir, job)
+        notifier.send(event, reason)
+        notifier.finish()
+    except OSError as error:
+        logger.warning("notify.command was not run: %s", error)
+
+
+def _command_of(run: RunFolder) -> str:
+    """Read it from what the run wrote last, its own config or that of a submission."""
+    there = [path for path in (run.resolved, *run.launch.glob("*/config.yaml")) if path.is_file()]
+    if not there:
+        return ""
+    try:
+        tree: Any = read_file(max(there, key=lambda path: path.stat().st_mtime)).plain()
+        return str(tree["notify"]["command"])
+    except (ConfigError, OSError, KeyError, TypeError):
+        return ""  # of another kind of job, or an older version

@@ -1,4 +1,4 @@
-"""Puts a run together from its config and its work, and starts the loop."""
+"""Puts a run together from its config, its data and its work, and starts the loop."""
 
 import fcntl
 import gc
@@ -18,17 +18,23 @@ import torch
 from pipeline.checkpoints.resume import CheckpointStore
 from pipeline.checkpoints.save import Saver
 from pipeline.checkpoints.state import TrainState
+from pipeline.config.data import DataConfig, EvalDataConfig, TrainDataConfig
 from pipeline.config.load import provenance, resolved_text
 from pipeline.config.runs import RunConfig
 from pipeline.config.schedule import alpha, is_over
+from pipeline.data.counts import sequences_at
+from pipeline.data.format import DatasetIndex
 from pipeline.data.ledger import Rewind, read_ledger
+from pipeline.data.loader import EvalLoader, TrainLoader
+from pipeline.data.reader import refuse_unlisted
 from pipeline.data.record import read_batches
 from pipeline.data.run_order import DataRank
+from pipeline.data.staging import stage
 from pipeline.errors import EXIT_FINISHED, EXIT_PREEMPTED, BusyError, DataError
 from pipeline.kernels.choose import choose
 from pipeline.model.compiled import CompiledLayer, require_compiler
 from pipeline.model.encoder import EncoderModel
-from pipeline.objectives.base import Objective
+from pipeline.objectives.base import Objective, TextObjective
 from pipeline.runtime import dist, env, log, watchdog
 from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.files import write_atomic, write_json_atomic
@@ -167,6 +173,50 @@ def make_model(config: RunConfig, objective: Objective, device: torch.device) ->
     if chosen.loss:
         model.fuse_loss()
     return model
+
+
+def open_data(
+    train: TrainDataConfig,
+    held_out: EvalDataConfig,
+    run_dir: str,
+    index: DatasetIndex,
+    objective: TextObjective,
+    share: DataRank,
+) -> tuple[TrainLoader, EvalLoader]:
+    """Open and check the dataset. Collective.
+
+    Raises:
+        PostnormError: on all ranks, if one finds damage.
+    """
+    index = _where_shards_are_read(train.data, index, share)
+    counts = dist.on_first(
+        lambda: sequences_at(index, train.batches.seq_lens, run_dir, train.objective),
+        "counting sequences",
+    )
+    watchdog.heartbeat("opening the data")
+    with dist.raise_on_all_ranks():
+        loaders = (
+            TrainLoader(index, train, objective.train_inputs(train, index), share, counts),
+            EvalLoader(index, held_out, objective.eval_inputs(held_out, index), share, counts),
+        )
+        total_bytes = sum(shard.num_bytes for shard in index.shards)
+        if total_bytes <= train.data.verify_at_start_gib * 2**30:
+            for split in (loaders[0].steps.split, loaders[1].split):
+                split.reader.check_all(split.rows[share.rank :: share.world_size].tolist())
+    return loaders
+
+
+def _where_shards_are_read(data: DataConfig, index: DatasetIndex, share: DataRank) -> DatasetIndex:
+    """Copy the shards to this node if the config asks for it. Collective."""
+    staging = data.stage_dir is not None and index.store is None
+    with dist.raise_on_all_ranks(range(share.world_size if staging else 0), "staging shards"):
+        if share.rank == 0:
+            refuse_unlisted(index)
+        if staging:
+            assert data.stage_dir is not None
+            folder = env.expand(data.stage_dir, "data.stage_dir")
+            index = stage(index, folder, lambda: dist.heartbeat_all("staging shards"))
+    return index
 
 
 def _run(

@@ -39,7 +39,7 @@ import numpy as np
 
 from pipeline.config.runs import RunConfig
 from pipeline.runtime.remote import is_address
-from pipeline.train.health import GroupNorms
+from pipeline.train.metrics import GroupNorms
 
 _LEAST_UPDATES = 100
 _LEAST_INTERVALS = 20

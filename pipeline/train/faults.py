@@ -25,14 +25,7 @@ from pipeline.checkpoints.save import Saver
 from pipeline.checkpoints.state import Checkpointable, TrainState
 from pipeline.config.data import BatchSpec
 from pipeline.config.runs import RunConfig
-from pipeline.data.ledger import (
-    Diverged,
-    NonFinite,
-    Record,
-    Rewind,
-    add_to_ledger,
-    read_ledger,
-)
+from pipeline.data.ledger import Diverged, NonFinite, Record, Rewind, add_to_ledger, read_ledger
 from pipeline.data.record import BatchRecord
 from pipeline.data.run_order import DataRank
 from pipeline.errors import (

@@ -64,7 +64,7 @@ def train(attempt: Attempt, state: TrainState) -> int | None:
 def _train(attempt: Attempt, state: TrainState) -> int | None:
     run = attempt.run
     config, intervals = run.config.train, run.config.monitor
-    meter = Meter(run.engine, run.process, run.objective, config.grad_clip)
+    meter = Meter(run.engine, run.objective, config.grad_clip)
     clock = Clock(state.elapsed_s)
     if state.step == 0:
         _set_alpha(attempt, state)

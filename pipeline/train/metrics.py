@@ -1,22 +1,125 @@
-"""Sums between two log lines: kept on the device, added over ranks once per line."""
+"""Numbers of an interval between two log lines: sums on the device, clocks, and norms by layer.
 
+Norms of gradient, update and weights by group of layers: on each rank the optimizer's hooks see the
+summed and clipped gradient of its own part of the master weights. Sums of squares of the parts add
+up over the ranks, so nothing is gathered and nothing waits for the GPU.
+"""
+
+import re
 import time
 from collections import Counter
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from pipeline.data.loader import MicroBatch
+from pipeline.model.architecture import OBJECTIVE_PARTS
 from pipeline.objectives.base import Objective, Sums
 from pipeline.runtime import dist
-from pipeline.runtime.env import ProcessInfo
 from pipeline.train.engine import Engine, StepResult
-from pipeline.train.health import GroupNorms, LayerNorms
+from pipeline.train.optimizer import squared_norm
 from pipeline.train.timing import memory_peaks
 
 _PEAKS = ("gpu_allocated_gb", "gpu_reserved_gb", "host_rss_gb")
+
+
+_LAYER = re.compile(r"encoder\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class GroupNorms:
+    """Norms of one update in a group of layers."""
+
+    gradient: float
+    """L2 norm before clipping."""
+    update_ratio: float
+    """Norm of the change (with the learning rate) over the norm of the weights before it."""
+
+
+def group_of(parameter: str) -> str:
+    """Return `embeddings`, `layer_00` and so on, `head` for all after the last layer, or
+    `objective` for what an objective has of its own.
+    """
+    layer = _LAYER.match(parameter)
+    if layer:
+        return f"layer_{int(layer[1]):02d}"
+    if parameter.startswith(OBJECTIVE_PARTS):
+        return "objective"
+    return "embeddings" if parameter.startswith("encoder.") and "embedding" in parameter else "head"
+
+
+class LayerNorms:
+    """Measures the update after `measure`, at the cost of a copy of this rank's master weights."""
+
+    def __init__(self, engine: Engine, grad_clip: float) -> None:
+        """Hook into the optimizer; without partitions there are no groups."""
+        partitions = engine.partitions()
+        # Names inside DeepSpeed's engine begin with `module.`.
+        names = {
+            group_of(name.removeprefix("module.")) for name, _ in engine.model.named_parameters()
+        }
+        self.groups = sorted(names) if partitions else []
+        self.sums = torch.zeros(len(self.groups), 3, dtype=torch.float64, device=engine.device)
+        """(groups, 3) this rank's sums of squares: clipped gradient, update, weights before."""
+        self._grad_clip = grad_clip
+        self._spans = {id(flat): self._group_spans(places) for flat, places in partitions}
+        self._before: dict[int, Tensor] = {}
+        self._wanted = False
+        if partitions:
+            engine.optimizer.register_step_pre_hook(self._before_step)
+            engine.optimizer.register_step_post_hook(self._after_step)
+
+    def measure(self) -> None:
+        """Measure the next update that is applied."""
+        self.sums.zero_()
+        self._wanted = True
+
+    def done(self) -> None:
+        """End a measurement after the step."""
+        self._wanted = False
+
+    def norms(self, sums: list[list[float]], grad_norm: float) -> dict[str, GroupNorms]:
+        """Compute norms by group from `sums` over all ranks and the global norm before clipping."""
+        # DeepSpeed divides the gradient by this if the norm is above the limit.
+        clipped = max(1.0, (grad_norm + 1e-6) / self._grad_clip) if self._grad_clip else 1.0
+        return {
+            group: GroupNorms(gradient**0.5 * clipped, (update / weights) ** 0.5 if weights else 0)
+            for group, (gradient, update, weights) in zip(self.groups, sums, strict=True)
+        }
+
+    def _group_spans(self, places: dict[str, tuple[int, int]]) -> list[tuple[int, int, int]]:
+        """List (group, start, stop) of a partition, with neighbours of one group joined."""
+        parts = sorted((*place, self.groups.index(group_of(n))) for n, place in places.items())
+        spans = []
+        for group, of_group in groupby(parts, key=lambda part: part[2]):
+            run = list(of_group)
+            spans.append((group, run[0][0], run[-1][1]))
+        return spans
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for flat in self._wanted_of(optimizer):
+            assert flat.grad is not None
+            self._before[id(flat)] = flat.detach().clone()
+            self._add(0, flat, flat.grad)
+            self._add(2, flat, flat)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for flat in self._wanted_of(optimizer):
+            self._add(1, flat, flat.detach() - self._before.pop(id(flat)))
+
+    def _wanted_of(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        # DeepSpeed updates one group of parameters at a time, with this list cut to that group.
+        return [group["params"][0] for group in optimizer.param_groups] if self._wanted else []
+
+    @torch.no_grad()
+    def _add(self, column: int, flat: Tensor, values: Tensor) -> None:
+        for group, start, stop in self._spans.get(id(flat), []):
+            self.sums[group, column] += squared_norm(values[start:stop])
 
 
 @dataclass(frozen=True)
@@ -62,13 +165,10 @@ class LogInterval:
 class Meter:
     """Adds up one rank's steps."""
 
-    def __init__(
-        self, engine: Engine, process: ProcessInfo, objective: Objective, grad_clip: float
-    ) -> None:
+    def __init__(self, engine: Engine, objective: Objective, grad_clip: float) -> None:
         """Start the first interval."""
         self._device = engine.device
         self._own_time = engine.own_time
-        self._process = process
         self._objective = objective
         self._layers = LayerNorms(engine, grad_clip)
         self._reset()
@@ -116,47 +216,34 @@ class Meter:
             self._batches.append(number)
 
     def close_interval(self, grad_norm: float, *, clock_s: float) -> LogInterval:
-        """Add up all ranks and starts the next interval. Collective; synchronises.
+        """Add up all ranks and start the next interval. Collective; synchronises.
 
         Args:
             grad_norm: of the last step, before clipping.
             clock_s: time of training on rank 0, 0 on other ranks.
         """
-        elapsed_s = sum(self._step_s)
-        own = [
-            float(self._tokens),
-            float(self._slots),
-            float(self._squares),
-            *self._weights.values(),
-            *map(float, self._counts.values()),
-            self._wait_s / elapsed_s,
-            clock_s,
-        ]
-        steps = len(self._step_s)
-        work = [self._wait_s / steps, self._own_time.take_s() / steps]
-        # A row a rank, zeros but for its own: their sum has everyone's.
-        rows = torch.zeros(self._process.world_size, len(_PEAKS) + len(work) + steps)
-        rows = rows.double()
-        peaks = [size / 1e9 for size in memory_peaks(self._device)]
-        mine = [*peaks, *work, *self._step_s]
-        rows[self._process.rank] = torch.tensor(mine, dtype=torch.float64)
-        host = torch.cat((torch.tensor(own, dtype=torch.float64), rows.flatten()))
-        on_device = [*self._sums, self._layers.sums.flatten()]
-        vector = torch.cat((*on_device, host.to(self._device)))
-        values = dist.sum_over_ranks(vector).cpu()  # sync
-        names = self._names
-        sizes = [
-            2 * len(names) * len(self._sums),
-            self._layers.sums.numel(),
-            len(own),
-            rows.numel(),
-        ]
-        sums, squares, own_sums, table = torch.split(values, sizes)
-        of_steps = sums.view(len(self._sums), len(names), 2)
+        steps, elapsed_s = len(self._step_s), sum(self._step_s)
+        own = (
+            (self._tokens, self._slots, self._squares),
+            [float(weight) for weight in self._weights.values()],
+            list(self._counts.values()),
+            [size / 1e9 for size in memory_peaks(self._device)],
+            (self._wait_s / elapsed_s, clock_s),
+            (self._wait_s / steps, self._own_time.take_s() / steps),
+            self._step_s,
+        )
+        # A row for each rank.
+        columns = (np.array(column) for column in zip(*dist.gather(own), strict=True))
+        sizes, weights, counts, peaks, shared, work, step_s = columns
+        tokens, slots, squared = sizes.sum(0).tolist()
+        wait_share, clock = shared.sum(0).tolist()
+
+        vector = torch.cat((*self._sums, self._layers.sums.flatten()))
+        values = dist.sum_over_ranks(vector).cpu() if vector.numel() else vector  # sync
+        names, num_steps = self._names, len(self._sums)
+        sums, squares = torch.split(values, [2 * len(names) * num_steps, self._layers.sums.numel()])
+        of_steps = sums.view(num_steps, len(names), 2)
         whole = dict(zip(names, of_steps.sum(0).tolist(), strict=True))
-        tokens, slots, squared, *more, wait, clock = own_sums.tolist()
-        by_rank = table.view(rows.shape).numpy()
-        most = dict(zip(_PEAKS, by_rank.max(0)[: len(_PEAKS)].tolist(), strict=True))
         layers: dict[str, GroupNorms] = {}
         if self._layers_measured:
             layers = self._layers.norms(squares.view(self._layers.sums.shape).tolist(), grad_norm)
@@ -167,18 +254,18 @@ class Meter:
             ],
             loss=self._minimised(whole),
             means={name: _mean(*pair) for name, pair in whole.items()},
-            weights=dict(zip(self._weights, more, strict=False)),
-            counts=dict(zip(self._counts, map(int, more[len(self._weights) :]), strict=True)),
+            weights=dict(zip(self._weights, weights.sum(0).tolist(), strict=True)),
+            counts=dict(zip(self._counts, counts.sum(0).tolist(), strict=True)),
             elapsed_s=elapsed_s,
-            num_tokens=int(tokens),
-            num_slots=int(slots),
-            squared_lengths=int(squared),
-            data_wait=wait / self._process.world_size,
-            wait_s=by_rank[:, len(_PEAKS)],
-            compute_s=by_rank[:, len(_PEAKS) + 1],
+            num_tokens=tokens,
+            num_slots=slots,
+            squared_lengths=squared,
+            data_wait=wait_share / len(shared),
+            wait_s=work[:, 0],
+            compute_s=work[:, 1],
             clock_s=clock,
-            step_s=by_rank[:, len(_PEAKS) + len(work) :],
-            peak_gb={name: size for name, size in most.items() if size},
+            step_s=step_s,
+            peak_gb={n: gb for n, gb in zip(_PEAKS, peaks.max(0).tolist(), strict=True) if gb},
             layers=layers,
         )
         self._reset()

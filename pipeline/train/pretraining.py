@@ -19,14 +19,12 @@ from pipeline.objectives.choose import make_objective
 from pipeline.runtime.rank import Rank
 from pipeline.sinks.base import find_sinks
 from pipeline.tasks.task import probe_tasks
-from pipeline.train.attention_stats import Observer, examples_text
-from pipeline.train.build import train_run
-from pipeline.train.data import open_data
+from pipeline.train.build import open_data, train_run
 from pipeline.train.deepspeed import deepspeed_config
 from pipeline.train.engine import Engine
 from pipeline.train.evaluate import evaluate
-from pipeline.train.figures import heat_map
 from pipeline.train.initial import InitialWeights, start_from
+from pipeline.train.look import Observer, heat_map
 from pipeline.train.probes import Probes
 from pipeline.train.run import HeldOutResult
 from pipeline.train.run_logger import means_text
@@ -167,7 +165,7 @@ class HeldOut:
             text,
             result.values() | more | layers,
             {"layers/attention_entropy": _entropy_map(entropy, step, longest)},
-            {"fill_mask": examples_text(examples)},
+            {"fill_mask": examples},
             probes,
         )
 

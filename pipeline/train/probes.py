@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -64,17 +64,13 @@ class _Pass(NamedTuple):
     """The first so many count; the others are there because every rank needs a pass."""
 
 
-@dataclass(frozen=True)
-class _Task:
-    """This rank's part of a task."""
+class _Task(NamedTuple):
+    """A task, and this rank's part of it."""
 
-    num_classes: int
-    majority: float
-    num_dev: int
-    """Over all ranks."""
+    rows: Rows
     passes: list[_Pass]
-    labels_R: Tensor
-    in_train_R: Tensor
+    own: list[int]
+    """Numbers of this rank's rows, in the order of the passes."""
 
 
 class Probes:
@@ -118,8 +114,8 @@ class Probes:
         self._model.eval()
         for name, task in self._tasks.items():
             accuracy = self._accuracy(task)
-            values |= {f"accuracy_{name}": accuracy, f"majority_{name}": task.majority}
-            texts.append(f"{name} {accuracy:.3f} (majority {task.majority:.3f})")
+            values |= {f"accuracy_{name}": accuracy, f"majority_{name}": task.rows.majority}
+            texts.append(f"{name} {accuracy:.3f} (majority {task.rows.majority:.3f})")
         self._model.train(was_training)
         ended_s = time.perf_counter()
         values["probe_s"] = ended_s - began_s
@@ -143,16 +139,20 @@ class Probes:
 
     def _accuracy(self, task: _Task) -> float:
         """Fit on train and score on dev; NaN where the vectors are not finite."""
+        rows = task.rows
         x_RD = torch.cat([self._vectors(each) for each in task.passes]).double()
-        labels_R, train_R = task.labels_R.to(self._device), task.in_train_R.to(self._device)
-        y_RK = F.one_hot(labels_R, task.num_classes).double()
+        own_R, labels_R = torch.tensor(
+            [task.own, [rows.labels[number] for number in task.own]], device=self._device
+        ).long()
+        train_R = own_R < rows.num_train
+        y_RK = F.one_hot(labels_R, rows.num_classes).double()
         table = torch.cat((torch.ones_like(x_RD[:, :1]), x_RD, y_RK), dim=1)
         products = dist.sum_over_ranks(table[train_R].T @ table[train_R])
-        weights = fit_ridge(products, task.num_classes)
-        scores = table[~train_R, : -task.num_classes] @ weights
+        weights = fit_ridge(products, rows.num_classes)
+        scores = table[~train_R, : -rows.num_classes] @ weights
         hits = (scores.argmax(1) == labels_R[~train_R]).sum()
         # Every rank has the same products, so that none leaves before this sum.
-        share = float(dist.sum_over_ranks(hits)) / task.num_dev  # sync
+        share = float(dist.sum_over_ranks(hits)) / (len(rows.ids) - rows.num_train)  # sync
         return share if bool(weights.isfinite().all()) else math.nan
 
     @torch.no_grad()
@@ -265,14 +265,7 @@ def _own(rows: Rows, budget: int, share: DataRank) -> _Task:
         lengths = torch.tensor([0, *map(len, read)])
         ids = torch.tensor([token for each in read for token in each])
         passes.append(_Pass(ids, lengths.cumsum(0), int(lengths.max()), len(mine)))
-    return _Task(
-        num_classes=rows.num_classes,
-        majority=rows.majority,
-        num_dev=len(rows.ids) - rows.num_train,
-        passes=passes,
-        labels_R=torch.tensor([rows.labels[number] for number in own], dtype=torch.int64),
-        in_train_R=torch.tensor([number < rows.num_train for number in own], dtype=torch.bool),
-    )
+    return _Task(rows, passes, own)
 
 
 def passes_of(lengths: Sequence[int], budget: int, world_size: int) -> list[list[int]]:

@@ -1,4 +1,9 @@
-"""What a run shows: the numbers of each interval and evaluation, and what to make of them."""
+"""What a run shows: the numbers of each interval and evaluation, and what to make of them.
+
+Straggler: in each of three log intervals in a row, a rank's own work (waiting for data, and forward
+and backward passes until the first collective) takes more than `monitor.straggler_factor` times the
+median of the other ranks, and at least a hundredth of the step longer.
+"""
 
 import logging
 import math
@@ -8,6 +13,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from pipeline.checkpoints.save import SaveNumbers
 from pipeline.checkpoints.state import TrainState
@@ -18,7 +24,6 @@ from pipeline.runtime import dist
 from pipeline.runtime.summary import duration
 from pipeline.sinks.base import Sinks
 from pipeline.train.doctor import LastStep, PlateauDoctor
-from pipeline.train.health import Stragglers
 from pipeline.train.metrics import LogInterval
 from pipeline.train.run import RunContext
 from pipeline.train.timing import device_name
@@ -27,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 _SHORT = {"accuracy": "acc"}
 _MOST_MEANS = 6
+_SLOW_INTERVALS = 3
+_LEAST_SHARE = 0.01
 
 
 class StepNumbers(NamedTuple):
@@ -229,3 +236,46 @@ class _Eta:
         done = step - self._step
         each_s = (time.perf_counter() - self._start_s) / done if done else self._step_s
         return each_s * (num_steps - step)
+
+
+class Stragglers:
+    """Follows the ranks of one attempt, and warns of slow ones."""
+
+    def __init__(self, hosts: list[str], factor: float) -> None:
+        self._hosts = hosts
+        self._factor = factor
+        self._slow = [0] * len(hosts)
+        """Number of intervals in a row in which each rank was slow."""
+
+    def look(
+        self, wait_s: npt.NDArray[np.float64], compute_s: npt.NDArray[np.float64], step_s: float
+    ) -> list[tuple[int, float, str]]:
+        """Return the ranks to warn about, each with its factor and the text of the warning.
+
+        A rank is in the list once, until it was as fast as the others for an interval.
+
+        Times are (ranks,) seconds of a step: waiting for data, and passes until the first
+        collective.
+        """
+        if len(self._hosts) < 2:
+            return []
+        own_s = wait_s + compute_s
+        stragglers = []
+        for rank, slow in enumerate(self._slow):
+            others_s = float(np.median(np.delete(own_s, rank)))
+            late_s = float(own_s[rank]) - others_s
+            is_slow = late_s > (self._factor - 1) * others_s and late_s > _LEAST_SHARE * step_s
+            self._slow[rank] = slow + 1 if is_slow else 0
+            if self._slow[rank] == _SLOW_INTERVALS:
+                factor = float(own_s[rank]) / others_s if others_s else float("inf")
+                cause = "waiting for data" if wait_s[rank] > compute_s[rank] else "computing"
+                text = (
+                    f"rank {rank} on {self._hosts[rank]} needs {factor:.2f} times as long as the "
+                    f"median of the other ranks, most of it {cause}: {own_s[rank] * 1e3:.1f} ms a "
+                    f"step against {others_s * 1e3:.1f} ms, {_SLOW_INTERVALS} log intervals in a "
+                    f"row. The others wait for it about {late_s / step_s:.0%} of the run's time. "
+                    "Check the temperature, clock, other processes and storage of that node, or "
+                    "exclude it"
+                )
+                stragglers.append((rank, factor, text))
+        return stragglers

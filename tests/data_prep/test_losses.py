@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep.config import PrepConfig
-from data_prep.losses import Losses, ReadReport
+from data_prep.documents import Losses, ReadReport
 from data_prep.run import run, run_part
 from data_prep.show import status
 from data_prep.types import Rejected

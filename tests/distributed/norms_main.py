@@ -20,7 +20,7 @@ from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime import dist
 from pipeline.runtime.env import ProcessInfo
 from pipeline.train.engine import Engine
-from pipeline.train.health import LayerNorms
+from pipeline.train.metrics import LayerNorms
 from tests.distributed.engine_main import as_rank
 from tests.distributed.lamb_main import micro_batch
 

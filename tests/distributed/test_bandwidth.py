@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from launch.preflight.record import Bandwidth, read_bandwidth
+from launch.preflight.check import Bandwidth, read_bandwidth
 from pipeline.profile.bandwidth import bus_bandwidth, pairs_in_ring
 from tests.support.processes import free_port
 

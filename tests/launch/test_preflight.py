@@ -18,9 +18,8 @@ import pytest
 
 from launch.cluster import ClusterConfig, PreflightConfig
 from launch.preflight import check as checks
-from launch.preflight.gpus import check_gpus
+from launch.preflight.check import Record, check_gpus, read_record
 from launch.preflight.judge import gather, judge_nodes
-from launch.preflight.record import Record, read_record
 from launch.submit import Origin, prepare_mix
 from pipeline.config.data import DataConfig
 from pipeline.config.load import load

@@ -9,9 +9,16 @@ from typing import Any
 import pytest
 
 from launch.cluster import PreflightConfig
-from launch.preflight.check import read_block
+from launch.preflight.check import (
+    Bandwidth,
+    BandwidthRound,
+    Blame,
+    Finding,
+    Record,
+    read_block,
+    write_record,
+)
 from launch.preflight.judge import Evidence, Verdict, judge
-from launch.preflight.record import Bandwidth, BandwidthRound, Blame, Finding, Record, write_record
 from launch.records import exclude_nodes, excluded_nodes
 from pipeline.data.format import DatasetIndex, read_index
 from pipeline.errors import DataError

@@ -9,7 +9,7 @@ from launch.cluster import ClusterConfig, PrepJobsConfig
 from launch.prep import ARRAYS_FILE, PrepDraft, PrepJob, StagePlan, render_prep, submit
 from launch.queue import Quota, room_of
 from launch.records import FAILED_MARK, next_number, read_prep, submission_folder, write_prep
-from launch.site import parse_submit_limit
+from launch.site import submit_limit
 from launch.slurm import TooManyJobsError
 from pipeline.errors import BusyError, PostnormError
 from tests.support.fake_slurm import FakeSlurm, interruptible
@@ -32,16 +32,22 @@ QOS = "normal|500\nlong|200\ndebug|\n"
         ("other", "", None),
     ],
 )
-def test_smallest_of_account_and_qos_counts(account: str, qos: str, limit: int | None) -> None:
-    assert parse_submit_limit(OWN, QOS, account, qos) == limit
+def test_smallest_of_account_and_qos_counts(
+    account: str, qos: str, limit: int | None, slurm: FakeSlurm
+) -> None:
+    _accounting(slurm)
+    assert submit_limit(account, qos) == limit
+
+
+def _accounting(slurm: FakeSlurm) -> None:
+    (slurm.folder / "config").write_text("AccountingStorageEnforce = associations,limits,qos\n")
+    for name, text in (("assoc", OWN), ("qos", QOS)):
+        (slurm.folder / name).write_text(text)
+    slurm.add("sacctmgr", f'cat "{slurm.folder}/$4"')
 
 
 def test_profile_comes_before_accounting(slurm: FakeSlurm) -> None:
-    (slurm.folder / "config").write_text("AccountingStorageEnforce = associations,limits,qos\n")
-    lines = {"assoc": OWN, "qos": QOS}
-    for name, text in lines.items():
-        (slurm.folder / name).write_text(text)
-    slurm.add("sacctmgr", f'cat "{slurm.folder}/$4"')
+    _accounting(slurm)
     found = ClusterConfig(account="physics", qos="normal", prep=PrepJobsConfig(qos="long"))
     assert room_of(found, prep=False, every_s=None).limit == 500
     assert room_of(found, prep=True, every_s=None).limit == 200

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.snapshot import SnapshotError, code_hash, snapshot, snapshot_for, start_file
+from launch.records import SnapshotError, code_hash, snapshot, snapshot_for, start_file
 from tests.support.processes import python
 
 ROOT = Path(__file__).parents[2]

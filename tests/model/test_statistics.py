@@ -8,7 +8,7 @@ import torch
 from pipeline.config.model import ModelConfig
 from pipeline.model.encoder import Encoder
 from pipeline.model.layout import packed, padded, rows
-from pipeline.train.attention_stats import attention_statistics, divergence_of, entropy_of
+from pipeline.train.look import attention_statistics, divergence_of, entropy_of
 
 CONFIG = ModelConfig(vocab_size=40, num_layers=3, hidden_size=24, num_heads=3, ffn_size=40)
 

@@ -12,10 +12,8 @@ from typing import Any
 
 import pytest
 
-from launch.decide import Decision
-from launch.notify import notify_end
 from pipeline.runtime import notify
-from pipeline.runtime.notify import Notifier
+from pipeline.runtime.notify import Notifier, notify_end
 
 POST = """
 import sys, urllib.request
@@ -83,7 +81,7 @@ def test_the_launcher_tells_how_an_attempt_ended(
     folder = tmp_path / "mine/launch/0001"
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(f"run_dir: mine\nnotify:\n  command: {command}\n")
-    notify_end(tmp_path / "mine", "7.1", Decision(word, 2, "rank 0 died"), goes_on=goes_on)
+    notify_end(tmp_path / "mine", "7.1", word, "rank 0 died", goes_on=goes_on)
     [received] = server.received
     assert (received["event"], received["job"]) == (event, "7.1")
     assert received["text"] == f"mine: {event}: rank 0 died"
@@ -114,8 +112,8 @@ def test_failure_only_warns_and_nothing_waits_for_it(
 
 
 def test_a_decision_stands_where_storage_fails(caplog: pytest.LogCaptureFixture) -> None:
-    notify_end(Path("nowhere"), "7.1", Decision("failed", 2, "why"))  # a run without a command
+    notify_end(Path("nowhere"), "7.1", "failed", "why")  # a run without a command
     assert not caplog.text
     # Such a name is an error of the system, as a stale mount is.
-    notify_end(Path("/" + 300 * "x"), "7.0", Decision("requeue", 75, "the attempt saved"))
+    notify_end(Path("/" + 300 * "x"), "7.0", "requeue", "the attempt saved")
     assert "notify.command was not run" in caplog.text

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pipeline.train.figures import cells, heat_map
+from pipeline.train.look import cells, heat_map
 
 
 def test_cells_lie_as_in_the_array_and_brighten() -> None:

@@ -15,7 +15,7 @@ from pipeline.config.runs import PretrainConfig
 from pipeline.config.train import MonitorConfig, TrainConfig
 from pipeline.data.format import DatasetIndex
 from pipeline.train.doctor import LastStep, PlateauDoctor, _rise
-from pipeline.train.health import GroupNorms
+from pipeline.train.metrics import GroupNorms
 
 ENTROPY = 6.3
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from pipeline.train.health import Stragglers
+from pipeline.train.run_logger import Stragglers
 
 _STEP_S = 1.0
 
