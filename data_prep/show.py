@@ -321,7 +321,7 @@ def _in_piece(given: Corpus, number: int, document_id: str, stages: list[str]) -
     piece, name = given.pieces[number], piece_name(number)
     originals = [
         item
-        for item in read_piece(piece, given.config.clean, ReadStats())
+        for item in read_piece(piece, given.config.clean_of(piece.source), ReadStats())
         if isinstance(item, Document) and item.id == document_id
     ]
     lines = [f"--- {document_id}, in {piece.files[0].path} and {len(piece.files) - 1} more files"]

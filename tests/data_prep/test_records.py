@@ -19,7 +19,7 @@ from data_prep.ingest import FieldCounts, count, merged, shown
 from data_prep.inputs import find, pieces
 from data_prep.pieces import read_lines
 from data_prep.readers import records
-from data_prep.run import run
+from data_prep.run import run, run_part
 from data_prep.show import document_text, rejected_text
 from data_prep.types import Document, InputPiece, Rejected
 from pipeline.config.load import load
@@ -181,6 +181,21 @@ def test_a_dataset_of_the_hub_with_its_metadata(tmp_path: Path, prep_config: Pat
     mask.write_bytes(mask.read_bytes()[:-1] + b"\0")
     with pytest.raises(DataError, match="does not hold the 399 documents"):
         export(tmp_path / "out", tmp_path / "again", "jsonl")
+
+
+def test_a_part_of_a_long_document_is_shown_as_its_source_splits_it(
+    tmp_path: Path, prep_config: Path
+) -> None:
+    text = "\n".join(f"line {i} {'word ' * 40}" for i in range(6000))
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text, "id": "long"}) + "\n")
+    own = "{max_document_mb: 1, on_long_document: split}"
+    sources = f"sources=[{{name: s, inputs: [{tmp_path / 'a.jsonl'}], clean: {own}}}]"
+    settings = [f"output_dir={tmp_path / 'out'}", "workers=1", sources]
+    config = load(PrepConfig, prep_config, settings).config
+    run_part(config, "ingest")
+    shown = document_text(config, "s/long#2")
+    assert "original, " in shown
+    assert "ingested as:" in shown
 
 
 def test_long_documents(tmp_path: Path) -> None:
