@@ -8,7 +8,7 @@ from pipeline.config.load import REVISION_FILE, git_revision
 from pipeline.errors import PostnormError
 from pipeline.runtime.files import temporary_beside
 
-_FOLDERS = ("data_prep", "launch", "pipeline", "postnorm", "postnorm/configs", "studies")
+_FOLDERS = ("data_prep", "launch", "pipeline", "postnorm", "postnorm/configs", "experiments")
 """`postnorm/configs` is a link in a checkout, which `rglob` does not follow."""
 _ROOT = Path(__file__).resolve().parents[1]
 _HASH_LETTERS = 16

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.finetune.baselines import run_baseline
+from experiments.baselines import run_baseline
 from pipeline.tasks.task import TaskConfig, load_task
 
 SPLITS = ("train", "dev", "test")

@@ -10,7 +10,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from launch import sweep
+from experiments import array, grid
+from experiments.classes import subset
+from experiments.read import outcome, runs_folder, task_name, tasks_folder
+from experiments.study import StudyPlan, StudyRun
 from launch.cluster import cluster_of
 from launch.records import FINETUNE, PRETRAIN
 from launch.site import ask_sbatch, check
@@ -23,9 +26,6 @@ from pipeline.model.architecture import is_model_folder
 from pipeline.runtime.env import module_command
 from pipeline.runtime.files import write_atomic
 from pipeline.tasks.task import TaskConfig
-from studies.classes import subset
-from studies.config import StudyPlan, StudyRun
-from studies.reading import outcome, runs_folder, task_name, tasks_folder
 
 logger = logging.getLogger(__name__)
 
@@ -190,18 +190,18 @@ def _sweep(verb: str, folder: Path, points: Sequence[dict[str, Any]], where: Whe
     body = {"verb": verb, "dir": str(folder.resolve()), "jobs": where.jobs, "runs": list(points)}
     write_atomic(file, strict_yaml.dump(body).encode())
     work_dir = os.getcwd()
-    config, runs = sweep.read_sweep(str(file), (), work_dir)
-    what = sweep.todo(runs, config.kind)
+    config, runs = grid.read_sweep(str(file), (), work_dir)
+    what = grid.todo(runs, config.kind)
     logger.info("%s: %d of %d runs are left to do", verb, len(what.runs), len(runs))
     if not what.runs:
         return False
     if where.cluster is None:
-        codes = sweep.run_here(config, what, where.jobs, 1, None, work_dir)
+        codes = grid.run_here(config, what, where.jobs, 1, None, work_dir)
         return EXIT_PREEMPTED in codes.values()
     source = Origin(str(file), (), where.cluster, work_dir)
     cluster = cluster_of(where.cluster)
-    draft = sweep.prepare(config, what, cluster, source, where.jobs)
+    draft = array.prepare(config, what, cluster, source, where.jobs)
     logger.info("%s", check(cluster, verb, work_dir=work_dir))
     logger.info("%s", ask_sbatch(draft.script))
-    logger.info("job %s: %d runs", sweep.submit(draft), len(what.runs))
+    logger.info("job %s: %d runs", array.submit(draft), len(what.runs))
     return False

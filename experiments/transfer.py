@@ -13,13 +13,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from experiments.benchmark import BenchmarkCell, difference, read_cell
 from pipeline.config.load import build, find_config, load, provenance
 from pipeline.config.schema import REQUIRED, param, path_param
 from pipeline.errors import EXIT_FINISHED, ConfigError, PreemptedError
-from pipeline.finetune.benchmark import BenchmarkCell, difference, read_cell
-from pipeline.finetune.run import finetune
 from pipeline.multitask.config import TaskMix, load_mix
-from pipeline.multitask.run import multitask
 from pipeline.runtime import env
 from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.runtime.rank import Rank
@@ -109,6 +107,8 @@ def _train(mix: TaskMix, folder: Path) -> None:
     if RunFolder(folder).done.exists():
         logger.info("%s is finished", folder)
         return
+    from pipeline.multitask.run import multitask
+
     config = replace(mix.config, run_dir=str(folder))
     with env.restored(), own_process():
         rank = Rank(env.process_info_or_alone())
@@ -131,6 +131,8 @@ def _line(
     config: TransferConfig,
     out: Path,
 ) -> dict[str, Any]:
+    from pipeline.finetune.run import finetune
+
     cells: dict[str, BenchmarkCell] = {}
     for arm, source in sources.items():
         folder = out / "finetune" / arm / name

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from studies.config import StudyCell, StudyPlan
-from studies.reading import Reading
+from experiments.read import Reading
+from experiments.study import StudyCell, StudyPlan
 
 LEVEL = 0.95
 # Student's t up to here: a bootstrap of so few pairs is too narrow.

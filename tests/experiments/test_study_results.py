@@ -12,6 +12,10 @@ import pytest
 import scipy.stats
 import torch
 
+from experiments import page, probes, read, speed
+from experiments.analysis import interval_of, slope_of
+from experiments.run import make_start
+from experiments.study import StudyPlan, read_study
 from pipeline.config.model import ModelConfig
 from pipeline.data.format import DatasetIndex
 from pipeline.data.ledger import NonFinite, add_to_ledger
@@ -20,11 +24,7 @@ from pipeline.model.encoder import EncoderModel, MaskedLanguageModel
 from pipeline.model.layers import Trace
 from pipeline.model.layout import padded, rows
 from pipeline.use.folder import load_trained
-from studies import page, probes, reading, speed
-from studies.analysis import interval_of, slope_of
-from studies.config import StudyPlan, read_study
-from studies.run import make_start
-from tests.studies.test_study_plan import ARMS, plan_of, study_of
+from tests.experiments.test_study_plan import ARMS, plan_of, study_of
 from tests.support.tiny_tasks import write_tiny_model
 
 RANDOM = np.random.default_rng(7)
@@ -71,7 +71,7 @@ def test_slope_is_that_of_least_squares() -> None:
 
 def _finish(out: Path, name: str, loss: float, *, first_hash: int = 7) -> None:
     """Leave what a run of 10 steps leaves."""
-    folder = reading.runs_folder(out) / name
+    folder = read.runs_folder(out) / name
     folder.mkdir(parents=True)
     train = {"step": 10, "kind": "train", "loss": 1.0, "elapsed_s": 3.5, "tokens_per_s": 100.0}
     held_out = {
@@ -88,7 +88,7 @@ def _finish(out: Path, name: str, loss: float, *, first_hash: int = 7) -> None:
 
 
 def _give_up(out: Path, name: str, code: int, said: str = "") -> Path:
-    folder = reading.runs_folder(out) / name
+    folder = read.runs_folder(out) / name
     (folder / "exit" / "local-1.0").mkdir(parents=True)
     (folder / "exit" / "local-1.0" / "rank-00000").write_text(f"{code}\n")
     (folder / "logs").mkdir()
@@ -96,13 +96,13 @@ def _give_up(out: Path, name: str, code: int, said: str = "") -> Path:
     return folder
 
 
-def _readings(made: StudyPlan, out: Path) -> dict[str, reading.Reading]:
-    return {name: reading.read(made, run, out) for name, run in made.runs.items()}
+def _readings(made: StudyPlan, out: Path) -> dict[str, read.Reading]:
+    return {name: read.read(made, run, out) for name, run in made.runs.items()}
 
 
 def test_an_outcome_tells_divergence_from_other_failures(tmp_path: Path) -> None:
     def outcome(name: str) -> str:
-        return reading.outcome(reading.runs_folder(tmp_path) / name)
+        return read.outcome(read.runs_folder(tmp_path) / name)
 
     assert outcome("nothing") == "missing"
     _give_up(tmp_path, "disk", 1, "no space left")
@@ -128,7 +128,7 @@ def test_page_and_json_say_what_the_runs_say(tmp_path: Path) -> None:
             else:
                 _finish(tmp_path, f"{arm}/seed-{seed}", loss, first_hash=seed)
     found = _readings(made, tmp_path)
-    said = reading.check_batches(made, tmp_path)
+    said = read.check_batches(made, tmp_path)
     assert said.startswith("30 batches of 3 runs")
     body = page.write(made, found, said, tmp_path / "results")
     assert body == json.loads((tmp_path / "results" / "mine.json").read_bytes())
@@ -167,7 +167,7 @@ def test_a_mean_score_is_of_all_tasks_or_none(tmp_path: Path) -> None:
     for task, score in (("a", 0.5), ("b", 0.75)):
         found = _readings(made, tmp_path)["plain/seed-1"].values
         assert "mean_score" not in found
-        folder = reading.tasks_folder(tmp_path) / reading.task_name("plain/seed-1", task)
+        folder = read.tasks_folder(tmp_path) / read.task_name("plain/seed-1", task)
         folder.mkdir(parents=True)
         (folder / "result.json").write_text(json.dumps({"mean": score}))
         (folder / "metrics.jsonl").write_text('{"step": 1, "kind": "train", "loss": 0.25}\n')
@@ -203,7 +203,7 @@ def test_partial_results_say_so_and_missing_numbers_are_named(tmp_path: Path) ->
     assert body["partial"]
     assert "**Partial results**: 3 runs" in (tmp_path / "mine.md").read_text()
     assert "no pair" in body["verdicts"][0]
-    metrics = reading.runs_folder(tmp_path) / "plain/seed-1/metrics.jsonl"
+    metrics = read.runs_folder(tmp_path) / "plain/seed-1/metrics.jsonl"
     evaluated = '"step": %d, "kind": "eval"'
     metrics.write_text(metrics.read_text().replace(evaluated % 10, evaluated % 9))
     with pytest.raises(DataError, match="step 10"):
@@ -214,11 +214,11 @@ def test_runs_that_saw_other_batches_are_refused(tmp_path: Path) -> None:
     made = plan_of(study_of())
     _finish(tmp_path, "plain/seed-1", 5.0, first_hash=7)
     _finish(tmp_path, "sum/seed-1", 5.0, first_hash=7)
-    assert reading.check_batches(made, tmp_path).startswith("10 batches of 1 runs")
-    path = reading.runs_folder(tmp_path) / "sum/seed-1/batches.tsv"
+    assert read.check_batches(made, tmp_path).startswith("10 batches of 1 runs")
+    path = read.runs_folder(tmp_path) / "sum/seed-1/batches.tsv"
     path.write_text(path.read_text().replace(f"{7 + 6:016x}", f"{99:016x}"))
     with pytest.raises(DataError, match="saw other batches from batch 6 on"):
-        reading.check_batches(made, tmp_path)
+        read.check_batches(made, tmp_path)
 
 
 # What is measured in a model

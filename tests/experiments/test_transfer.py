@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from experiments.transfer import markdown, transfer
 from pipeline.errors import ConfigError
-from pipeline.multitask.transfer import markdown, transfer
 from tests.multitask.test_run import write_mix
 from tests.support.tiny_tasks import write_task
 

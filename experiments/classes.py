@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
+from experiments.study import ClassesConfig
 from pipeline.errors import DataError
 from pipeline.runtime.files import write_atomic
 from pipeline.tasks.readers import Example, read_task
 from pipeline.tasks.task import FieldsConfig, TaskConfig
-from studies.config import ClassesConfig
 
 _FILE = "{}.jsonl"
 

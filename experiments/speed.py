@@ -11,20 +11,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from experiments.analysis import LEVEL, interval_of
+from experiments.page import MARKED, SIDE_BY_SIDE, svg
+from experiments.run import embedded_corpus
+from experiments.study import PRESETS, StudyArguments, StudyConfig
 from pipeline.config.load import build
 from pipeline.config.schema import REQUIRED, param
 from pipeline.errors import ConfigError, DataError
 from pipeline.runtime.env import module_command
 from pipeline.runtime.files import write_atomic, write_json_atomic
-from studies.analysis import LEVEL, interval_of
-from studies.config import HOME, PRESETS, StudyConfig
-from studies.page import MARKED, SIDE_BY_SIDE, svg
-from studies.run import embedded_corpus
-
-if TYPE_CHECKING:
-    from studies.commands import StudyArguments
 
 _COMPILE_S = 90.0
 """Of a subject at one length, the first time, on two cores: an estimate."""
@@ -59,7 +56,7 @@ class SpeedConfig:
         return f"+num_layers={self.layers}" if self.layers else ""
 
 
-def speed(name: str, study: StudyConfig, arguments: "StudyArguments", out: Path) -> int:
+def speed(name: str, study: StudyConfig, arguments: StudyArguments, out: Path) -> int:
     """Measure the starts that were not measured yet, and write the page; return 0.
 
     Raises:
@@ -159,7 +156,7 @@ def _subjects(study: StudyConfig, config: SpeedConfig) -> list[str]:
 
 
 def _measure(subjects: list[str], config: SpeedConfig, out: Path, file: Path) -> None:
-    root = HOME.parent
+    root = Path(__file__).parents[1]
     if not (root / "benchmarks" / "step.py").is_file():
         raise ConfigError(
             f"the study of speed runs benchmarks/step.py, which the package in {root} does not "
@@ -259,7 +256,7 @@ def _ratio(
 def _page(
     name: str,
     study: StudyConfig,
-    arguments: "StudyArguments",
+    arguments: StudyArguments,
     body: Mapping[str, Any],
     found: Sequence[Mapping[str, Any]],
 ) -> Iterator[str]:

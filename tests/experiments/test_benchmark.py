@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from experiments import benchmark, benchmark_text
+from experiments.benchmark import BenchmarkPlan, read_plan
 from pipeline.config.load import to_yaml
 from pipeline.errors import ConfigError, DataError, PreemptedError, StoppedError
-from pipeline.finetune import benchmark, benchmark_text
-from pipeline.finetune.benchmark import BenchmarkPlan, read_plan
 from pipeline.finetune.result import RESULT, PredictionRow, combine
 from pipeline.finetune.run import finetune
 from pipeline.runtime.files import write_json_atomic
@@ -306,7 +306,7 @@ def test_real_models_go_on_where_they_were_interrupted(tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.jsonl"
     documents = ["nothing in common", "so I wrote about 6, Ann of row 17 and others"]
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
-    command = ["pipeline", "benchmark", tmp_path / "mine.yaml"]
+    command = ["postnorm", "benchmark", tmp_path / "mine.yaml"]
     command += [*limits, "--from", model, "--out", str(plan.out), "--seeds", "1,2"]
     command += ["--overlap", str(corpus)]
     done = warm.run(*command)

@@ -1,9 +1,9 @@
 """The figure of README.md: 24 layers of Post-LN with and without what makes them converge.
 
-    python -m studies.figure [--study FOLDER]
+    python -m experiments.figure [--study FOLDER]
 
-Draws `docs/figures/post_ln.svg` from `studies/results/post_ln.json`. With `--study`, the `--out` of
-`postnorm study deep_start`, first takes the curves of its first seed from there.
+Draws `docs/figures/post_ln.svg` from `experiments/results/post_ln.json`. With `--study`, the
+`--out` of `postnorm study deep_start`, first takes the curves of its first seed from there.
 """
 
 import argparse
@@ -11,14 +11,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+from experiments.read import runs_folder
 from pipeline.inspect.curves import Line, Panel, draw
 from pipeline.runtime.files import read_json_lines
 from pipeline.runtime.run_folder import RunFolder
-from studies.config import HOME
-from studies.reading import runs_folder
 
-DATA = HOME / "results" / "post_ln.json"
-FIGURE = HOME.parent / "docs" / "figures" / "post_ln.svg"
+_HOME = Path(__file__).parent
+DATA = _HOME / "results" / "post_ln.json"
+FIGURE = _HOME.parent / "docs" / "figures" / "post_ln.svg"
 _SHOWN_NATS = 0.4
 """Curves begin this much above the unigram entropy."""
 _RUNS = {

@@ -6,8 +6,8 @@ Scores are in percent here. A star: dev chose the epoch and is what is reported.
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline.finetune.baselines import NAME
-from pipeline.finetune.benchmark import Body
+from experiments.baselines import NAME
+from experiments.benchmark import Body
 from pipeline.runtime import summary
 from pipeline.runtime.summary import FolderSummary
 from pipeline.tasks.task import RANDOM

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from experiments import baselines
 from pipeline.config.load import find_config, load, provenance
 from pipeline.config.schema import walk
 from pipeline.errors import (
@@ -30,7 +31,6 @@ from pipeline.errors import (
     PreemptedError,
     StoppedError,
 )
-from pipeline.finetune import baselines
 from pipeline.finetune.result import read_runs, seed_folders
 from pipeline.runtime.env import module_command
 from pipeline.runtime.files import write_atomic, write_json_atomic

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from launch.sweep import KINDS, SweepConfig, SweepRun, changes, name_of, todo, write_run
+from experiments.grid import KINDS, SweepConfig, SweepRun, changes, name_of, todo, write_run
 from pipeline.config.load import build, load
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import DatasetIndex
@@ -75,6 +75,8 @@ def test_impossible_sweep_is_refused(values: dict[str, object], message: str) ->
 
 class Sweeps(Place):
     """A place with a sweep's file, and a config whose runs take seconds."""
+
+    start = (*START[:2], "postnorm")
 
     def __init__(self, folder: Path, dataset: DatasetIndex) -> None:
         super().__init__(folder, dataset)
@@ -280,7 +282,7 @@ def test_runs_side_by_side_and_a_second_call(sweeps: Sweeps) -> None:
 def test_failed_run_hinders_no_other_and_interrupted_ones_continue(sweeps: Sweeps) -> None:
     sweeps.write(grid={"seed": [1, 2]}, jobs=1)
     first, second = RunFolder(sweeps.dir / "seed=1"), RunFolder(sweeps.dir / "seed=2")
-    command = [*START, "submit", "--sweep", "sweep.yaml", "--local"]
+    command = [*Sweeps.start, "submit", "--sweep", "sweep.yaml", "--local"]
     process = subprocess.Popen(command, cwd=sweeps.folder, stderr=subprocess.DEVNULL)
     wait_until(lambda: (first.checkpoints / "latest").exists(), process)
     process.send_signal(signal.SIGINT)

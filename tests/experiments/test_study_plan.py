@@ -9,14 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launch import sweep
-from pipeline.config.load import build
-from pipeline.errors import ConfigError, DataError
-from pipeline.tasks.readers import read_task
-from pipeline.tasks.task import FieldsConfig, KindConfig, TaskConfig, TaskDataConfig
-from studies import cost, reading
-from studies.classes import subset
-from studies.config import (
+from experiments import grid as sweep
+from experiments import read
+from experiments import study as studies
+from experiments.classes import subset
+from experiments.study import (
     HOME,
     PRESETS,
     ClassesConfig,
@@ -25,7 +22,12 @@ from studies.config import (
     StudyPlan,
     plan,
     read_study,
+    run_plan,
 )
+from pipeline.config.load import build
+from pipeline.errors import ConfigError, DataError
+from pipeline.tasks.readers import read_task
+from pipeline.tasks.task import FieldsConfig, KindConfig, TaskConfig, TaskDataConfig
 
 NAMES = sorted(path.stem for path in HOME.glob("*.yaml"))
 OF_RUNS = [name for name in NAMES if name != "speed"]
@@ -70,7 +72,7 @@ def test_committed_studies_resolve_and_pair_their_batches(name: str, preset: str
         assert not run.config.spikes.rewind
         if run.start is not None:
             assert run.config.seed != made.runs[run.start].config.seed
-    folders = [*made.runs, *(reading.task_name(*each) for each in made.fine_tunings)]
+    folders = [*made.runs, *(read.task_name(*each) for each in made.fine_tunings)]
     assert all(sweep._SAFE_NAME.fullmatch(folder) for folder in folders)
     assert len(set(folders)) == len(folders)
     for cell, of_seeds in made.of_cells.items():
@@ -84,10 +86,10 @@ def test_committed_studies_resolve_and_pair_their_batches(name: str, preset: str
 @pytest.mark.parametrize("name", OF_RUNS)
 def test_small_presets_fit(name: str) -> None:
     made = _made(name, "small")
-    seconds = sum((cost.run_plan(r.config, "small").train_s or 0) + 6 for r in made.runs.values())
-    seconds += sum(cost._task_seconds(made, made.runs[r], task) for r, task in made.fine_tunings)
+    seconds = sum((run_plan(r.config, "small").train_s or 0) + 6 for r in made.runs.values())
+    seconds += sum(studies._task_seconds(made, made.runs[r], task) for r, task in made.fine_tunings)
     assert seconds / 3600 < _HOURS.get(name, 1.3)
-    [line] = cost.cost_lines(made, listed=False)
+    [line] = studies.cost_lines(made, listed=False)
     assert f"{len(made.runs)} pre-training runs" in line
 
 
@@ -133,7 +135,7 @@ def test_shares_are_of_the_value_below_and_overrides_lie_under_arms() -> None:
 
 def test_equal_flops_count_the_start_too() -> None:
     made = _made("growth", "small")
-    flops = {name: cost.run_plan(run.config).flops for name, run in made.runs.items()}
+    flops = {name: run_plan(run.config).flops for name, run in made.runs.items()}
     for part in ("width", "depth"):
         scratch, grown = made.parts[part].arms
         run = made.runs[made.of_cells[StudyCell(part, grown, ())][1]]

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from experiments.probes import PROBES, ProbeResult, read_masks
+from experiments.study import MEAN_SCORE, StudyPlan, StudyRun, fits, safe_name
 from pipeline.config.load import build
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.ledger import read_ledger
@@ -18,8 +20,6 @@ from pipeline.data.record import read_batches
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, EXIT_PREEMPTED, DataError
 from pipeline.runtime.files import read_json_lines, write_json_atomic
 from pipeline.runtime.run_folder import RunFolder
-from studies.config import MEAN_SCORE, StudyPlan, StudyRun, fits, safe_name
-from studies.probes import PROBES, ProbeResult, read_masks
 
 logger = logging.getLogger(__name__)
 

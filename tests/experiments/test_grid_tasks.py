@@ -11,7 +11,7 @@ from tests.support.processes import Processes
 from tests.support.tiny_tasks import write_task, write_tiny_model
 
 
-def _launch(*words: str, code: int = 0, module: str = "launch") -> str:
+def _launch(*words: str, code: int = 0, module: str = "postnorm") -> str:
     done = warm.run(module, *words)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -71,7 +71,7 @@ def test_benchmark_takes_what_its_sweep_has_trained(tmp_path: Path, processes: P
         given = ("benchmark", str(tmp_path / "mine.yaml"), "--from", str(model), "--seeds", "1,2")
         overrides = ("train.batch=16", "data.train_rows=32")
         out = tmp_path / name
-        _launch(*given, "--out", str(out), *words, *overrides, module="pipeline")
+        _launch(*given, "--out", str(out), *words, *overrides)
         return out
 
     out = benchmark("swept", "--write-sweep", str(path))

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import scipy.stats
 
+from experiments import read
+from experiments.commands import VERBS
+from experiments.run import Where, run_missing
+from experiments.study import plan
 from pipeline.data.format import DatasetIndex
 from pipeline.errors import ConfigError
 from pipeline.runtime import cli
-from studies import reading
-from studies.commands import VERBS
-from studies.config import plan
-from studies.run import Where, run_missing
-from tests.studies.test_study_plan import study_of
+from tests.experiments.test_study_plan import study_of
 from tests.support.fake_slurm import FakeSlurm
 
 pytestmark = pytest.mark.usefixtures("processes")
@@ -132,7 +132,7 @@ def test_a_cluster_gets_one_array_of_what_can_start(
     assert run_missing(made, tmp_path, Where(1, str(tmp_path / "c.yaml"))) == 0
     [[_, script]] = slurm.calls
     assert "#SBATCH --array=0-1%1" in script
-    outcomes = [reading.read(made, run, tmp_path).outcome for run in made.runs.values()]
+    outcomes = [read.read(made, run, tmp_path).outcome for run in made.runs.values()]
     assert outcomes == ["missing"] * 4
 
 

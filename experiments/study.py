@@ -10,17 +10,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
+from experiments.probes import PROBES
+from launch.cluster import ClusterConfig, HardwareConfig
+from launch.plan import RunPlan
+from launch.plan import plan as plan_run
 from pipeline.config.load import build, digest, load
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.schema import REQUIRED, param, path_param, section
+from pipeline.data.format import INDEX_FILE, read_index
 from pipeline.errors import ConfigError
+from pipeline.model.cost import flops_per_token
+from pipeline.runtime import cli
+from pipeline.runtime.cli import argument, at_least, option
+from pipeline.runtime.summary import table
 from pipeline.tasks.task import TaskConfig, load_task
-from studies.cost import run_plan
-from studies.probes import PROBES
 
-HOME = Path(__file__).parent
+HOME = Path(__file__).parents[1] / "postnorm" / "configs" / "studies"
+"""Folder of the shipped studies."""
 PRESETS = ("small", "gpu")
 OF_RUNS = ("held_out_loss", "accuracy", "tokens_per_s")
 """Metrics that every pre-training run has."""
@@ -29,6 +37,22 @@ OF_TASKS = ("train_loss", "gradient", "entropy")
 lowest layer in its last line, and the highest layer's attention entropy over log(keys) after it."""
 MEAN_SCORE = "mean_score"
 """The mean of a run's scores over all tasks of the study; absent while one of them is."""
+_HARDWARE = {
+    # Two shared cores: narrow models reach about that, 4 layers by 128 in bf16 reach 0.09.
+    "small": HardwareConfig(tflops=0.06, utilisation=1.0),
+    "gpu": HardwareConfig(gpu="H100"),
+}
+_VOCABULARY = 4096
+"""The embedded corpus', where the data is not there yet."""
+_SAID = {
+    "small": "of two shared CPU cores, at 60 GFLOP/s and 6 s before the first step of each",
+    "gpu": "of one H100 at 40% of its peak; models below width 768 wait for the host and need more",
+}
+_START_S = 6.0
+"""Of a run, before its first step: two processes, which import torch."""
+_ROWS, _ROWS_A_CLASS = 2000, 40
+"""Of a split of a task that does not say how many it takes, and of a class of a subset."""
+_S_PER_HOUR = 3600
 CONTINUED_SEED = 1000
 """Added to the seed of a run that goes on from another one, which has seen the order of its own."""
 _TIMES = re.compile(r"\*(\d+(?:\.\d+)?)")
@@ -138,7 +162,9 @@ class PresetConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyConfig:
-    """A study, `studies/NAME.yaml`."""
+    """A study, `configs/studies/NAME.yaml`."""
+
+    SHIPPED: ClassVar = ("studies",)
 
     question: str = param(REQUIRED, "what a user wants to know")
     kind: Literal["runs", "speed"] = param("runs", "training runs, or timed steps")
@@ -224,13 +250,30 @@ def read_study(name: str) -> tuple[str, StudyConfig]:
     Raises:
         ConfigError: there is no such study, or it is wrong.
     """
-    path = Path(name)
-    if not path.is_file():
-        path = HOME / f"{name}.yaml"
-    if not path.is_file():
-        known = ", ".join(sorted(each.stem for each in HOME.glob("*.yaml")))
-        raise ConfigError(f"{name!r} is neither a file nor a study; expected a path, or {known}")
-    return path.stem, load(StudyConfig, path).config
+    return Path(name).stem, load(StudyConfig, name).config
+
+
+_KNOWN = ", ".join(sorted(path.stem for path in HOME.glob("*.yaml")))
+
+
+@dataclass(frozen=True)
+class StudyArguments:
+    """The command line of `study`."""
+
+    study: str = argument(f"a YAML file, or one of: {_KNOWN}", "STUDY")
+    preset: str = option("size of the study (default small)", choices=PRESETS, default="small")
+    out: Path | None = option("folder of runs; default runs/NAME-PRESET", "DIR")
+    results: Path | None = option("folder of page and figures; default: OUT", "DIR")
+    part: list[str] = option("only this part; repeatable", "NAME", action="append", default=[])
+    seeds: int | None = option("at most N seeds", "N", type=at_least(1))
+    local: bool = option("run here, which is the default", one_of="where")
+    cluster: str | None = option("submit to SLURM with this profile", "FILE", one_of="where")
+    jobs: int = option("runs at the same time (default 1)", "N", type=at_least(1), default=1)
+    dry_run: bool = option("list runs and hours; change nothing", one_of="what")
+    report: bool = option("start nothing; write the page from what is there", one_of="what")
+    overrides: list[str] = cli.overrides(
+        "of all runs, such as data.dir=data/mine; tasks.section.key=value is of all tasks"
+    )
 
 
 @dataclass(frozen=True)
@@ -351,6 +394,15 @@ def plan(
         },
         overrides=tuple(overrides),
     )
+
+
+def run_plan(config: PretrainConfig, preset: str = "gpu") -> RunPlan:
+    """Plan a run as `postnorm plan` does, on the device of a preset."""
+    size = config.model.vocab_size
+    if size is None and (Path(config.data.dir) / INDEX_FILE).is_file():
+        size = read_index(config.data.dir).vocab_size
+    config = replace(config, model=replace(config.model, vocab_size=size or _VOCABULARY))
+    return plan_run(config, ClusterConfig(hardware=_HARDWARE[preset]))
 
 
 def _words(values: Values) -> list[str]:
@@ -490,3 +542,46 @@ class _Layout:
         whole = sum(run_plan(run.config).flops for run in chain)
         steps = round(whole / run_plan(config).flops * config.train.num_steps)
         return replace(config, train=replace(config.train, num_steps=steps))
+
+
+# What a study costs before it runs
+
+
+def cost_lines(made: StudyPlan, *, listed: bool) -> Iterator[str]:
+    """Estimate the time of a study, run by run where they are to be listed."""
+    rows = [("run", "steps", "FLOP", "hours")]
+    total = flops = 0.0
+    for run in made.runs.values():
+        found = run_plan(run.config, made.preset)
+        seconds = (found.train_s or 0.0) + _START_S
+        total, flops = total + seconds, flops + found.flops
+        hours = f"{seconds / _S_PER_HOUR:.3f}"
+        rows.append((run.name, f"{run.config.train.num_steps:,}", f"{found.flops:.2e}", hours))
+    tasks = sum(_task_seconds(made, made.runs[run], task) for run, task in made.fine_tunings)
+    if listed:
+        yield from table(rows, right=(1, 2, 3))
+    yield (
+        f"{made.name}, preset {made.preset}: {len(made.runs)} pre-training runs of {flops:.2e} "
+        f"FLOP, {len(made.fine_tunings)} fine-tunings: {total / _S_PER_HOUR:.2f} + "
+        f"{tasks / _S_PER_HOUR:.2f} hours {_SAID[made.preset]}; without evaluations"
+    )
+
+
+def _task_seconds(made: StudyPlan, run: StudyRun, task: str) -> float:
+    """Bound the time of a fine-tuning: every row as long as the task allows."""
+    config, classes = made.tasks[task], made.study.tasks[task].classes
+    rows = config.data.train_rows or _ROWS
+    scored = [config.data.dev_rows or _ROWS, config.data.test_rows or _ROWS]
+    if classes is not None:
+        rows = classes.rows or (classes.rows_a_class or 0) * classes.number
+        scored = [min(most, _ROWS_A_CLASS * classes.number) for most in scored]
+    seen = config.train.epochs * rows
+    if config.train.steps is not None:
+        seen = config.train.steps * config.train.batch
+    size = run.config.model.vocab_size or _VOCABULARY
+    model = replace(run.config.model, vocab_size=size)
+    each = flops_per_token(model, config.input.max_length, 0.0)
+    flops = seen * each.total + (scored[0] * (seen / rows + 1) + scored[1]) * each.forward
+    hardware = _HARDWARE[made.preset]
+    speed = hardware.flops_per_rank * hardware.utilisation
+    return flops * config.input.max_length / speed + _START_S

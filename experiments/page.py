@@ -11,12 +11,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from experiments.analysis import LEVEL, CellSummary, Effect, effects, slopes, summaries, verdicts
+from experiments.read import Reading
+from experiments.study import StudyPlan
 from pipeline.config.load import provenance
 from pipeline.runtime.files import write_atomic
 from pipeline.runtime.summary import duration
-from studies.analysis import LEVEL, CellSummary, Effect, effects, slopes, summaries, verdicts
-from studies.config import StudyPlan
-from studies.reading import Reading
 
 _NOT_WRITTEN = "No conclusion has been written yet; what the numbers decide by themselves:"
 MARKED: dict[str, Any] = {"marker": "o", "ms": 3, "capsize": 2}

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from experiments.grid import KINDS, is_job_of, queued_job, sweep_record
 from launch import control
 from launch.queue import UNKNOWN, JobFacts, jobs_of
-from launch.records import sweep_record
 from launch.slurm import SlurmError
 from launch.status import RunReport, headline, report_of
-from launch.sweep import KINDS, is_job_of, queued_job
 from pipeline.errors import ConfigError
 from pipeline.runtime.run_folder import RunFolder
 from pipeline.runtime.summary import FolderSummary, number, table
