@@ -1,37 +1,20 @@
 """Paired differences over seeds, with intervals, and the sentence that they allow."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from typing import Any
 
 import numpy as np
 
+from experiments.intervals import LEVEL, Interval, holm, how_sure, interval_of, slope_of, stands
 from experiments.read import Reading
 from experiments.study import StudyCell, StudyPlan
 
-LEVEL = 0.95
-# Student's t up to here: a bootstrap of so few pairs is too narrow.
-_MOST_FOR_T = 5
-"""Pairs up to which an interval is Student's: a bootstrap of so few is too narrow."""
-_DRAWS = 10_000
+OPEN = "not decided"
 _LOWER_IS_BETTER = ("held_out_loss", "loss@", "train_loss.")
 _NO_BETTER = ("entropy", "top5", "js_layers", "js_heads", "cosine", "gradient.")
-
-
-@dataclass(frozen=True)
-class ConfidenceInterval:
-    """A mean with its 95% interval; NaN limits with one pair."""
-
-    mean: float
-    low: float
-    high: float
-    method: str
-    """`t` or `bootstrap`; `none` with one pair."""
-
-    @property
-    def is_decided(self) -> bool:
-        """Whether 0 lies outside."""
-        return self.low > 0 or self.high < 0
 
 
 @dataclass(frozen=True)
@@ -47,14 +30,23 @@ class Effect:
     """Difference by seed."""
     lost: int
     """Seeds of which one run or both are missing or have no number."""
-    interval: ConfidenceInterval | None
+    interval: Interval | None
     """None without a pair."""
+    runs: tuple[str, ...]
+    """Names of the pairs of runs: equal ones in two parts are one comparison."""
+    holm: float | None = None
+    """The p after Holm's correction over the page; None without an interval."""
+
+    @property
+    def stands(self) -> bool | None:
+        """Whether 0 is left out after Holm's correction; None where no interval leaves it out."""
+        return stands(self.holm) if self.holm is not None and self.verdict != OPEN else None
 
     @property
     def verdict(self) -> str:
         """`better`, `worse`, `higher`, `lower` or `not decided`."""
         if self.interval is None or not self.interval.is_decided:
-            return "not decided"
+            return OPEN
         is_higher, sign = self.interval.mean > 0, direction(self.metric)
         if not sign:
             return "higher" if is_higher else "lower"
@@ -84,97 +76,98 @@ def direction(metric: str) -> int:
     return -1 if metric.startswith(_LOWER_IS_BETTER) else 1
 
 
-def interval_of(differences: Sequence[float]) -> ConfidenceInterval:
-    """Estimate the mean of paired differences.
-
-    Up to five pairs Student's t; beyond, the middle of 10,000 bootstrap means, drawn from seed 0.
-    """
-    values = np.asarray(differences, np.float64)
-    mean = float(values.mean())
-    if len(values) < 2:
-        return ConfidenceInterval(mean, math.nan, math.nan, "none")
-    if len(values) <= _MOST_FOR_T:
-        from scipy.stats import t
-
-        half = float(t.ppf((1 + LEVEL) / 2, len(values) - 1) * values.std(ddof=1))
-        half /= math.sqrt(len(values))
-        return ConfidenceInterval(mean, mean - half, mean + half, "t")
-    drawn = np.random.default_rng(0).integers(len(values), size=(_DRAWS, len(values)))
-    low, high = np.quantile(values[drawn].mean(1), [(1 - LEVEL) / 2, (1 + LEVEL) / 2]).tolist()
-    return ConfidenceInterval(mean, low, high, "bootstrap")
-
-
-def slope_of(x: Sequence[float], y: Sequence[float]) -> ConfidenceInterval:
-    """Fit y = a + b x by least squares; return b with Student's interval.
-
-    Two points or equal x leave it open.
-    """
-    given, wanted = np.asarray(x, np.float64), np.asarray(y, np.float64)
-    spread = float(((given - given.mean()) ** 2).sum())
-    if len(given) < 3 or not spread:
-        return ConfidenceInterval(math.nan, math.nan, math.nan, "none")
-    from scipy.stats import t
-
-    slope = float(((given - given.mean()) * wanted).sum() / spread)
-    rest = wanted - wanted.mean() - slope * (given - given.mean())
-    error = math.sqrt(float((rest**2).sum()) / (len(given) - 2) / spread)
-    half = float(t.ppf((1 + LEVEL) / 2, len(given) - 2)) * error
-    return ConfidenceInterval(slope, slope - half, slope + half, "t")
-
-
 def effects(plan: StudyPlan, readings: Mapping[str, Reading]) -> list[Effect]:
     """Compare the arms of each part with its first one, by seed."""
-    found = []
+    compared = []
     for name, part in plan.parts.items():
-        for metric in part.metrics:
-            for levels in plan.levels(name):
-                first = _by_seed(plan, readings, StudyCell(name, part.arms[0], levels), metric)
-                for arm in part.arms[1:]:
-                    other = _by_seed(plan, readings, StudyCell(name, arm, levels), metric)
-                    pairs = {
-                        s: other[s] - first[s] for s in plan.seeds if s in other and s in first
-                    }
-                    found.append(
-                        Effect(
-                            part=name,
-                            levels=levels,
-                            arm=arm,
-                            against=part.arms[0],
-                            metric=metric,
-                            pairs=pairs,
-                            lost=len(plan.seeds) - len(pairs),
-                            interval=interval_of(list(pairs.values())) if pairs else None,
-                        )
-                    )
-    return found
+        for metric, levels, arm in product(part.metrics, plan.levels(name), part.arms[1:]):
+            cells = [StudyCell(name, each, levels) for each in (arm, part.arms[0])]
+            mine, first = (_by_seed(plan, readings, cell, metric) for cell in cells)
+            pairs = {s: mine[s] - first[s] for s in plan.seeds if s in mine and s in first}
+            runs = [plan.of_cells[cell] for cell in cells]
+            compared.append(
+                Effect(
+                    part=name,
+                    levels=levels,
+                    arm=arm,
+                    against=part.arms[0],
+                    metric=metric,
+                    pairs=pairs,
+                    lost=len(plan.seeds) - len(pairs),
+                    interval=interval_of(list(pairs.values())) if pairs else None,
+                    runs=tuple(f"{runs[0][seed]} - {runs[1][seed]}" for seed in pairs),
+                )
+            )
+    return compared
 
 
-def slopes(plan: StudyPlan, found: Sequence[Effect]) -> list[dict[str, object]]:
+@dataclass(frozen=True)
+class Slope:
+    """How the differences of a metric NAME@X grow with log X, where a part asks so."""
+
+    part: str
+    arm: str
+    against: str
+    metric: str
+    levels: tuple[str, ...]
+    pairs: int
+    interval: Interval
+    holm: float | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """Return the values of a page's JSON."""
+        of, whole = self.interval, {**asdict(self), "slope": self.interval.mean}
+        whole |= {"low": of.low, "high": of.high, "p": of.p}
+        return {name: value for name, value in whole.items() if name != "interval"}
+
+    @property
+    def text(self) -> str:
+        """What the fit says."""
+        pair, of = f"{self.metric}, {self.arm} - {self.against}", self.interval
+        if math.isnan(of.low):
+            return f"{pair}: too few numbers for a slope on the logarithm"
+        word = OPEN
+        if of.is_decided and self.holm is not None:
+            word = f"decided, {'stands' if stands(self.holm) else 'falls'} after Holm"
+        return (
+            f"{pair}: {of.mean:+.4f} for each factor of e, {LEVEL:.0%} interval {of.low:+.4f} .. "
+            f"{of.high:+.4f} ({self.pairs} pairs, least squares on the logarithm; {word})"
+        )
+
+
+def slopes(plan: StudyPlan, compared: Sequence[Effect]) -> list[Slope]:
     """Fit the differences of metrics NAME@X to log X, all seeds together, where a part asks so."""
     lines: dict[tuple[str, str, str, tuple[str, ...]], list[tuple[float, float]]] = {}
-    for each in found:
-        name, _, at = each.metric.partition("@")
-        if plan.parts[each.part].regress and at:
-            place = each.part, each.arm, name, each.levels
-            points = [(math.log(float(at)), value) for value in each.pairs.values()]
+    for effect in compared:
+        name, _, at = effect.metric.partition("@")
+        if plan.parts[effect.part].regress and at:
+            place = effect.part, effect.arm, name, effect.levels
+            points = [(math.log(float(at)), value) for value in effect.pairs.values()]
             lines.setdefault(place, []).extend(points)
-    fitted = []
-    for (part, arm, metric, levels), points in lines.items():
-        slope = slope_of([x for x, _ in points], [y for _, y in points])
-        fitted.append(
-            {
-                "part": part,
-                "arm": arm,
-                "against": plan.parts[part].arms[0],
-                "metric": metric,
-                "levels": levels,
-                "pairs": len(points),
-                "slope": slope.mean,
-                "low": slope.low,
-                "high": slope.high,
-            }
-        )
-    return fitted
+    return [
+        Slope(part, arm, plan.parts[part].arms[0], metric, levels, len(points), slope_of(*xy))
+        for (part, arm, metric, levels), points in lines.items()
+        for xy in [[[point[i] for point in points] for i in (0, 1)]]
+    ]
+
+
+def corrected(
+    compared: Sequence[Effect], fits: Sequence[Slope]
+) -> tuple[list[Effect], list[Slope], str]:
+    """Correct all decisions of a page for their number; return them, and the sentence on it."""
+    keys = [(each.metric, each.runs) for each in compared]
+    open_ps: dict[Hashable, float] = {
+        key: each.interval.p
+        for key, each in zip(keys, compared, strict=True)
+        if each.interval is not None
+    }
+    open_ps |= {fit: fit.interval.p for fit in fits}
+    adjusted = holm({key: p for key, p in open_ps.items() if not math.isnan(p)})
+    return (
+        [replace(each, holm=adjusted.get(key)) for key, each in zip(keys, compared, strict=True)],
+        [replace(fit, holm=adjusted.get(fit)) for fit in fits],
+        how_sure(open_ps, adjusted),
+    )
 
 
 def _by_seed(
@@ -213,7 +206,7 @@ def summaries(plan: StudyPlan, readings: Mapping[str, Reading]) -> list[CellSumm
     return found
 
 
-def verdicts(plan: StudyPlan, found: Sequence[Effect]) -> list[str]:
+def verdicts(plan: StudyPlan, found: Sequence[Effect], fits: Sequence[Slope]) -> list[str]:
     """Name for each part the better arm in its first metric, at all X of a NAME@X."""
     lines = []
     for name, part in plan.parts.items():
@@ -227,7 +220,7 @@ def verdicts(plan: StudyPlan, found: Sequence[Effect]) -> list[str]:
                 continue
             counted = {
                 word: [each for each in done if each.verdict == word]
-                for word in ("better", "worse", "higher", "lower", "not decided")
+                for word in ("better", "worse", "higher", "lower", OPEN)
             }
             said = "; ".join(
                 f"{word} in {len(those)} of {len(of_arm)}{_where(those, len(of_arm))}"
@@ -235,20 +228,7 @@ def verdicts(plan: StudyPlan, found: Sequence[Effect]) -> list[str]:
                 if those
             )
             lines.append(f"{name}: {arm} against {part.arms[0]}, {metric}: {said}")
-    return lines + [f"{each['part']}: {slope_text(each)}" for each in slopes(plan, found)]
-
-
-def slope_text(fitted: Mapping[str, object]) -> str:
-    """Describe what a fit of `slopes` found."""
-    pair = f"{fitted['metric']}, {fitted['arm']} - {fitted['against']}"
-    slope, low, high = (float(str(fitted[name])) for name in ("slope", "low", "high"))
-    if math.isnan(low):
-        return f"{pair}: too few numbers for a slope on the logarithm"
-    word = "decided" if low > 0 or high < 0 else "not decided"
-    return (
-        f"{pair}: {slope:+.4f} for each factor of e, {LEVEL:.0%} interval {low:+.4f} .. "
-        f"{high:+.4f} ({fitted['pairs']} pairs, least squares on the logarithm; {word})"
-    )
+    return lines + [f"{fit.part}: {fit.text}" for fit in fits]
 
 
 def _where(those: Sequence[Effect], total: int) -> str:

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from experiments import array, grid
 from experiments.grid_status import cancel_sweep, sweep_report, sweep_summary
-from experiments.study import PRESETS, StudyArguments, StudyPlan, cost_lines, plan, read_study
+from experiments.study import (
+    PRESETS,
+    StudyArguments,
+    StudyConfig,
+    StudyPlan,
+    cost_lines,
+    plan,
+    read_study,
+)
 from launch.commands import SubmitArguments, refuse_dry_run, submit_one
 from launch.local import combined_exit_code
 from launch.queue import room_of
@@ -295,12 +303,46 @@ def study(arguments: StudyArguments) -> int:
                 is_listed = preset == arguments.preset
                 print("\n".join(cost_lines(planned(preset), listed=is_listed)))
         return EXIT_FINISHED
-    return _run(planned(arguments.preset), arguments, out)
+    folder = (arguments.results or out).resolve()
+    if arguments.report and not (out / "runs").is_dir() and (folder / f"{name}.json").is_file():
+        return _write_again(name, read, arguments, folder)
+    return _run(planned(arguments.preset), arguments, out, folder)
 
 
-def _run(made: StudyPlan, arguments: StudyArguments, out: Path) -> int:
-    from experiments import page
+def _write_again(name: str, study: StudyConfig, arguments: StudyArguments, folder: Path) -> int:
+    """Write a page from the runs in its own JSON, where their folders are not there any more."""
+    from experiments import study_page
+    from experiments.read import published
+
+    if arguments.overrides or arguments.part or arguments.seeds:
+        raise ConfigError(
+            f"{folder / name}.json is all that is left of the runs, and says what they were: "
+            "leave out overrides, --part and --seeds, or give the --out that has the runs"
+        )
+    body, readings = published(folder / f"{name}.json")
+    made = plan(
+        name,
+        study,
+        body["preset"],
+        out=folder,
+        overrides=body["overrides"],
+        parts=list(dict.fromkeys(cell["cell"]["part"] for cell in body["cells"])),
+        most_seeds=len(body["seeds"]),
+    )
+    body = study_page.write(made, readings, body["batches"], folder, body["versions"])
+    return _say(body, folder / name)
+
+
+def _say(body: Mapping[str, Any], page: Path) -> int:
+    for line in body["verdicts"]:
+        print(line)
+    print(f"{'partial: ' if body['partial'] else ''}{page}.md")
+    return EXIT_FINISHED
+
+
+def _run(made: StudyPlan, arguments: StudyArguments, out: Path, folder: Path) -> int:
     from experiments import read as reading
+    from experiments import study_page
     from experiments.run import Where, run_missing
 
     code = EXIT_FINISHED
@@ -310,8 +352,7 @@ def _run(made: StudyPlan, arguments: StudyArguments, out: Path) -> int:
         run.name: reading.read(made, run, out) for run in made.runs.values()
     }
     batches = reading.check_batches(made, out)
-    folder = (arguments.results or out).resolve()
-    body = page.write(made, readings, batches, folder)
+    body = study_page.write(made, readings, batches, folder)
     for line in body["verdicts"]:
         print(line)
     for run, each in readings.items():

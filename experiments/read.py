@@ -7,7 +7,7 @@ in a finished model lies in OUT/readings, so that a study goes on where it was s
 import json
 import logging
 import statistics
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -122,6 +122,26 @@ def read(plan: StudyPlan, run: StudyRun, out: Path) -> Reading:
         stuck=values["held_out_loss"] is None or values["held_out_loss"] > limit,
         versions=versions,
     )
+
+
+def published(path: Path) -> tuple[dict[str, Any], dict[str, Reading]]:
+    """Read a results page's NAME.json; return what it holds, and what it says of each run.
+
+    Raises:
+        DataError: there is no such file, or it is not one of these.
+    """
+    names = {each.name for each in fields(Reading)}
+    try:
+        body = json.loads(path.read_bytes())
+        runs = {
+            name: Reading(**{key: run[key] for key in names & run.keys()})
+            for name, run in body["runs"].items()
+        }
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist: leave out --report to run the study") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} has no results of a study ({error}); get the file again") from None
+    return body, runs
 
 
 def _measured(plan: StudyPlan, run: StudyRun, folder: Path, out: Path) -> list[ProbeResult]:

@@ -7,13 +7,14 @@ batches. Turns of one process agree better than two processes of one program do.
 import json
 import math
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from experiments.analysis import LEVEL, interval_of
+from experiments import page
+from experiments.intervals import LEVEL, holm, how_sure, interval_of, stands
 from experiments.page import MARKED, SIDE_BY_SIDE, svg
 from experiments.run import embedded_corpus
 from experiments.study import PRESETS, StudyArguments, StudyConfig
@@ -21,7 +22,7 @@ from pipeline.config.load import build
 from pipeline.config.schema import REQUIRED, param
 from pipeline.errors import ConfigError, DataError
 from pipeline.runtime.env import module_command
-from pipeline.runtime.files import write_atomic, write_json_atomic
+from pipeline.runtime.files import write_json_atomic
 
 _COMPILE_S = 90.0
 """Of a subject at one length, the first time, on two cores: an estimate."""
@@ -83,36 +84,46 @@ def speed(name: str, study: StudyConfig, arguments: StudyArguments, out: Path) -
                 print("\n".join(f"  {each}" for each in subjects))
         return 0
     config = _config(study, arguments.preset, arguments.overrides)
-    if not arguments.report or (out / "setting.json").is_file():
-        _check_setting(out / "setting.json", config)
-    found = []
-    for start in range(1, config.starts + 1):
-        file = out / f"start-{start}.json"
-        if not file.is_file() and arguments.report:
-            raise DataError(f"{file} does not exist: leave out --report to measure")
-        if not file.is_file():
-            print(f"start {start} of {config.starts}", flush=True)
-            _measure(_subjects(study, config), config, out, file)
-        found.append(json.loads(file.read_bytes()))
-        found[-1]["setting"]["data"] = config.data or "embedded corpus"
-    if changed := _other_machine(found):
+    folder: Path = (arguments.results or out).resolve()
+    written = folder / f"{name}.json"
+    if arguments.report and not (out / "setting.json").is_file() and written.is_file():
+        measured = json.loads(written.read_bytes())["measured"]
+    else:
+        measured = _starts(study, config, out, is_report=arguments.report)
+    if changed := _other_machine(measured):
         raise DataError(
             f"start {changed} in {out} was measured on another machine or with other versions than "
             f"start 1: remove start-{changed}.json to measure it again, or give another --out"
         )
-    folder: Path = (arguments.results or out).resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    body = analyse(study, found, config.change)
+    body = analyse(study, measured, config.change)
     for subject, error in body["absent"].items():
         print(f"not measured: {subject}: {error}")
     if body["absent"]:
         print(f"remove a start's file from {out} to measure that start again")
-    write_json_atomic(folder / f"{name}.json", {**body, "measured": found})
-    write_atomic(folder / f"{name}.svg", _figure(study, body["rows"]))
-    page = "\n".join(_page(name, study, arguments, body, found)) + "\n"
-    write_atomic(folder / f"{name}.md", page.encode())
+    lines = _page(name, study, arguments, body, measured)
+    figures = {f"{name}.svg": _figure(study, body["rows"])}
+    page.write(folder, name, {**body, "measured": measured}, lines, figures)
     print(f"{folder / name}.md")
     return 0
+
+
+def _starts(
+    study: StudyConfig, config: SpeedConfig, out: Path, *, is_report: bool
+) -> list[dict[str, Any]]:
+    """Read what each start measured; measure those that were not."""
+    if not is_report or (out / "setting.json").is_file():
+        _check_setting(out / "setting.json", config)
+    measured = []
+    for start in range(1, config.starts + 1):
+        file = out / f"start-{start}.json"
+        if not file.is_file() and is_report:
+            raise DataError(f"{file} does not exist: leave out --report to measure")
+        if not file.is_file():
+            print(f"start {start} of {config.starts}", flush=True)
+            _measure(_subjects(study, config), config, out, file)
+        measured.append(json.loads(file.read_bytes()))
+        measured[-1]["setting"]["data"] = config.data or "embedded corpus"
+    return measured
 
 
 def _config(study: StudyConfig, preset: str, overrides: list[str]) -> SpeedConfig:
@@ -198,11 +209,13 @@ def analyse(
 
     Returns:
         `rows`, one a subject and case: `median` in tokens/s, `ratio` to RoBERTa's and `step` to
-        that of the model before it (`mean`, and the limits `low` and `high` from two starts on;
-        None without a pair). `absent`: errors of subjects and cases, by name.
+        that of the model before it (`mean`, and from two starts on the limits `low` and `high`, the
+        `p` of 1 and whether it `stands` after Holm; None without a pair). `how_sure`: a sentence on
+        all ratios. `absent`: errors of subjects and cases, by name.
     """
     before_of = {model: before for model, _, before in study.extra["ladder"]}
     rows = []
+    ratios: dict[Hashable, dict[str, Any]] = {}
     for name in dict.fromkeys(name for start in found for name in start["subjects"]):
         _, changed, kernels, run, engine = name.split("/")
         model = changed.removesuffix(change)
@@ -213,8 +226,11 @@ def analyse(
             every = [rate for start in mine.values() for rate in start]
             row = {"subject": name, "model": model, "case": case, "median": median(every)}
             for column, other in (("ratio", first), ("step", before)):
-                peer = _rates(found, f"ours/{other}{change}/{kernels}/{run}/{engine}")
-                row[column] = _ratio(mine, peer.get(case, {}))
+                peer = f"ours/{other}{change}/{kernels}/{run}/{engine}"
+                ratio = row[column] = _ratio(mine, _rates(found, peer).get(case, {}))
+                if ratio is not None and "p" in ratio and peer != name:
+                    # The model before one may be RoBERTa itself: the same ratio, decided once.
+                    row[column] = ratios.setdefault((name, peer, case), ratio)
             rows.append(row)
     absent: dict[str, str] = {}
     for start, each in enumerate(found, 1):
@@ -223,7 +239,11 @@ def analyse(
             cases = of.get("cases", {}).items()
             failed |= {f"{name}, {case}, start {start}": at for case, at in cases}
             absent |= {where: at["error"] for where, at in failed.items() if "error" in at}
-    return {"level": LEVEL, "rows": rows, "absent": absent}
+    p = {key: ratio["p"] for key, ratio in ratios.items()}
+    adjusted = holm(p)
+    for key, ratio in ratios.items():
+        ratio["stands"] = stands(adjusted[key])
+    return {"level": LEVEL, "how_sure": how_sure(p, adjusted), "rows": rows, "absent": absent}
 
 
 def _rates(found: Sequence[Mapping[str, Any]], name: str) -> dict[str, dict[int, list[float]]]:
@@ -238,7 +258,7 @@ def _rates(found: Sequence[Mapping[str, Any]], name: str) -> dict[str, dict[int,
 
 def _ratio(
     mine: Mapping[int, list[float]], theirs: Mapping[int, list[float]]
-) -> dict[str, float] | None:
+) -> dict[str, Any] | None:
     """Return the geometric mean of the starts' ratios, and its interval, from two starts on."""
     pairs = [
         fmean(map(math.log, mine[start])) - fmean(map(math.log, theirs[start]))
@@ -247,9 +267,9 @@ def _ratio(
     if not pairs:
         return None
     of = interval_of(pairs)
-    ratio = {"mean": math.exp(of.mean)}
+    ratio: dict[str, Any] = {"mean": math.exp(of.mean)}
     if of.method != "none":
-        ratio |= {"low": math.exp(of.low), "high": math.exp(of.high)}
+        ratio |= {"low": math.exp(of.low), "high": math.exp(of.high), "p": of.p}
     return ratio
 
 
@@ -277,7 +297,7 @@ def _page(
         f"`postnorm study {name} --preset {arguments.preset}{changed}`, "
         f"{found[0]['machine']['device']}, {found[0]['machine']['cpus']} CPU cores. Ratios are "
         f"geometric means over {len(found)} starts of all processes, with {LEVEL:.0%} intervals of "
-        "their logarithms."
+        f"their logarithms; !: stands after Holm. {body['how_sure']}"
     )
     yield ""
     yield f"What this cannot say: {study.limits.strip()}"
@@ -286,14 +306,20 @@ def _page(
     yield ""
     yield f"![{name}]({name}.svg)"
     yield ""
-    yield "| length, slots | model | changes | run | tokens/s | of RoBERTa | of what it changes |"
-    yield "|---|---|---|---|---:|---:|---:|"
-    for row in body["rows"]:
-        yield (
-            f"| {row['case']} | {row['model'].partition('+')[0]} | "
-            f"{meaning.get(row['model'], ('',))[0]} | {_how(row['subject'])} | "
-            f"{row['median']:,.0f} | {_shown(row['ratio'])} | {_shown(row['step'])} |"
+    head = "length, slots", "model", "changes", "run", "tokens/s", "of RoBERTa"
+    rows = [
+        (
+            row["case"],
+            row["model"].partition("+")[0],
+            meaning.get(row["model"], ("",))[0],
+            _how(row["subject"]),
+            f"{row['median']:,.0f}",
+            _shown(row["ratio"]),
+            _shown(row["step"]),
         )
+        for row in body["rows"]
+    ]
+    yield from page.table("llllrrr", (*head, "of what it changes"), rows)
     for subject, error in body["absent"].items():
         yield ""
         yield f"Not measured: {subject}: {error}"
@@ -335,9 +361,10 @@ def _how(subject: str) -> str:
     return ", ".join(subject.split("/")[2:4])
 
 
-def _shown(ratio: Mapping[str, float] | None) -> str:
+def _shown(ratio: Mapping[str, Any] | None) -> str:
     if ratio is None:
         return ""
     if "low" not in ratio:
         return f"{ratio['mean']:.2f}"
-    return f"{ratio['mean']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]"
+    mark = "!" * bool(ratio.get("stands"))
+    return f"{ratio['mean']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]{mark}"

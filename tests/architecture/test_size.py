@@ -76,8 +76,8 @@ def _shared_class_names() -> list[str]:
 
 # What is counted, and the most that there may be of it.
 COUNTED: dict[str, tuple[Callable[[], list[str]], int]] = {
-    "modules": (lambda: list(MODULES), 253),
-    "lines": (_lines, 64_450),
+    "modules": (lambda: list(MODULES), 255),
+    "lines": (_lines, 65_000),
     "crumbs": (_crumbs, 1),
     "long functions": (_long_functions, 0),
     "long files": (_long_files, 0),

@@ -1,4 +1,4 @@
-"""Results of studies: intervals, outcomes, equal batches, pages, and what is measured in models."""
+"""Results of studies: outcomes, equal batches, pages, and what is measured in models."""
 
 import json
 import math
@@ -12,8 +12,7 @@ import pytest
 import scipy.stats
 import torch
 
-from experiments import page, probes, read, speed
-from experiments.analysis import interval_of, slope_of
+from experiments import probes, read, speed, study_page
 from experiments.run import make_start
 from experiments.study import StudyPlan, read_study
 from pipeline.config.model import ModelConfig
@@ -26,45 +25,6 @@ from pipeline.model.layout import padded, rows
 from pipeline.use.folder import load_trained
 from tests.experiments.test_study_plan import ARMS, plan_of, study_of
 from tests.support.tiny_tasks import write_tiny_model
-
-RANDOM = np.random.default_rng(7)
-
-
-@pytest.mark.parametrize("count", [2, 3, 5])
-def test_interval_of_few_pairs_is_students(count: int) -> None:
-    values = RANDOM.normal(0.3, 1.0, count)
-    expected = scipy.stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
-    found = interval_of(values.tolist())
-    assert found.method == "t"
-    np.testing.assert_allclose([found.low, found.high], expected, rtol=1e-12)
-    assert found.mean == pytest.approx(values.mean(), abs=1e-15)
-
-
-def test_interval_of_one_pair_and_of_many() -> None:
-    values = RANDOM.normal(0.3, 1.0, 40)
-    expected = scipy.stats.bootstrap(
-        (values,), np.mean, n_resamples=20_000, method="percentile", rng=np.random.default_rng(1)
-    ).confidence_interval
-    found = interval_of(values.tolist())
-    assert found.method == "bootstrap"
-    # Monte-Carlo error of a quantile: a few hundredths of a standard error of the mean.
-    tolerance = 0.1 * values.std() / math.sqrt(len(values))
-    np.testing.assert_allclose([found.low, found.high], expected, atol=tolerance)
-    assert found == interval_of(values.tolist())
-    found = interval_of([0.5])
-    assert (found.mean, found.method, found.is_decided) == (0.5, "none", False)
-
-
-def test_slope_is_that_of_least_squares() -> None:
-    x = np.log([2.0, 2.0, 5.0, 10.0, 40.0, 67.0])
-    y = 0.1 - 0.02 * x + RANDOM.normal(0, 0.01, len(x))
-    expected = scipy.stats.linregress(x, y)
-    half = scipy.stats.t.ppf(0.975, len(x) - 2) * expected.stderr
-    found = slope_of(x.tolist(), y.tolist())
-    wanted = [expected.slope, expected.slope - half, expected.slope + half]
-    np.testing.assert_allclose([found.mean, found.low, found.high], wanted, rtol=1e-10)
-    assert slope_of([1.0, 2.0], [1.0, 2.0]).method == "none"
-
 
 # Folders as runs leave them
 
@@ -130,7 +90,7 @@ def test_page_and_json_say_what_the_runs_say(tmp_path: Path) -> None:
     found = _readings(made, tmp_path)
     said = read.check_batches(made, tmp_path)
     assert said.startswith("30 batches of 3 runs")
-    body = page.write(made, found, said, tmp_path / "results")
+    body = study_page.write(made, found, said, tmp_path / "results")
     assert body == json.loads((tmp_path / "results" / "mine.json").read_bytes())
     assert not body["partial"], "a run that diverged is a result"
 
@@ -188,7 +148,7 @@ def test_figures_are_the_same_bytes_each_time(tmp_path: Path) -> None:
     for number, name in enumerate(made.runs):
         _finish(tmp_path, name, 5.0 - 0.1 * number, first_hash=made.runs[name].seed)
     for folder in ("a", "b"):
-        page.write(made, _readings(made, tmp_path), "batches", tmp_path / folder)
+        study_page.write(made, _readings(made, tmp_path), "batches", tmp_path / folder)
     one, other = ((tmp_path / folder / "mine-one.svg").read_bytes() for folder in "ab")
     assert one == other
     assert one.startswith(b"<?xml")
@@ -199,7 +159,7 @@ def test_figures_are_the_same_bytes_each_time(tmp_path: Path) -> None:
 def test_partial_results_say_so_and_missing_numbers_are_named(tmp_path: Path) -> None:
     made = plan_of(study_of())
     _finish(tmp_path, "plain/seed-1", 5.0)
-    body = page.write(made, _readings(made, tmp_path), "batches", tmp_path)
+    body = study_page.write(made, _readings(made, tmp_path), "batches", tmp_path)
     assert body["partial"]
     assert "**Partial results**: 3 runs" in (tmp_path / "mine.md").read_text()
     assert "no pair" in body["verdicts"][0]
