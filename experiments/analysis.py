@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.intervals import LEVEL, Interval, holm, how_sure, interval_of, slope_of, stands
+from experiments.intervals import LEVEL, Interval, interval_of, judged, slope_of
 from experiments.read import Reading
 from experiments.study import StudyCell, StudyPlan
 
@@ -34,13 +34,8 @@ class Effect:
     """None without a pair."""
     runs: tuple[str, ...]
     """Names of the pairs of runs: equal ones in two parts are one comparison."""
-    holm: float | None = None
-    """The p after Holm's correction over the page; None without an interval."""
-
-    @property
-    def stands(self) -> bool | None:
-        """Whether 0 is left out after Holm's correction; None where no interval leaves it out."""
-        return stands(self.holm) if self.holm is not None and self.verdict != OPEN else None
+    stands: bool | None = None
+    """Whether the difference stands after Holm's correction; None where none was found."""
 
     @property
     def verdict(self) -> str:
@@ -112,7 +107,7 @@ class Slope:
     levels: tuple[str, ...]
     pairs: int
     interval: Interval
-    holm: float | None = None
+    stands: bool | None = None
 
     def plain(self) -> dict[str, Any]:
         """Return the values of a page's JSON."""
@@ -126,9 +121,8 @@ class Slope:
         pair, of = f"{self.metric}, {self.arm} - {self.against}", self.interval
         if math.isnan(of.low):
             return f"{pair}: too few numbers for a slope on the logarithm"
-        word = OPEN
-        if of.is_decided and self.holm is not None:
-            word = f"decided, {'stands' if stands(self.holm) else 'falls'} after Holm"
+        words = {None: OPEN, True: "decided, stands after Holm", False: "decided, falls after Holm"}
+        word = words[self.stands]
         return (
             f"{pair}: {of.mean:+.4f} for each factor of e, {LEVEL:.0%} interval {of.low:+.4f} .. "
             f"{of.high:+.4f} ({self.pairs} pairs, least squares on the logarithm; {word})"
@@ -155,18 +149,13 @@ def corrected(
     compared: Sequence[Effect], fits: Sequence[Slope]
 ) -> tuple[list[Effect], list[Slope], str]:
     """Correct all decisions of a page for their number; return them, and the sentence on it."""
-    keys = [(each.metric, each.runs) for each in compared]
-    open_ps: dict[Hashable, float] = {
-        key: each.interval.p
-        for key, each in zip(keys, compared, strict=True)
-        if each.interval is not None
-    }
-    open_ps |= {fit: fit.interval.p for fit in fits}
-    adjusted = holm({key: p for key, p in open_ps.items() if not math.isnan(p)})
+    keys: list[Hashable] = [(each.metric, each.runs) for each in compared]
+    every = dict(zip(keys, [each.interval for each in compared], strict=True))
+    stands, how_sure = judged(every | {fit: fit.interval for fit in fits})
     return (
-        [replace(each, holm=adjusted.get(key)) for key, each in zip(keys, compared, strict=True)],
-        [replace(fit, holm=adjusted.get(fit)) for fit in fits],
-        how_sure(open_ps, adjusted),
+        [replace(each, stands=stands.get(key)) for key, each in zip(keys, compared, strict=True)],
+        [replace(fit, stands=stands.get(fit)) for fit in fits],
+        how_sure,
     )
 
 

@@ -6,14 +6,26 @@ Scores are in percent here. A star: dev chose the epoch and is what is reported.
 from collections.abc import Sequence
 from typing import Any
 
+from experiments import page
 from experiments.baselines import NAME
-from experiments.benchmark import Body
+from experiments.benchmark import BenchmarkPlan, Body
+from experiments.intervals import in_percent
 from pipeline.runtime import summary
+from pipeline.runtime.files import write_atomic
 from pipeline.runtime.summary import FolderSummary
 from pipeline.tasks.task import RANDOM
 
 _HIDDEN = ("model", "weights_sha256", "data_sha256")
 Rows = list[list[str]]
+
+
+def write(plan: BenchmarkPlan, body: Body) -> None:
+    """Write `table.json`, `table.md` and the section of each model's card."""
+    page.write(plan.out, "table", body, markdown(body).splitlines(), {})
+    for model in plan.models:
+        path = plan.folder("card.md", model)
+        path.parent.mkdir(exist_ok=True)
+        write_atomic(path, card(body, model).encode())
 
 
 def markdown(body: Body) -> str:
@@ -54,9 +66,7 @@ def _progress(body: Body) -> str:
 
 def _section(body: Body) -> str:
     rows, notes = _rows(body)
-    rule = ["---" if i < 4 else "---:" for i in range(len(rows[0]))]
-    cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-    table = "\n".join(f"| {' | '.join(row)} |" for row in [cells[0], rule, *cells[1:]])
+    table = "\n".join(page.table("llll" + "r" * (len(rows[0]) - 4), rows[0], rows[1:]))
     cells_of = [
         line["columns"].get(model, {}) for line in body["tasks"] for model in body["models"]
     ]
@@ -68,9 +78,10 @@ def _section(body: Body) -> str:
         footnotes,
         [
             "Percent; mean ± standard deviation (number of seeds). Differences are paired, with "
-            "95% intervals by bootstrap over rows and seeds. *: dev chose the epoch or the "
-            "settings, and is what is reported."
+            "95% intervals: bootstrap of the rows, Student's t of the seeds. !: stands after "
+            "Holm's correction. *: dev chose the epoch or the settings, and is what is reported."
         ],
+        [body["how_sure"]],
         ["Of one seed, intervals are over rows alone: other seeds may differ by more."] * is_alone,
         [_overlap(body)],
         _protocols(body),
@@ -102,7 +113,8 @@ def _rows(body: Body) -> tuple[Rows, list[str]]:
         row = [line["task"], line["kind"], line["metric"], _counts(line)]
         row += [_percent(line["chance"]), _percent(line["majority"])]
         row += [_score(line, column, shown[column], notes) for column in body["columns"]]
-        row += [_difference(line, *pair) for pair in pairs]
+        differences = {(each["model"], each["against"]): each for each in line["differences"]}
+        row += [in_percent(differences[pair]) if pair in differences else "-" for pair in pairs]
         minutes = [cell.get("minutes", 0.0) for cell in line["columns"].values()]
         rows.append([*row, _share(line["overlap"]), f"{sum(minutes):.1f}" if any(minutes) else "-"])
     means = ["chance", "majority", *body["columns"]]
@@ -152,16 +164,6 @@ def _score(line: dict[str, Any], column: str, shown: str, notes: list[str]) -> s
     star = "*" if on_dev and protocol["scored_on"] == "dev" else ""
     spread = f" ± {_percent(cell['sd'])} ({cell['n']})" if cell["n"] > 1 else ""
     return f"{_percent(cell['mean'])}{spread}{star}{mark}"
-
-
-def _difference(line: dict[str, Any], model: str, against: str) -> str:
-    for each in line["differences"]:
-        if (each["model"], each["against"]) == (model, against):
-            if each["mean"] is None:
-                return "other rows"
-            low, high = _percent(each["low"], "+.1f"), _percent(each["high"], "+.1f")
-            return f"{_percent(each['mean'], '+.1f')} [{low}, {high}]"
-    return "-"
 
 
 def _share(overlap: dict[str, int] | None) -> str:

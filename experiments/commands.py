@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -213,27 +214,19 @@ def benchmark(
             write_atomic(write_sweep, strict_yaml.dump(body).encode())
             print(f"{write_sweep}: {len(body['runs'])} runs")
             return EXIT_FINISHED
-        return _make_table(plan, out, overlap)
+        return _make_table(plan, overlap)
 
     return run_as_rank(work, env.process_info_or_alone())
 
 
-def _make_table(plan: "BenchmarkPlan", out: Path, corpora: list[str]) -> int:
+def _make_table(plan: "BenchmarkPlan", corpora: list[str]) -> int:
     from experiments import benchmark_text
-    from experiments.benchmark import Body, count_overlap, run
+    from experiments.benchmark import count_overlap, run
     from pipeline.finetune.run import finetune
 
     overlap = count_overlap(plan, corpora) if corpora else None
-
-    def written(body: Body) -> None:
-        write_atomic(out / "table.md", benchmark_text.markdown(body).encode())
-        for model in plan.models:
-            card = plan.folder("card.md", model)
-            card.parent.mkdir(exist_ok=True)
-            write_atomic(card, benchmark_text.card(body, model).encode())
-
-    body, code = run(plan, finetune, written, overlap)
-    print(benchmark_text.terminal(body, str(out)))
+    body, code = run(plan, finetune, partial(benchmark_text.write, plan), overlap)
+    print(benchmark_text.terminal(body, str(plan.out)))
     return code
 
 
@@ -312,14 +305,14 @@ def study(arguments: StudyArguments) -> int:
 def _write_again(name: str, study: StudyConfig, arguments: StudyArguments, folder: Path) -> int:
     """Write a page from the runs in its own JSON, where their folders are not there any more."""
     from experiments import study_page
-    from experiments.read import published
+    from experiments.read import read_page
 
     if arguments.overrides or arguments.part or arguments.seeds:
         raise ConfigError(
             f"{folder / name}.json is all that is left of the runs, and says what they were: "
             "leave out overrides, --part and --seeds, or give the --out that has the runs"
         )
-    body, readings = published(folder / f"{name}.json")
+    body, readings = read_page(folder / f"{name}.json")
     made = plan(
         name,
         study,

@@ -25,8 +25,9 @@ of the rows alone, and says so by its method: other seeds may differ by more.
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from statistics import NormalDist, fmean, variance
+from typing import Any
 
 import numpy as np
 
@@ -122,11 +123,54 @@ def slope_of(x: Sequence[float], y: Sequence[float]) -> Interval:
     return Interval(slope, slope - half, slope + half, "t", _p(slope, parts))
 
 
-def holm(p: Mapping[Hashable, float]) -> dict[Hashable, float]:
-    """Adjust the p of a page's decisions: the k-th smallest of n times n - k + 1, never falling.
+def judged(compared: Mapping[Hashable, Interval | None]) -> tuple[dict[Hashable, bool], str]:
+    """Judge all comparisons of a page together.
 
-    One that is still below 0.05 stands: by chance alone, no decision of the page would, in 95 of
-    100 pages (Holm 1979). A comparison that stands in two tables has one key, and counts once.
+    Args:
+        compared: by a key that is equal for equal comparisons, which so count once.
+
+    Returns:
+        Whether the difference stands after Holm's correction, for those whose interval leaves out
+        0, and the sentence on how sure the page is.
+    """
+    p = {key: of.p for key, of in compared.items() if of is not None and not math.isnan(of.p)}
+    if not p:
+        text = "How sure: not at all, no difference has the two pairs that an interval needs."
+        return {}, text
+    adjusted = holm(p)
+    stands = {key: adjusted[key] < 1 - LEVEL for key in p if p[key] < 1 - LEVEL}
+    text = (
+        f"How sure: {len(stands)} of {len(p)} decisions find a difference by their {LEVEL:.0%} "
+        f"interval, and by chance alone about {(1 - LEVEL) * len(p):.1f} would; "
+        f"{sum(stands.values())} of them stand after Holm's correction for {len(p)}. The same runs "
+        "compared in two tables are one decision."
+    )
+    return stands, text
+
+
+def plain(of: Interval | None, stands: bool | None) -> dict[str, Any]:
+    """Return a comparison as values of JSON: None for what is not known, or not comparable."""
+    keys = [field.name for field in fields(Interval)]
+    values = {key: getattr(of, key, None) for key in keys}
+    known = {key: None if value != value else value for key, value in values.items()}  # NaN
+    return {**known, "stands": stands}
+
+
+def in_percent(difference: Mapping[str, Any]) -> str:
+    """Show what `plain` returned in percent: `!` where it stands after Holm's correction."""
+    if difference["mean"] is None:
+        return "other rows"
+    mean, low, high = (
+        "?" if difference[key] is None else f"{100 * difference[key]:+.1f}"
+        for key in ("mean", "low", "high")
+    )
+    return f"{mean} [{low}, {high}]{'!' * bool(difference['stands'])}"
+
+
+def holm(p: Mapping[Hashable, float]) -> dict[Hashable, float]:
+    """Adjust p values: the k-th smallest of n times n - k + 1, and never below the one before.
+
+    Those that stay below 0.05 hold all together, but in one page of twenty (Holm 1979).
     """
     adjusted: dict[Hashable, float] = {}
     largest, left = 0.0, len(p)
@@ -134,25 +178,6 @@ def holm(p: Mapping[Hashable, float]) -> dict[Hashable, float]:
         largest = max(largest, min(1.0, left * value))
         adjusted[key], left = largest, left - 1
     return adjusted
-
-
-def stands(adjusted: float) -> bool:
-    """Return whether a decision stands after Holm's correction."""
-    return adjusted < 1 - LEVEL
-
-
-def how_sure(p: Mapping[Hashable, float], adjusted: Mapping[Hashable, float]) -> str:
-    """Say how many decisions a page makes, and how many stand, of all p and those after Holm."""
-    if not adjusted:
-        return "How sure: not at all, no difference has the two pairs that an interval needs."
-    decided = [key for key in adjusted if p[key] < 1 - LEVEL]
-    standing = [key for key in decided if stands(adjusted[key])]
-    return (
-        f"How sure: {len(decided)} of {len(adjusted)} decisions find a difference by their "
-        f"{LEVEL:.0%} interval, and by chance alone about {(1 - LEVEL) * len(adjusted):.1f} would; "
-        f"{len(standing)} of them stand after Holm's correction for {len(adjusted)}. The same runs "
-        "compared in two tables are one decision."
-    )
 
 
 def _margin(parts: Sequence[tuple[float, int]], level: float) -> float:

@@ -1,4 +1,4 @@
-"""What is known of each run of a study: how it ended, its numbers, and whether batches were equal.
+"""From finished folders to numbers: scores of tasks by row, and what is known of a study's runs.
 
 Nothing is kept in memory between calls: outcomes come from the runs' folders, and what was measured
 in a finished model lies in OUT/readings, so that a study goes on where it was stopped.
@@ -9,8 +9,9 @@ import logging
 import statistics
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+from experiments.intervals import Interval, interval_of, row_draws
 from experiments.probes import PROBES, ProbeResult, read_masks
 from experiments.study import MEAN_SCORE, StudyPlan, StudyRun, fits, safe_name
 from pipeline.config.load import build
@@ -18,8 +19,10 @@ from pipeline.config.runs import PretrainConfig
 from pipeline.data.ledger import read_ledger
 from pipeline.data.record import read_batches
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, EXIT_PREEMPTED, DataError
+from pipeline.finetune.result import read_runs
 from pipeline.runtime.files import read_json_lines, write_json_atomic
 from pipeline.runtime.run_folder import RunFolder
+from pipeline.tasks.scores import Floats
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +127,45 @@ def read(plan: StudyPlan, run: StudyRun, out: Path) -> Reading:
     )
 
 
-def published(path: Path) -> tuple[dict[str, Any], dict[str, Reading]]:
+class TaskScores(NamedTuple):
+    """A finished folder of a task, scored again from its predictions."""
+
+    result: dict[str, Any]
+    """Its `result.json`."""
+    rows: list[tuple[str, Any]]
+    """Id and gold of each scored row."""
+    seeds: list[int]
+    scores: list[float]
+    """Scores of the seeds."""
+    draws: Floats
+    """[draws, seeds], as `row_draws` makes them."""
+
+
+def read_scores(folder: Path, result: dict[str, Any]) -> TaskScores:
+    """Score the predictions of a folder of `finetune` again.
+
+    Raises:
+        DataError: predictions are missing, damaged, or of other rows from seed to seed.
+    """
+    runs = read_runs(folder)
+    predictions = runs[0].predictions[runs[0].scored.body["protocol"]["scored_on"]]
+    rows = [(row.id, row.gold) for row in predictions if row.gold is not None]
+    tables = [run.scored.table for run in runs]
+    scores = [table.score for table in tables]
+    return TaskScores(result, rows, [run.seed for run in runs], scores, row_draws(tables))
+
+
+def difference(one: TaskScores, other: TaskScores) -> Interval | None:
+    """Compare two models by the seeds that both have; None where the rows are not the same."""
+    shared = [seed for seed in one.seeds if seed in other.seeds]
+    if one.rows != other.rows or not shared:
+        return None
+    mine, theirs = ([of.seeds.index(seed) for seed in shared] for of in (one, other))
+    values = [one.scores[i] - other.scores[j] for i, j in zip(mine, theirs, strict=True)]
+    return interval_of(values, one.draws[:, mine] - other.draws[:, theirs], len(one.rows))
+
+
+def read_page(path: Path) -> tuple[dict[str, Any], dict[str, Reading]]:
     """Read a results page's NAME.json; return what it holds, and what it says of each run.
 
     Raises:

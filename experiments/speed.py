@@ -14,7 +14,7 @@ from statistics import fmean, median
 from typing import Any
 
 from experiments import page
-from experiments.intervals import LEVEL, holm, how_sure, interval_of, stands
+from experiments.intervals import LEVEL, Interval, interval_of, judged
 from experiments.page import MARKED, SIDE_BY_SIDE, svg
 from experiments.run import embedded_corpus
 from experiments.study import PRESETS, StudyArguments, StudyConfig
@@ -215,7 +215,7 @@ def analyse(
     """
     before_of = {model: before for model, _, before in study.extra["ladder"]}
     rows = []
-    ratios: dict[Hashable, dict[str, Any]] = {}
+    ratios: dict[Hashable, Interval] = {}
     for name in dict.fromkeys(name for start in found for name in start["subjects"]):
         _, changed, kernels, run, engine = name.split("/")
         model = changed.removesuffix(change)
@@ -228,9 +228,9 @@ def analyse(
             for column, other in (("ratio", first), ("step", before)):
                 peer = f"ours/{other}{change}/{kernels}/{run}/{engine}"
                 ratio = row[column] = _ratio(mine, _rates(found, peer).get(case, {}))
-                if ratio is not None and "p" in ratio and peer != name:
-                    # The model before one may be RoBERTa itself: the same ratio, decided once.
-                    row[column] = ratios.setdefault((name, peer, case), ratio)
+                if ratio is not None and peer != name:
+                    ratios[name, peer, case] = ratio
+                row[f"{column} to"] = (name, peer, case)
             rows.append(row)
     absent: dict[str, str] = {}
     for start, each in enumerate(found, 1):
@@ -239,11 +239,11 @@ def analyse(
             cases = of.get("cases", {}).items()
             failed |= {f"{name}, {case}, start {start}": at for case, at in cases}
             absent |= {where: at["error"] for where, at in failed.items() if "error" in at}
-    p = {key: ratio["p"] for key, ratio in ratios.items()}
-    adjusted = holm(p)
-    for key, ratio in ratios.items():
-        ratio["stands"] = stands(adjusted[key])
-    return {"level": LEVEL, "how_sure": how_sure(p, adjusted), "rows": rows, "absent": absent}
+    stands, how_sure = judged(ratios)
+    for row in rows:
+        for column in ("ratio", "step"):
+            row[column] = _plain(row[column], stands.get(row.pop(f"{column} to")))
+    return {"level": LEVEL, "how_sure": how_sure, "rows": rows, "absent": absent}
 
 
 def _rates(found: Sequence[Mapping[str, Any]], name: str) -> dict[str, dict[int, list[float]]]:
@@ -256,20 +256,23 @@ def _rates(found: Sequence[Mapping[str, Any]], name: str) -> dict[str, dict[int,
     return rates
 
 
-def _ratio(
-    mine: Mapping[int, list[float]], theirs: Mapping[int, list[float]]
-) -> dict[str, Any] | None:
-    """Return the geometric mean of the starts' ratios, and its interval, from two starts on."""
+def _ratio(mine: Mapping[int, list[float]], theirs: Mapping[int, list[float]]) -> Interval | None:
+    """Return the interval of the logarithm of the ratio, over the starts; None without a pair."""
     pairs = [
         fmean(map(math.log, mine[start])) - fmean(map(math.log, theirs[start]))
         for start in sorted(mine.keys() & theirs.keys())
     ]
-    if not pairs:
+    return interval_of(pairs) if pairs else None
+
+
+def _plain(of: Interval | None, stands: bool | None) -> dict[str, Any] | None:
+    """Return the geometric mean of the starts' ratios; from two starts on with its interval."""
+    if of is None:
         return None
-    of = interval_of(pairs)
     ratio: dict[str, Any] = {"mean": math.exp(of.mean)}
     if of.method != "none":
-        ratio |= {"low": math.exp(of.low), "high": math.exp(of.high), "p": of.p}
+        limits = {"low": math.exp(of.low), "high": math.exp(of.high)}
+        ratio |= {**limits, "p": of.p, "stands": stands}
     return ratio
 
 

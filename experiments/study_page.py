@@ -57,9 +57,7 @@ def write(
         "batches": batches,
         "verdicts": verdicts(plan, compared, fits),
         "how_sure": how_sure,
-        "effects": [
-            asdict(each) | {"verdict": each.verdict, "stands": each.stands} for each in compared
-        ],
+        "effects": [asdict(each) | {"verdict": each.verdict} for each in compared],
         "cells": [asdict(each) for each in cells],
         "runs": {name: _run(plan, name, reading) for name, reading in readings.items()},
         "slopes": [fit.plain() for fit in fits],

@@ -6,20 +6,21 @@ have learned the task itself. Differences are paired over rows and seeds.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any, ClassVar
 
-import numpy as np
-
-from experiments.benchmark import BenchmarkCell, difference, read_cell
+from experiments import intervals, page
+from experiments.intervals import Interval, in_percent, judged
+from experiments.read import TaskScores, difference, read_scores
 from pipeline.config.load import build, find_config, load, provenance
 from pipeline.config.schema import REQUIRED, param, path_param
 from pipeline.errors import EXIT_FINISHED, ConfigError, PreemptedError
 from pipeline.multitask.config import TaskMix, load_mix
 from pipeline.runtime import env
-from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.runtime.rank import Rank
 from pipeline.runtime.run_folder import RunFolder
 from pipeline.tasks.task import TaskConfig
@@ -71,27 +72,23 @@ def transfer(path: str, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
         )
     out = Path(config.run_dir)
     _train(mix, out / ALL)
-    lines: list[dict[str, Any]] = []
-    for name in names:
+    scores: dict[tuple[str, str], TaskScores] = {}
+    for number, name in enumerate(names, start=1):
+        without = out / f"{WITHOUT}-{name}"
         others = {each: of for each, of in mix.members.items() if each != name}
-        _train(_only(mix, others), out / f"{WITHOUT}-{name}")
-        sources = {
-            ALONE: mix.config.init_from,
-            ALL: str(out / ALL),
-            WITHOUT: str(out / f"{WITHOUT}-{name}"),
-        }
-        task = _overridden(mix.tasks[name], config)
-        lines.append(_line(name, task, sources, config, out))
+        _train(_only(mix, others), without)
+        sources = {ALONE: mix.config.init_from, ALL: str(out / ALL), WITHOUT: str(without)}
+        for arm, source in sources.items():
+            scores[name, arm] = _tuned(mix.tasks[name], source, out / "finetune" / arm, config)
         body = {
             "mix": str(file),
             "start": mix.config.init_from,
             "seeds": list(config.seeds),
-            "partial": len(lines) < len(names),
-            "tasks": lines,
+            "partial": number < len(names),
+            **_compared(names[:number], scores),
             "versions": provenance(),
         }
-        write_json_atomic(out / "transfer.json", body)
-        write_atomic(out / "transfer.md", markdown(body).encode())
+        page.write(out, "transfer", body, markdown(body).splitlines(), {})
     return body
 
 
@@ -120,70 +117,79 @@ def _train(mix: TaskMix, folder: Path) -> None:
         )
 
 
-def _overridden(task: TaskConfig, config: TransferConfig) -> TaskConfig:
-    return build(TaskConfig, asdict(task), f"task {task.name}", config.overrides)
-
-
-def _line(
-    name: str,
-    task: TaskConfig,
-    sources: Mapping[str, str],
-    config: TransferConfig,
-    out: Path,
-) -> dict[str, Any]:
+def _tuned(task: TaskConfig, source: str, folder: Path, config: TransferConfig) -> TaskScores:
+    """Fine-tune a task from a model, unless that is done, and score it."""
+    # A function, not a command: by the weights it knows whether what is finished is of this model.
     from pipeline.finetune.run import finetune
 
-    cells: dict[str, BenchmarkCell] = {}
-    for arm, source in sources.items():
-        folder = out / "finetune" / arm / name
-        result = finetune(
-            task, name=name, source=source, out=folder, seeds=config.seeds, tokens=out / "tokens"
-        )
-        cells[arm] = read_cell(folder, result)
-    first = cells[ALONE].result
-    return {
-        "task": name,
-        "metric": first["metric"],
-        "scored_on": first["protocol"]["scored_on"],
-        "majority": first["majority"],
-        "chance": first["chance"],
-        "scores": {arm: cell.scores for arm, cell in cells.items()},
-        "differences": {
-            f"{one} - {other}": difference(cells[one], cells[other]) for one, other in _PAIRS
-        },
+    changed = build(TaskConfig, asdict(task), f"task {task.name}", config.overrides)
+    name, tokens = str(task.name), Path(config.run_dir) / "tokens"
+    out = folder / name
+    result = finetune(changed, name=name, source=source, out=out, seeds=config.seeds, tokens=tokens)
+    return read_scores(out, result)
+
+
+def _compared(names: Sequence[str], scores: Mapping[tuple[str, str], TaskScores]) -> dict[str, Any]:
+    """Compare the three models of each task, and judge all differences together."""
+    compared: dict[Hashable, Interval | None] = {
+        (name, *pair): difference(*(scores[name, arm] for arm in pair))
+        for name, pair in product(names, _PAIRS)
     }
+    stands, how_sure = judged(compared)
+    lines = []
+    for name in names:
+        first = scores[name, ALONE].result
+        lines.append(
+            {
+                "task": name,
+                "metric": first["metric"],
+                "scored_on": first["protocol"]["scored_on"],
+                "majority": first["majority"],
+                "chance": first["chance"],
+                "scores": {arm: scores[name, arm].scores for arm in (ALONE, ALL, WITHOUT)},
+                "differences": {
+                    f"{one} - {other}": intervals.plain(
+                        compared[name, one, other], stands.get((name, one, other))
+                    )
+                    for one, other in _PAIRS
+                },
+            }
+        )
+    return {"tasks": lines, "how_sure": how_sure}
 
 
 def markdown(body: Mapping[str, Any]) -> str:
     """Write the table."""
     head = ["task", "metric", "majority", "start", "all tasks", "without it"]
-    head += [f"{one} - {other}" for one, other in _PAIRS]
-    rows = [head, ["---", "---", *["---:"] * (len(head) - 2)]]
+    rows = []
     for line in body["tasks"]:
         scores = [_score(line["scores"][arm]) for arm in (ALONE, ALL, WITHOUT)]
-        row = [line["task"], line["metric"], f"{100 * line['majority']:.1f}", *scores]
-        rows.append([*row, *(_difference(each) for each in line["differences"].values())])
-    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        differences = map(_difference, line["differences"].values())
+        majority = f"{100 * line['majority']:.1f}"
+        rows.append([line["task"], line["metric"], majority, *scores, *differences])
+    head += [f"{one} - {other}" for one, other in _PAIRS]
+    table = "\n".join(page.table("ll" + "r" * (len(head) - 2), head, rows))
     state = "partial: " if body["partial"] else ""
     return f"""# Transfer: {state}{len(body["tasks"])} tasks
 
 {table}
 
 Percent; mean ± standard deviation over {len(body["seeds"])} seeds of the fine-tuning. Differences
-are paired, with 95% intervals by bootstrap over rows and seeds; + helped, - hurt, ? either. One
-multi-task run each: how much these vary from seed to seed is not part of the intervals.
+are paired, with 95% intervals: bootstrap of the rows, Student's t of the seeds; + helped, - hurt,
+? either, ! stands after Holm's correction. One multi-task run each: how much these vary from seed
+to seed is not part of the intervals.
 start: {body["start"]}; all: after the mix {body["mix"]}; without: after the same without the task.
+
+{body["how_sure"]}
 """
 
 
-def _score(scores: list[float]) -> str:
-    spread = f" ± {100 * float(np.std(scores, ddof=1)):.1f}" if len(scores) > 1 else ""
-    return f"{100 * float(np.mean(scores)):.1f}{spread}"
+def _score(scores: Sequence[float]) -> str:
+    spread = f" ± {100 * stdev(scores):.1f}" if len(scores) > 1 else ""
+    return f"{100 * fmean(scores):.1f}{spread}"
 
 
-def _difference(each: Mapping[str, float | None]) -> str:
-    mean, low, high = each["mean"], each["low"], each["high"]
-    if mean is None or low is None or high is None:
-        return "other rows"
-    sign = "+" if low > 0 else "-" if high < 0 else "?"
-    return f"{sign} {100 * mean:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
+def _difference(of: Mapping[str, Any]) -> str:
+    if of["mean"] is None or of["low"] is None:
+        return in_percent(of)
+    return f"{'+' if of['low'] > 0 else '-' if of['high'] < 0 else '?'} {in_percent(of)}"

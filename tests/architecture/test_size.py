@@ -77,7 +77,7 @@ def _shared_class_names() -> list[str]:
 # What is counted, and the most that there may be of it.
 COUNTED: dict[str, tuple[Callable[[], list[str]], int]] = {
     "modules": (lambda: list(MODULES), 255),
-    "lines": (_lines, 65_000),
+    "lines": (_lines, 65_100),
     "crumbs": (_crumbs, 1),
     "long functions": (_long_functions, 0),
     "long files": (_long_files, 0),

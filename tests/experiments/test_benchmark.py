@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from experiments import benchmark, benchmark_text
 from experiments.benchmark import BenchmarkPlan, read_plan
+from experiments.read import difference, read_scores
 from pipeline.config.load import to_yaml
 from pipeline.errors import ConfigError, DataError, PreemptedError, StoppedError
 from pipeline.finetune.result import RESULT, PredictionRow, combine
@@ -132,7 +134,7 @@ def _plan(
 
 
 def _table(plan: BenchmarkPlan, finetune: Callable[..., Any]) -> tuple[dict[str, Any], int]:
-    return benchmark.run(plan, finetune, lambda body: None)
+    return benchmark.run(plan, finetune, partial(benchmark_text.write, plan))
 
 
 def _half_better(source: str, seed: int, number: int) -> bool:
@@ -155,6 +157,9 @@ def test_numbers_of_the_table(tmp_path: Path) -> None:
     assert found["mean"] == pytest.approx(0.5)
     assert found["low"] == pytest.approx(0.5 - 1.96 * spread, abs=0.006)
     assert found["high"] == pytest.approx(0.5 + 1.96 * spread, abs=0.006)
+    assert (found["method"], found["stands"]) == ("rows", True)
+    assert found["p"] < 1e-10
+    assert "3 of 3 decisions" in body["how_sure"]
     assert body["mean"] == {
         "tasks": ["topic", "names", "which"], "chance": pytest.approx((0.5 + 0 + 0.5) / 3),
         "majority": pytest.approx((0.75 + 0 + 1) / 3),
@@ -171,9 +176,10 @@ def test_seeds_widen_the_interval(tmp_path: Path) -> None:
     cell = body["tasks"][0]["columns"]["runs/a"]
     assert (cell["scores"], cell["n"]) == ([7 / 8, 5 / 8], 2)
     assert cell["sd"] == pytest.approx(np.sqrt(2) / 8)
-    # A draw takes seed 1 twice, or seed 2 twice, in a quarter of the cases each.
-    assert cell["low"] == pytest.approx(5 / 8, abs=0.06)
-    assert cell["high"] == pytest.approx(7 / 8, abs=0.06)
+    # Student's quantile of two seeds, 12.7, by their standard error; the rows are little beside it.
+    half = 12.706 * np.sqrt(2) / 8 / np.sqrt(2)
+    assert cell["high"] - cell["mean"] == pytest.approx(half, rel=0.01)
+    assert cell["mean"] - cell["low"] == pytest.approx(half, rel=0.01)
     assert "75.0 ± 17.7 (2)" in benchmark_text.markdown(body)
 
 
@@ -190,6 +196,7 @@ def test_markdown(tmp_path: Path) -> None:
     same = "+0.0 [+0.0, +0.0]"
     assert cells[6:12] == ["100.0", "100.0", "50.0 [1]", "50.0 [2]", same, same]
     assert cells[12].startswith("+50.0 [+45.")
+    assert cells[12].endswith("]!"), "it stands after Holm"
     assert cells[13] == "not counted"
     assert "failed: row 7 has no text" in text
     [which] = [line for line in text.splitlines() if line.startswith("| which")]
@@ -219,16 +226,22 @@ def test_published_scores_only_of_the_same_protocol(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stop", [PreemptedError("SIGTERM"), StoppedError("STOP")])
 def test_an_interrupted_benchmark_has_a_partial_table(stop: Exception, tmp_path: Path) -> None:
-    plan, seen = _plan(tmp_path), []
+    plan = _plan(tmp_path)
+    seen: list[dict[str, Any]] = []
+
+    def write(body: dict[str, Any]) -> None:
+        seen.append(body)
+        benchmark_text.write(plan, body)
+
     first = Finetune(_half_better)
     first.fails["names", "random:runs/a"] = stop
     with pytest.raises(type(stop)):
-        benchmark.run(plan, first, seen.append)
+        benchmark.run(plan, first, write)
     partial = json.loads((tmp_path / "out/table.json").read_text())
     assert partial == seen[-1]
     assert partial["partial"]
     assert [len(line["columns"]) for line in partial["tasks"]] == [2, 1, 0]
-    body, code = benchmark.run(plan, Finetune(_half_better), seen.append)
+    body, code = benchmark.run(plan, Finetune(_half_better), write)
     assert (len(seen), code, body["partial"]) == (9, 0, False)
 
 
@@ -236,10 +249,13 @@ def test_other_rows_give_no_difference(tmp_path: Path) -> None:
     one = _table(_plan(tmp_path), Finetune(_half_better))[0]["tasks"][0]
     assert one["differences"][0]["mean"] == 0.5
     folder = tmp_path / "out/runs-a/topic"
-    cell = benchmark.read_cell(folder, one)
+    cell = read_scores(folder, one)
     other = cell._replace(rows=cell.rows[::-1])
-    assert benchmark.difference(cell, other) == {"mean": None, "low": None, "high": None}
-    assert benchmark.difference(cell, cell) == {"mean": 0.0, "low": 0.0, "high": 0.0}
+    assert difference(cell, other) is None
+    same = difference(cell, cell)
+    assert same is not None
+    assert (same.mean, same.low, same.high, same.p) == (0.0, 0.0, 0.0, 1.0)
+    assert difference(cell, cell._replace(seeds=[9])) is None, "no pair of seeds"
 
 
 def test_a_missing_file_and_a_bug_fail_their_task_only(tmp_path: Path) -> None:

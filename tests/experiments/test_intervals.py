@@ -8,7 +8,7 @@ import numpy.typing as npt
 import pytest
 import scipy.stats
 
-from experiments.intervals import holm, how_sure, interval_of, row_draws, slope_of, stands
+from experiments.intervals import Interval, holm, interval_of, judged, row_draws, slope_of
 from pipeline.tasks.scores import Table
 
 RANDOM = np.random.default_rng(7)
@@ -139,17 +139,28 @@ def test_holm_steps_down_from_the_smallest() -> None:
     found = holm(p)
     assert found == {key: pytest.approx(of) for key, of in
                      {"d": 0.004, "a": 0.033, "b": 0.04, "c": 0.04}.items()}  # fmt: skip
-    assert [stands(found[key]) for key in "abcd"] == [True] * 4
     assert holm({"a": 0.03, "b": 0.04}) == {"a": 0.06, "b": 0.06}
     assert holm({}) == {}
     values = {number: float(value) for number, value in enumerate(RANDOM.random(50))}
     ordered = sorted(holm(values).items(), key=lambda item: values[item[0]])
     assert all(one <= other <= 1 for (_, one), (_, other) in pairwise(ordered))
-    assert "2 of 3 decisions" in how_sure({1: 0.04, 2: 0.001, 3: 0.5}, holm({1: 0.04, 2: 0.001,
-                                                                             3: 0.5}))  # fmt: skip
+
+
+def _of(p: float) -> Interval:
+    return Interval(1.0, 0.5, 1.5, "t", p)
+
+
+def test_decisions_of_a_page_are_judged_together() -> None:
+    stands, said = judged({"a": _of(0.04), "b": _of(0.001), "c": _of(0.5), "d": None})
+    assert stands == {"a": False, "b": True}, "nothing was found in c"
+    assert "2 of 3 decisions" in said
+    assert "1 of them stand" in said
+    nothing, said = judged({"a": interval_of([0.5])})
+    assert nothing == {}
+    assert "not at all" in said
 
 
 def test_holm_keeps_false_alarms_of_a_page_below_one_in_twenty() -> None:
     pages = np.random.default_rng(0).random((2000, 20))
-    alarms = [any(map(stands, holm(dict(enumerate(page))).values())) for page in pages.tolist()]
+    alarms = [min(holm(dict(enumerate(page))).values()) < 0.05 for page in pages.tolist()]
     assert 0.03 < np.mean(alarms) < 0.065
