@@ -76,7 +76,7 @@ def effects(plan: StudyPlan, readings: Mapping[str, Reading]) -> list[Effect]:
     compared = []
     for name, part in plan.parts.items():
         for metric, levels, arm in product(part.metrics, plan.levels(name), part.arms[1:]):
-            cells = [StudyCell(name, each, levels) for each in (arm, part.arms[0])]
+            cells = [StudyCell(name, which, levels) for which in (arm, part.arms[0])]
             mine, first = (_by_seed(plan, readings, cell, metric) for cell in cells)
             pairs = {s: mine[s] - first[s] for s in plan.seeds if s in mine and s in first}
             runs = [plan.of_cells[cell] for cell in cells]
@@ -149,11 +149,12 @@ def corrected(
     compared: Sequence[Effect], fits: Sequence[Slope]
 ) -> tuple[list[Effect], list[Slope], str]:
     """Correct all decisions of a page for their number; return them, and the sentence on it."""
-    keys: list[Hashable] = [(each.metric, each.runs) for each in compared]
-    every = dict(zip(keys, [each.interval for each in compared], strict=True))
-    stands, how_sure = judged(every | {fit: fit.interval for fit in fits})
+    decisions: dict[Hashable, Interval | None] = {
+        (effect.metric, effect.runs): effect.interval for effect in compared
+    }
+    stands, how_sure = judged(decisions | {fit: fit.interval for fit in fits})
     return (
-        [replace(each, stands=stands.get(key)) for key, each in zip(keys, compared, strict=True)],
+        [replace(effect, stands=stands.get((effect.metric, effect.runs))) for effect in compared],
         [replace(fit, stands=stands.get(fit)) for fit in fits],
         how_sure,
     )

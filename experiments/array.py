@@ -7,7 +7,9 @@ was killed between sbatch and its record is adopted by the next one, so that no 
 import json
 import logging
 import os
+import shlex
 import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -79,6 +81,8 @@ def prepare(
     Raises:
         ConfigError: some runs cannot start as configured.
     """
+    # The verbs of sweeps are postnorm's alone.
+    source = replace(source, command=shlex.join(["postnorm", *sys.argv[1:]]))
     drafts: list[SubmissionPlan] = []
     mistakes: list[str] = []
     for run in what.runs:

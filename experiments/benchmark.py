@@ -172,8 +172,8 @@ def count_overlap(plan: BenchmarkPlan, corpus: list[str]) -> dict[str, Any]:
             continue  # its line of the table will say so
         rows = [row for row in splits["test"] if row.gold is not None] or splits["dev"]
         # One of several choices that occurs in the corpus says nothing about its row.
-        texts = [[row.text, row.text_b] if row.text else [*row.choices] for row in rows]
-        lines += [json.dumps({"set": name, "texts": each}) + "\n" for each in texts]
+        every = [[row.text, row.text_b] if row.text else [*row.choices] for row in rows]
+        lines += [json.dumps({"set": name, "texts": texts}) + "\n" for texts in every]
     rows_file, counted = plan.out / _ROWS_FILE, plan.out / _OVERLAP_FILE
     plan.out.mkdir(parents=True, exist_ok=True)
     write_atomic(rows_file, "".join(lines).encode())

@@ -323,37 +323,30 @@ def _write_again(name: str, study: StudyConfig, arguments: StudyArguments, folde
         most_seeds=len(body["seeds"]),
     )
     body = study_page.write(made, readings, body["batches"], folder, body["versions"])
-    return _say(body, folder / name)
-
-
-def _say(body: Mapping[str, Any], page: Path) -> int:
-    for line in body["verdicts"]:
-        print(line)
-    print(f"{'partial: ' if body['partial'] else ''}{page}.md")
+    _say(body, folder / name)
     return EXIT_FINISHED
 
 
 def _run(made: StudyPlan, arguments: StudyArguments, out: Path, folder: Path) -> int:
-    from experiments import read as reading
     from experiments import study_page
+    from experiments.read import check_batches, read, runs_folder
     from experiments.run import Where, run_missing
 
     code = EXIT_FINISHED
     if not arguments.report:
         code = run_missing(made, out, Where(arguments.jobs, arguments.cluster))
-    readings: Mapping[str, reading.Reading] = {
-        run.name: reading.read(made, run, out) for run in made.runs.values()
-    }
-    batches = reading.check_batches(made, out)
-    body = study_page.write(made, readings, batches, folder)
-    for line in body["verdicts"]:
-        print(line)
-    for run, each in readings.items():
-        if each.outcome in ("diverged", "failed"):
-            print(f"{run}: {each.outcome}, see {reading.runs_folder(out) / run / 'logs'}")
-    state = "partial: " if body["partial"] else ""
-    print(f"{state}{folder / made.name}.md")
+    readings = {run.name: read(made, run, out) for run in made.runs.values()}
+    body = study_page.write(made, readings, check_batches(made, out), folder)
+    failed = [run for run in readings if readings[run].outcome in ("diverged", "failed")]
+    lines = [f"{run}: {readings[run].outcome}, see {runs_folder(out) / run}/logs" for run in failed]
+    _say(body, folder / made.name, lines)
     return code
+
+
+def _say(body: Mapping[str, Any], page: Path, more: Iterable[str] = ()) -> None:
+    for line in (*body["verdicts"], *more):
+        print(line)
+    print(f"{'partial: ' if body['partial'] else ''}{page}.md")
 
 
 TASKS, STUDY = (benchmark, transfer), (study,)

@@ -248,13 +248,21 @@ def read_sweep(
             are not what they were when they were started.
     """
     sweep = load(SweepConfig, path, overrides).config
+    beside = Path(path).parent
+    return sweep, made(sweep, work_dir, lambda name, point: _config_of(sweep, name, point, beside))
+
+
+def made(
+    sweep: SweepConfig, work_dir: str, config_of: Callable[[str, Point], Any]
+) -> list[SweepRun]:
+    """Make the runs of a sweep, with their configs by name and point; see `read_sweep`."""
     runs: list[SweepRun] = []
     mistakes: list[str] = []
     same: dict[str, str] = {}
     for point in sweep.points:
         name = str(point.get(_FOLDER_KEY) or name_of(point))
         try:
-            config = _config_of(sweep, name, point, Path(path).parent)
+            config = config_of(name, point)
         except ConfigError as error:
             mistakes.append(f"{name}: {error}")
             continue
@@ -268,7 +276,7 @@ def read_sweep(
         mistakes += changes(run, sweep.kind)
         runs.append(run)
     refuse(mistakes)
-    return sweep, runs
+    return runs
 
 
 def _config_of(sweep: SweepConfig, name: str, point: Point, beside: Path) -> Any:

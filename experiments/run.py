@@ -4,7 +4,7 @@ import logging
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -14,17 +14,14 @@ from experiments import array, grid
 from experiments.classes import subset
 from experiments.read import outcome, runs_folder, task_name, tasks_folder
 from experiments.study import StudyPlan, StudyRun
-from launch.cluster import cluster_of
+from launch.queue import room_of
 from launch.records import FINETUNE, PRETRAIN
-from launch.site import ask_sbatch, check
+from launch.site import check, profile_here
 from launch.submit import Origin
-from pipeline.config import strict_yaml
-from pipeline.config.load import to_yaml
 from pipeline.data.format import INDEX_FILE
 from pipeline.errors import EXIT_PREEMPTED, ConfigError, DataError
 from pipeline.model.architecture import is_model_folder
 from pipeline.runtime.env import module_command
-from pipeline.runtime.files import write_atomic
 from pipeline.tasks.task import TaskConfig
 
 logger = logging.getLogger(__name__)
@@ -51,7 +48,10 @@ def run_missing(plan: StudyPlan, out: Path, where: Where) -> int:
     Raises:
         PostnormError: nothing can start as it is configured.
     """
-    prepare_corpus(plan, out)
+    out = out.resolve()
+    folder = runs_folder(out)
+    if any(run.config.data.dir == str(out / "data") for run in plan.runs.values()):
+        embedded_corpus(out)
     # First of all, so that too few rows are told before anything is trained.
     tasks = {
         (task, seed): _task_of(plan, task, seed, out)
@@ -60,41 +60,38 @@ def run_missing(plan: StudyPlan, out: Path, where: Where) -> int:
     }
     for wave in plan.waves():
         ready = [run for run in wave if _has_start(run, out)]
-        points = [_point(run, out) for run in ready if outcome(_folder(run, out)) != "diverged"]
         if len(ready) < len(wave):
             logger.info("%d run(s) wait for those that they go on from", len(wave) - len(ready))
-        if _sweep(PRETRAIN, runs_folder(out), points, where):
+        configs: dict[str, Any] = {
+            run.name: replace(run.config, init_from=str(_start_folder(run, out)))
+            if run.start
+            else run.config
+            for run in ready
+            if outcome(folder / run.name) != "diverged"
+        }
+        if _sweep(plan.name, PRETRAIN, folder, configs, where):
             return EXIT_PREEMPTED
-    points = [
-        _task_point(tasks[task, plan.runs[run].seed], plan.runs[run], task, out)
-        for run, task in plan.fine_tunings
-        if (task, plan.runs[run].seed) in tasks and outcome(runs_folder(out) / run) == "finished"
-    ]
-    return EXIT_PREEMPTED if _sweep(FINETUNE, tasks_folder(out), points, where) else 0
+    finished = [each for each in plan.fine_tunings if outcome(folder / each[0]) == "finished"]
+    configs = {
+        task_name(run, task): replace(tasks[task, plan.runs[run].seed], model=str(folder / run))
+        for run, task in finished
+        if (task, plan.runs[run].seed) in tasks
+    }
+    return EXIT_PREEMPTED if _sweep(plan.name, FINETUNE, tasks_folder(out), configs, where) else 0
 
 
-def prepare_corpus(plan: StudyPlan, out: Path) -> None:
-    """Prepare the embedded corpus of the demo where no other data was given.
+def embedded_corpus(folder: Path) -> Path:
+    """Return the folder of the demo's corpus in a study's folder; make it if it is not there.
 
     Raises:
         DataError: it failed.
     """
-    if any(run.config.data.dir == str(out / "data") for run in plan.runs.values()):
-        embedded_corpus(out)
-
-
-def embedded_corpus(folder: Path) -> Path:
-    """Return the folder of the embedded corpus in a study's folder; make it if it is not there."""
     data = folder / "data"
     if not (data / INDEX_FILE).is_file():
         words = ["run", _CORPUS, f"output_dir={data.resolve()}"]
         if subprocess.run([*module_command("data_prep"), *words], check=False).returncode:
             raise DataError(f"{data}: the embedded corpus could not be prepared, see above")
     return data
-
-
-def _folder(run: StudyRun, out: Path) -> Path:
-    return runs_folder(out) / run.name
 
 
 def _start_folder(run: StudyRun, out: Path) -> Path:
@@ -143,25 +140,6 @@ def make_start(run: StudyRun, source: Path, folder: Path) -> None:
     shutil.rmtree(grown, ignore_errors=True)
 
 
-def _point(run: StudyRun, out: Path) -> dict[str, Any]:
-    """Write the whole config of a run, and return its entry of the sweep."""
-    config = run.config
-    if run.start is not None:
-        config = replace(config, init_from=str(_start_folder(run, out).resolve()))
-    file = out / "configs" / f"{run.name}.yaml"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(file, to_yaml(config).encode())
-    return {"folder": run.name, "config": str(file.resolve())}
-
-
-def _task_point(config: TaskConfig, run: StudyRun, task: str, out: Path) -> dict[str, Any]:
-    config = replace(config, model=str(_folder(run, out).resolve()))
-    file = out / "configs" / f"{task_name(run.name, task)}.yaml"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(file, to_yaml(config).encode())
-    return {"folder": task_name(run.name, task), "config": str(file.resolve())}
-
-
 def _task_of(plan: StudyPlan, task: str, seed: int, out: Path) -> TaskConfig:
     """Return a task as a seed has it; write its rows if it has classes (DataError: too few)."""
     config, classes = replace(plan.tasks[task], name=task), plan.study.tasks[task].classes
@@ -181,27 +159,26 @@ def _has_rows(plan: StudyPlan, task: str) -> bool:
     return not missing
 
 
-def _sweep(verb: str, folder: Path, points: Sequence[dict[str, Any]], where: Where) -> bool:
-    """Run or submit what is left to do; return whether a signal stopped it."""
-    if not points:
+def _sweep(study: str, verb: str, folder: Path, configs: Mapping[str, Any], where: Where) -> bool:
+    """Run or submit what is left to do, by folder; return whether a signal stopped it."""
+    if not configs:
         return False
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "sweep.yaml"
-    body = {"verb": verb, "dir": str(folder.resolve()), "jobs": where.jobs, "runs": list(points)}
-    write_atomic(file, strict_yaml.dump(body).encode())
-    work_dir = os.getcwd()
-    config, runs = grid.read_sweep(str(file), (), work_dir)
-    what = grid.todo(runs, config.kind)
-    logger.info("%s: %d of %d runs are left to do", verb, len(what.runs), len(runs))
+    points: tuple[dict[str, Any], ...] = tuple({"folder": name} for name in configs)
+    sweep, work_dir = grid.SweepConfig(verb=verb, dir=str(folder), runs=points), os.getcwd()
+
+    def config_of(name: str, _: grid.Point) -> Any:
+        return replace(configs[name], run_dir=str(folder / name))
+
+    what = grid.todo(grid.made(sweep, work_dir, config_of), sweep.kind)
+    logger.info("%s: %d of %d runs are left to do", verb, len(what.runs), len(configs))
     if not what.runs:
         return False
     if where.cluster is None:
-        codes = grid.run_here(config, what, where.jobs, 1, None, work_dir)
+        codes = grid.run_here(sweep, what, where.jobs, 1, None, work_dir)
         return EXIT_PREEMPTED in codes.values()
-    source = Origin(str(file), (), where.cluster, work_dir)
-    cluster = cluster_of(where.cluster)
-    draft = array.prepare(config, what, cluster, source, where.jobs)
+    cluster, source = profile_here(where.cluster), Origin(study, (), where.cluster, work_dir)
     logger.info("%s", check(cluster, verb, work_dir=work_dir))
-    logger.info("%s", ask_sbatch(draft.script))
-    logger.info("job %s: %d runs", array.submit(draft), len(what.runs))
+    room = room_of(cluster, prep=False, every_s=None)
+    for job, draft in array.submit_all(sweep, what, cluster, source, where.jobs, room):
+        logger.info("job %s: %d runs", job, len(draft.runs))
     return False
