@@ -1,20 +1,32 @@
 """Paired differences over seeds, with intervals, and the sentence that they allow."""
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
 import numpy as np
 
-from experiments.intervals import LEVEL, Interval, interval_of, judged, slope_of
+from experiments.intervals import (
+    LEVEL,
+    Interval,
+    RowVariance,
+    interval_of,
+    judged,
+    row_variance,
+    slope_of,
+)
 from experiments.read import Reading
-from experiments.study import StudyCell, StudyPlan
+from experiments.study import MEAN_SCORE, StudyCell, StudyPlan
 
 OPEN = "not decided"
 _LOWER_IS_BETTER = ("held_out_loss", "loss@", "train_loss.")
 _NO_BETTER = ("entropy", "top5", "js_layers", "js_heads", "cosine", "gradient.")
+
+
+Decision = tuple[str, tuple[str, ...]]
+"""A metric and the pairs of runs."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +46,15 @@ class Effect:
     """None without a pair."""
     runs: tuple[str, ...]
     """Names of the pairs of runs: equal ones in two parts are one comparison."""
+    rows: RowVariance | None
+    """What other rows of a task would change; None without rows that all seeds have."""
     stands: bool | None = None
     """Whether the difference stands after Holm's correction; None where none was found."""
+
+    @property
+    def decision(self) -> Decision:
+        """What is decided: equal ones in two parts are one."""
+        return self.metric, self.runs
 
     @property
     def verdict(self) -> str:
@@ -71,15 +90,27 @@ def direction(metric: str) -> int:
     return -1 if metric.startswith(_LOWER_IS_BETTER) else 1
 
 
-def effects(plan: StudyPlan, readings: Mapping[str, Reading]) -> list[Effect]:
-    """Compare the arms of each part with its first one, by seed."""
+def effects(
+    plan: StudyPlan,
+    readings: Mapping[str, Reading],
+    known_rows: Mapping[Decision, RowVariance] | None = None,
+) -> list[Effect]:
+    """Compare the arms of each part with its first one, by seed.
+
+    `known_rows` are of a page whose runs are not there any more.
+    """
     compared = []
     for name, part in plan.parts.items():
         for metric, levels, arm in product(part.metrics, plan.levels(name), part.arms[1:]):
             cells = [StudyCell(name, which, levels) for which in (arm, part.arms[0])]
             mine, first = (_by_seed(plan, readings, cell, metric) for cell in cells)
             pairs = {s: mine[s] - first[s] for s in plan.seeds if s in mine and s in first}
-            runs = [plan.of_cells[cell] for cell in cells]
+            names = [(plan.of_cells[cells[0]][s], plan.of_cells[cells[1]][s]) for s in pairs]
+            runs = tuple(" - ".join(pair) for pair in names)
+            tasks = plan.tasks if metric == MEAN_SCORE else (metric,)
+            rows = _rows(readings, names, tasks)
+            if known_rows is not None:
+                rows = known_rows.get((metric, runs))
             compared.append(
                 Effect(
                     part=name,
@@ -89,11 +120,37 @@ def effects(plan: StudyPlan, readings: Mapping[str, Reading]) -> list[Effect]:
                     metric=metric,
                     pairs=pairs,
                     lost=len(plan.seeds) - len(pairs),
-                    interval=interval_of(list(pairs.values())) if pairs else None,
-                    runs=tuple(f"{runs[0][seed]} - {runs[1][seed]}" for seed in pairs),
+                    interval=interval_of(list(pairs.values()), rows) if pairs else None,
+                    runs=runs,
+                    rows=rows,
                 )
             )
     return compared
+
+
+def _rows(
+    readings: Mapping[str, Reading], runs: Sequence[tuple[str, str]], tasks: Collection[str]
+) -> RowVariance | None:
+    """Estimate what other rows of tasks would change in the mean of paired differences."""
+    found = [of for task in tasks if (of := _rows_of(readings, runs, task)) is not None]
+    if not found:
+        return None
+    # Of a mean over tasks, whose rows are drawn apart.
+    total = sum(of.variance for of in found) / len(tasks) ** 2
+    return RowVariance(total, min(of.rows for of in found))
+
+
+def _rows_of(
+    readings: Mapping[str, Reading], runs: Sequence[tuple[str, str]], task: str
+) -> RowVariance | None:
+    scores = [[readings[run].tasks.get(task) for run in pair] for pair in runs]
+    known = [(mine, first) for mine, first in scores if mine is not None and first is not None]
+    rows = [side.rows for pair in known for side in pair]
+    # Seeds that draw classes have rows of their own, whose chance is in that of the seeds.
+    if not rows or len(known) < len(scores) or any(other != rows[0] for other in rows):
+        return None
+    draws = np.stack([mine.draws[:, 0] - first.draws[:, 0] for mine, first in known], axis=1)
+    return row_variance(draws, len(rows[0]))
 
 
 @dataclass(frozen=True)
@@ -149,12 +206,10 @@ def corrected(
     compared: Sequence[Effect], fits: Sequence[Slope]
 ) -> tuple[list[Effect], list[Slope], str]:
     """Correct all decisions of a page for their number; return them, and the sentence on it."""
-    decisions: dict[Hashable, Interval | None] = {
-        (effect.metric, effect.runs): effect.interval for effect in compared
-    }
+    decisions: dict[Hashable, Interval | None] = {e.decision: e.interval for e in compared}
     stands, how_sure = judged(decisions | {fit: fit.interval for fit in fits})
     return (
-        [replace(effect, stands=stands.get((effect.metric, effect.runs))) for effect in compared],
+        [replace(effect, stands=stands.get(effect.decision)) for effect in compared],
         [replace(fit, stands=stands.get(fit)) for fit in fits],
         how_sure,
     )

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from experiments import baselines, intervals
-from experiments.intervals import Interval, interval_of, judged
+from experiments.intervals import Interval, interval_of, judged, row_variance
 from experiments.read import TaskScores, difference, read_scores
 from pipeline.config.load import find_config, load, provenance
 from pipeline.config.schema import walk
@@ -311,7 +311,7 @@ def _line(
 
 def _cell(cell: TaskScores) -> dict[str, Any]:
     result, num = cell.result, len(cell.scores)
-    interval = interval_of(cell.scores, cell.draws, len(cell.rows))
+    interval = interval_of(cell.scores, row_variance(cell.draws, len(cell.rows)))
     warnings = list(result["warnings"])
     if abs(interval.mean - result["mean"]) > 1e-6:
         warnings.append(

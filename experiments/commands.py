@@ -322,7 +322,7 @@ def _write_again(name: str, study: StudyConfig, arguments: StudyArguments, folde
         parts=list(dict.fromkeys(cell["cell"]["part"] for cell in body["cells"])),
         most_seeds=len(body["seeds"]),
     )
-    body = study_page.write(made, readings, body["batches"], folder, body["versions"])
+    body = study_page.write(made, readings, body["batches"], folder, body)
     _say(body, folder / name)
     return EXIT_FINISHED
 

@@ -24,10 +24,10 @@ of the rows alone, and says so by its method: other seeds may differ by more.
 """
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from statistics import NormalDist, fmean, variance
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -59,28 +59,30 @@ class Interval:
         return self.low > 0 or self.high < 0
 
 
-def interval_of(
-    values: Sequence[float], draws: Floats | None = None, num_rows: int = 0
-) -> Interval:
-    """Estimate the mean of values, one a seed.
+class RowVariance(NamedTuple):
+    """The variance that other rows would give to a mean over seeds: `c` above."""
 
-    Args:
-        values: of the seeds, mostly paired differences.
-        draws: [draws, seeds], the same values of rows that were drawn with replacement; None where
-            there are no rows.
-        num_rows: rows behind them.
+    variance: float
+    rows: int
+
+
+def interval_of(values: Sequence[float], of_rows: RowVariance | None = None) -> Interval:
+    """Estimate the mean of values, one a seed, mostly paired differences.
+
+    Where there are no rows, or each seed has rows of its own, `of_rows` is None: what rows do is
+    then in what seeds do.
     """
-    seeds, mean = len(values), fmean(values)
-    parts: list[tuple[float, int]] = []
+    mean, seeds = fmean(values), len(values)
+    parts: dict[str, tuple[float, int]] = {}
+    if of_rows is not None:
+        parts["rows"] = of_rows.variance, of_rows.rows - 1
     if seeds > 1:
-        parts.append((variance(values) / seeds, seeds - 1))
-    if draws is not None and num_rows > 1:
-        parts.append((_of_rows(draws) * num_rows / (num_rows - 1), num_rows - 1))
-    names = ["rows"] * (draws is not None and num_rows > 1) + ["t"] * (seeds > 1)
+        parts["t"] = variance(values) / seeds, seeds - 1
     if not parts:
         return Interval(mean, math.nan, math.nan, "none", math.nan)
-    half = _margin(parts, 1 - LEVEL)
-    return Interval(mean, mean - half, mean + half, " and ".join(names), _p(mean, parts))
+    half = _margin(parts.values(), 1 - LEVEL)
+    p = _p(mean, parts.values())
+    return Interval(mean, mean - half, mean + half, " and ".join(parts), p)
 
 
 def row_draws(tables: Sequence[Table]) -> Floats:
@@ -96,15 +98,19 @@ def row_draws(tables: Sequence[Table]) -> Floats:
     return draws
 
 
-def _of_rows(draws: Floats) -> float:
-    """Estimate the variance that rows give to the mean over any number of seeds."""
+def row_variance(draws: Floats, num_rows: int) -> RowVariance | None:
+    """Estimate what rows do to the mean over seeds, of [draws, seeds]; None for a single row."""
     seeds = draws.shape[1]
+    if num_rows < 2:
+        return None
     if seeds == 1:
-        return float(draws.var(ddof=1))
-    # The seeds' own variances hold what is of one seed and its rows alone, which s^2 / S counts.
-    covariance = np.cov(draws.T)
-    between = (covariance.sum() - np.trace(covariance)) / (seeds * (seeds - 1))
-    return max(0.0, float(between))
+        of_mean = float(draws.var(ddof=1))
+    else:
+        # The seeds' own variances hold what is of one seed and its rows alone, which s^2 / S has.
+        covariance = np.cov(draws.T)
+        between = (covariance.sum() - np.trace(covariance)) / (seeds * (seeds - 1))
+        of_mean = max(0.0, float(between))
+    return RowVariance(of_mean * num_rows / (num_rows - 1), num_rows)
 
 
 def slope_of(x: Sequence[float], y: Sequence[float]) -> Interval:
@@ -180,12 +186,12 @@ def holm(p: Mapping[Hashable, float]) -> dict[Hashable, float]:
     return adjusted
 
 
-def _margin(parts: Sequence[tuple[float, int]], level: float) -> float:
+def _margin(parts: Collection[tuple[float, int]], level: float) -> float:
     """Add margins, of variances with their degrees of freedom, by their squares."""
     return math.sqrt(sum(_student(level, df) ** 2 * variance for variance, df in parts))
 
 
-def _p(mean: float, parts: Sequence[tuple[float, int]]) -> float:
+def _p(mean: float, parts: Collection[tuple[float, int]]) -> float:
     """Find the level at which the interval ends at 0."""
     if mean == 0 or not any(variance for variance, _ in parts):
         return float(mean == 0)

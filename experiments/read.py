@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from experiments.intervals import Interval, interval_of, row_draws
+from experiments.intervals import Interval, interval_of, row_draws, row_variance
 from experiments.probes import PROBES, ProbeResult, read_masks
 from experiments.study import MEAN_SCORE, StudyPlan, StudyRun, fits, safe_name
 from pipeline.config.load import build
@@ -19,7 +19,8 @@ from pipeline.config.runs import PretrainConfig
 from pipeline.data.ledger import read_ledger
 from pipeline.data.record import read_batches
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, EXIT_PREEMPTED, DataError
-from pipeline.finetune.result import read_runs
+from pipeline.finetune.result import read_result, read_runs
+from pipeline.model.architecture import TASK_FILE
 from pipeline.runtime.files import read_json_lines, write_json_atomic
 from pipeline.runtime.run_folder import RunFolder
 from pipeline.tasks.scores import Floats
@@ -46,6 +47,12 @@ class Reading:
     stuck: bool = False
     """Whether it finished about at the unigram entropy."""
     versions: dict[str, Any] = field(default_factory=dict)
+    tasks: "dict[str, TaskScores]" = field(default_factory=dict)
+    """Its fine-tunings that have predictions, by task; not written into the page's JSON."""
+
+    def plain(self) -> dict[str, Any]:
+        """Return what a page's JSON says of the run."""
+        return {of.name: getattr(self, of.name) for of in fields(self) if of.name != "tasks"}
 
 
 def runs_folder(out: Path) -> Path:
@@ -116,7 +123,8 @@ def read(plan: StudyPlan, run: StudyRun, out: Path) -> Reading:
     measured = _measured(plan, run, folder, out)
     for each in measured:
         values |= each.values
-    values |= _scores(plan, run, out)
+    scores, tasks = _scores(plan, run, out)
+    values |= scores
     return Reading(
         state,
         seconds,
@@ -124,6 +132,7 @@ def read(plan: StudyPlan, run: StudyRun, out: Path) -> Reading:
         {name: of for each in measured for name, of in each.profiles.items()},
         stuck=values["held_out_loss"] is None or values["held_out_loss"] > limit,
         versions=versions,
+        tasks=tasks,
     )
 
 
@@ -162,7 +171,8 @@ def difference(one: TaskScores, other: TaskScores) -> Interval | None:
         return None
     mine, theirs = ([of.seeds.index(seed) for seed in shared] for of in (one, other))
     values = [one.scores[i] - other.scores[j] for i, j in zip(mine, theirs, strict=True)]
-    return interval_of(values, one.draws[:, mine] - other.draws[:, theirs], len(one.rows))
+    draws = one.draws[:, mine] - other.draws[:, theirs]
+    return interval_of(values, row_variance(draws, len(one.rows)))
 
 
 def read_page(path: Path) -> tuple[dict[str, Any], dict[str, Reading]]:
@@ -235,15 +245,21 @@ def _measure(
     )
 
 
-def _scores(plan: StudyPlan, run: StudyRun, out: Path) -> dict[str, float]:
+def _scores(
+    plan: StudyPlan, run: StudyRun, out: Path
+) -> tuple[dict[str, float], dict[str, TaskScores]]:
     """Read the scores of the fine-tunings that are finished, and what else is asked of them."""
     found: dict[str, float] = {}
+    tasks: dict[str, TaskScores] = {}
     asked = {metric for part in plan.parts.values() for metric in part.metrics}
     for task in plan.tasks:
         folder = tasks_folder(out) / task_name(run.name, task)
         if not (folder / "result.json").is_file():
             continue
-        found[task] = float(json.loads((folder / "result.json").read_bytes())["mean"])
+        result = read_result(folder)
+        found[task] = float(result["mean"])
+        if (folder / TASK_FILE).is_file():  # with its predictions
+            tasks[task] = read_scores(folder, result)
         lines = read_json_lines(RunFolder(folder).metrics)
         last = [line for line in lines if line["kind"] == "train"][-1]
         found[f"train_loss.{task}"] = last["loss"]
@@ -253,7 +269,7 @@ def _scores(plan: StudyPlan, run: StudyRun, out: Path) -> dict[str, float]:
             found[f"entropy.{task}"] = _upper_entropy(run, folder)
     if plan.tasks and all(task in found for task in plan.tasks):
         found[MEAN_SCORE] = statistics.fmean(found[task] for task in plan.tasks)
-    return found
+    return found, tasks
 
 
 def _upper_entropy(run: StudyRun, folder: Path) -> float:

@@ -11,6 +11,7 @@ from typing import Any
 from experiments import page
 from experiments.analysis import (
     CellSummary,
+    Decision,
     Effect,
     corrected,
     effects,
@@ -18,7 +19,7 @@ from experiments.analysis import (
     summaries,
     verdicts,
 )
-from experiments.intervals import LEVEL
+from experiments.intervals import LEVEL, RowVariance
 from experiments.page import Point, draw_lines, svg
 from experiments.read import Reading
 from experiments.study import StudyPlan
@@ -33,7 +34,7 @@ def write(
     readings: Mapping[str, Reading],
     batches: str,
     folder: Path,
-    versions: Mapping[str, Any] | None = None,
+    before: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Write NAME.md, NAME.json and a figure a part into a folder; return what the JSON holds.
 
@@ -42,9 +43,14 @@ def write(
         readings: of its runs, by name.
         batches: what was compared of the runs' batches.
         folder: where to.
-        versions: of what measured the runs; None: of this machine.
+        before: the JSON of a page that is written again without its runs, which keeps what only
+            they could tell: versions, and what rows do.
     """
-    compared, cells = effects(plan, readings), summaries(plan, readings)
+    known: dict[Decision, RowVariance] | None = None
+    if before:
+        with_rows = [effect for effect in before["effects"] if effect.get("rows")]
+        known = {(of["metric"], tuple(of["runs"])): RowVariance(*of["rows"]) for of in with_rows}
+    compared, cells = effects(plan, readings, known), summaries(plan, readings)
     compared, fits, how_sure = corrected(compared, slopes(plan, compared))
     of_machine = {**provenance(), "machine": platform.machine(), "device": _device()}
     body = {
@@ -61,7 +67,7 @@ def write(
         "cells": [asdict(each) for each in cells],
         "runs": {name: _run(plan, name, reading) for name, reading in readings.items()},
         "slopes": [fit.plain() for fit in fits],
-        "versions": dict(versions or of_machine),
+        "versions": before["versions"] if before else of_machine,
     }
     body = dict(page.plain(body))
     drawn = {part: figure(plan, part, compared, cells, readings) for part in plan.parts}
@@ -85,7 +91,7 @@ def _device() -> str:
 def _run(plan: StudyPlan, name: str, reading: Reading) -> dict[str, Any]:
     run = plan.runs[name]
     about = {"arm": run.cell.arm, "seed": run.seed, "start": run.start}
-    return {**about, **asdict(reading)}
+    return {**about, **reading.plain()}
 
 
 def _page(

@@ -8,7 +8,16 @@ import numpy.typing as npt
 import pytest
 import scipy.stats
 
-from experiments.intervals import Interval, holm, interval_of, judged, row_draws, slope_of
+from experiments.intervals import (
+    Interval,
+    RowVariance,
+    holm,
+    interval_of,
+    judged,
+    row_draws,
+    row_variance,
+    slope_of,
+)
 from pipeline.tasks.scores import Table
 
 RANDOM = np.random.default_rng(7)
@@ -42,7 +51,7 @@ def test_interval_of_one_value_and_of_equal_ones() -> None:
 def test_interval_of_one_seed_is_that_of_the_rows() -> None:
     rows = RANDOM.normal(0.1, 1.0, 400)
     table = Table(np.stack([rows, np.ones(400)], axis=1), lambda sums: sums[..., 0] / sums[..., 1])
-    found = interval_of([table.score], row_draws([table]), 400)
+    found = interval_of([table.score], row_variance(row_draws([table]), 400))
     low, high = scipy.stats.ttest_1samp(rows, 0.0).confidence_interval(0.95)
     assert found.method == "rows"
     # A thousand draws know a deviation to 2.2%.
@@ -70,7 +79,7 @@ def _simulated(seeds: int, rows: int, spread: tuple[float, float, float]) -> tup
     for _ in range(times):
         values = random.normal(0, of_both, (seeds, rows))
         values += random.normal(0, of_seed, (seeds, 1)) + random.normal(0, of_row, rows)
-        found = interval_of(values.mean(1).tolist(), weights @ values.T, rows)
+        found = interval_of(values.mean(1).tolist(), row_variance(weights @ values.T, rows))
         hits += found.low <= 0 <= found.high
         widths += (found.high - found.low) / 2
     variance = of_seed**2 / seeds + of_row**2 / rows + of_both**2 / (seeds * rows)
@@ -102,15 +111,15 @@ def test_coverage(
 def test_one_seed_does_not_know_of_others() -> None:
     covered, _ = _simulated(1, 400, (0.1, 0.3, 0.3))
     assert covered < 0.6, "which is why it calls itself `rows`"
-    assert interval_of([0.1], np.zeros((10, 1)), 400).method == "rows"
-    assert interval_of([0.1, 0.2], np.zeros((10, 2)), 400).method == "rows and t"
+    assert interval_of([0.1], RowVariance(0.0, 400)).method == "rows"
+    assert interval_of([0.1, 0.2], RowVariance(0.0, 400)).method == "rows and t"
 
 
 def test_p_is_the_level_at_which_the_interval_ends_at_0() -> None:
     """Both sources: the p is that of a wider interval's quantiles, by scipy."""
     values = [0.30, 0.22, 0.41]
     draws = RANDOM.normal(0, 0.1, (500, 1)) + np.array(values)
-    found = interval_of(values, draws, 200)
+    found = interval_of(values, row_variance(draws, 200))
     seeds = np.var(values, ddof=1) / 3
     rows = np.cov(draws.T)[0, 1] * 200 / 199
     quantiles = [scipy.stats.t.ppf(1 - found.p / 2, df) for df in (2, 199)]

@@ -24,6 +24,7 @@ from pipeline.model.layers import Trace
 from pipeline.model.layout import padded, rows
 from pipeline.use.folder import load_trained
 from tests.experiments.test_study_plan import ARMS, plan_of, study_of
+from tests.finetune.result_folders import class_rows, write_run
 from tests.support.tiny_tasks import write_tiny_model
 
 # Folders as runs leave them
@@ -136,6 +137,45 @@ def test_a_mean_score_is_of_all_tasks_or_none(tmp_path: Path) -> None:
     assert (found["a"], found["train_loss.b"]) == (0.5, 0.25)
     with pytest.raises(ConfigError, match="'mean_score' is not of metrics"):
         study_of(parts={"one": parts["one"] | {"tasks": [], "metrics": ["mean_score"]}})
+
+
+def test_rows_of_tasks_count_and_stay_when_runs_are_not_there_any_more(tmp_path: Path) -> None:
+    parts = {"one": {"asks": "?", "arms": list(ARMS), "tasks": ["a", "b"]}}
+    parts["one"]["metrics"] = ["a", "b", "mean_score", "held_out_loss"]
+    study = study_of(parts=parts, tasks={name: {"file": "fewclue-tnews"} for name in ("a", "b")})
+    made = plan_of(study)
+    for number, name in enumerate(made.runs):
+        _finish(tmp_path, name, 5.0 - 0.1 * number, first_hash=made.runs[name].seed)
+        for task, num_rows in (("a", 40), ("b", 60)):
+            # Rows of b are drawn anew for each seed, as subsets of classes are.
+            shift = 0 if task == "a" else made.runs[name].seed
+            splits = {"test": class_rows(10 * number + num_rows, num_rows + shift, skill=1.0)}
+            folder = read.tasks_folder(tmp_path) / read.task_name(name, task)
+            write_run(folder, made.runs[name].seed, {"dev": splits["test"], **splits})
+            (folder / "metrics.jsonl").write_text('{"step": 1, "kind": "train", "loss": 0.25}\n')
+    body = study_page.write(made, _readings(made, tmp_path), "batches", tmp_path / "page")
+    effects = {effect["metric"]: effect for effect in body["effects"]}
+    methods = {metric: effect["interval"]["method"] for metric, effect in effects.items()}
+    assert methods == {"a": "rows and t", "b": "t", "mean_score": "rows and t",
+                       "held_out_loss": "t"}  # fmt: skip
+
+    # The rows' share: the covariance of the two seeds' differences, by moments of right and wrong.
+    def right(arm: str, seed: int) -> Any:
+        folder = read.tasks_folder(tmp_path) / read.task_name(f"{arm}/seed-{seed}", "a")
+        lines = (folder / "predictions-test.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
+        return np.array([row["gold"] == row["prediction"] for row in rows], float)
+
+    differences = [right("sum", seed) - right("plain", seed) for seed in (1, 2)]
+    expected = max(0.0, np.cov(differences)[0, 1] / 40)
+    variance, count = effects["a"]["rows"]
+    assert count == 40
+    assert variance == pytest.approx(expected, abs=0.1 * np.var(differences) / 40)
+    assert effects["mean_score"]["rows"] == [pytest.approx(variance / 4), 40]
+
+    stored, readings = read.read_page(tmp_path / "page" / "mine.json")
+    again = study_page.write(made, readings, stored["batches"], tmp_path / "again", stored)
+    assert again == body
 
 
 def test_figures_are_the_same_bytes_each_time(tmp_path: Path) -> None:
