@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from data_prep.config import FiltersConfig, PrepConfig
+from experiments.study import StudyConfig
 from experiments.transfer import TransferConfig
 from launch.cluster import ClusterConfig
 from pipeline.config import strict_yaml
@@ -128,7 +129,8 @@ def test_every_shipped_config_loads(path: Path, tmp_path: Path) -> None:
         load_mix(str(path))
         return
     roots = {"prep": PrepConfig, "filters": FiltersConfig, "cluster": ClusterConfig,
-             "tasks": TaskConfig, "suites": SuiteConfig, "multitask": TransferConfig}  # fmt: skip
+             "tasks": TaskConfig, "suites": SuiteConfig, "multitask": TransferConfig,
+             "studies": StudyConfig}  # fmt: skip
     loaded = load(roots.get(kind, PretrainConfig), path)
     assert unusual(loaded.config) == []
 
