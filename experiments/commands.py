@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments import array, grid
-from experiments.grid_status import cancel_sweep, sweep_report, sweep_summary
 from experiments.study import (
     PRESETS,
     StudyArguments,
@@ -20,6 +19,7 @@ from experiments.study import (
     plan,
     read_study,
 )
+from experiments.sweep_status import cancel_sweep, sweep_report, sweep_summary
 from launch.commands import SubmitArguments, refuse_dry_run, submit_one
 from launch.local import combined_exit_code
 from launch.queue import room_of
@@ -330,7 +330,7 @@ def _write_again(name: str, study: StudyConfig, arguments: StudyArguments, folde
 def _run(made: StudyPlan, arguments: StudyArguments, out: Path, folder: Path) -> int:
     from experiments import study_page
     from experiments.read import check_batches, read, runs_folder
-    from experiments.run import Where, run_missing
+    from experiments.study_run import Where, run_missing
 
     code = EXIT_FINISHED
     if not arguments.report:

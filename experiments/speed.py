@@ -16,8 +16,8 @@ from typing import Any
 from experiments import page
 from experiments.intervals import LEVEL, Interval, interval_of, judged
 from experiments.page import MARKED, SIDE_BY_SIDE, svg
-from experiments.run import embedded_corpus
 from experiments.study import PRESETS, StudyArguments, StudyConfig
+from experiments.study_run import embedded_corpus
 from pipeline.config.load import build
 from pipeline.config.schema import REQUIRED, param
 from pipeline.errors import ConfigError, DataError

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import page
-from experiments.analysis import (
+from experiments.effects import (
     CellSummary,
     Decision,
     Effect,

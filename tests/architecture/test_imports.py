@@ -109,6 +109,14 @@ def test_launch_and_data_prep_import_only_the_torch_free_part() -> None:
     ])  # fmt: skip
 
 
+def test_experiments_stand_above_launch_and_import_no_preparation() -> None:
+    _none([
+        f"{name} imports {imported}"
+        for name in _of("experiments") for imported in _ours(name)
+        if not below(imported, {"experiments", "launch", "pipeline"})
+    ])  # fmt: skip
+
+
 def test_nothing_imports_what_stands_above() -> None:
     _none([
         f"{name} imports {imported}"

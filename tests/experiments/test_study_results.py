@@ -13,8 +13,8 @@ import scipy.stats
 import torch
 
 from experiments import probes, read, speed, study_page
-from experiments.run import make_start
 from experiments.study import StudyPlan, read_study
+from experiments.study_run import make_start
 from pipeline.config.model import ModelConfig
 from pipeline.data.format import DatasetIndex
 from pipeline.data.ledger import NonFinite, add_to_ledger

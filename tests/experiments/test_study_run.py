@@ -15,8 +15,8 @@ import scipy.stats
 
 from experiments import read
 from experiments.commands import VERBS
-from experiments.run import Where, run_missing
 from experiments.study import plan
+from experiments.study_run import Where, run_missing
 from pipeline.data.format import DatasetIndex
 from pipeline.errors import ConfigError
 from pipeline.runtime import cli
