@@ -147,9 +147,9 @@ def judged(compared: Mapping[Hashable, Interval | None]) -> tuple[dict[Hashable,
     stands = {key: adjusted[key] < 1 - LEVEL for key in p if p[key] < 1 - LEVEL}
     text = (
         f"How sure: {len(stands)} of {len(p)} decisions find a difference by their {LEVEL:.0%} "
-        f"interval, and by chance alone about {(1 - LEVEL) * len(p):.1f} would; "
-        f"{sum(stands.values())} of them stand after Holm's correction for {len(p)}. The same runs "
-        "compared in two tables are one decision."
+        f"interval (by chance alone about {(1 - LEVEL) * len(p):.1f} would), and "
+        f"{sum(stands.values())} after Holm's correction for all {len(p)}. The same runs compared "
+        "in two tables are one decision."
     )
     return stands, text
 

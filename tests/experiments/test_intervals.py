@@ -163,7 +163,7 @@ def test_decisions_of_a_page_are_judged_together() -> None:
     stands, said = judged({"a": _of(0.04), "b": _of(0.001), "c": _of(0.5), "d": None})
     assert stands == {"a": False, "b": True}, "nothing was found in c"
     assert "2 of 3 decisions" in said
-    assert "1 of them stand" in said
+    assert "and 1 after Holm's correction for all 3" in said
     nothing, said = judged({"a": interval_of([0.5])})
     assert nothing == {}
     assert "not at all" in said

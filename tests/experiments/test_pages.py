@@ -52,7 +52,7 @@ def _require_decisions_once(body: dict[str, Any]) -> None:
     ordered, limit = sorted(p, key=lambda key: p[key]), len(p)
     refused = next((i for i, key in enumerate(ordered) if p[key] * (limit - i) >= 0.05), limit)
     standing = set(ordered[:refused])
-    assert f"{len(standing)} of them stand after Holm's correction for {limit}" in body["how_sure"]
+    assert f"and {len(standing)} after Holm's correction for all {limit}." in body["how_sure"]
     for each in body["effects"]:
         is_decided = each["verdict"] != "not decided"
         expected = (each["metric"], json.dumps(each["runs"])) in standing if is_decided else None
