@@ -132,12 +132,12 @@ def _rows(
     readings: Mapping[str, Reading], runs: Sequence[tuple[str, str]], tasks: Collection[str]
 ) -> RowVariance | None:
     """Estimate what other rows of tasks would change in the mean of paired differences."""
-    found = [of for task in tasks if (of := _rows_of(readings, runs, task)) is not None]
-    if not found:
+    variances = [of for task in tasks if (of := _rows_of(readings, runs, task)) is not None]
+    if not variances:
         return None
     # Of a mean over tasks, whose rows are drawn apart.
-    total = sum(of.variance for of in found) / len(tasks) ** 2
-    return RowVariance(total, min(of.rows for of in found))
+    total = sum(of.variance for of in variances) / len(tasks) ** 2
+    return RowVariance(total, min(of.rows for of in variances))
 
 
 def _rows_of(
@@ -227,48 +227,50 @@ def _by_seed(
 
 def summaries(plan: StudyPlan, readings: Mapping[str, Reading]) -> list[CellSummary]:
     """Summarise each cell over its seeds."""
-    found = []
+    cells = []
     for cell, runs in plan.of_cells.items():
         mine = [readings[run] for run in runs.values()]
-        outcomes = [each.outcome for each in mine]
+        outcomes = [reading.outcome for reading in mine]
         values = {
-            metric: np.array([each.values[metric] for each in mine if metric in each.values])
+            metric: np.array(
+                [reading.values[metric] for reading in mine if metric in reading.values]
+            )
             for metric in plan.parts[cell.part].metrics
         }
-        found.append(
+        cells.append(
             CellSummary(
                 cell=cell,
                 finished=outcomes.count("finished"),
                 diverged=outcomes.count("diverged"),
-                stuck=sum(each.stuck for each in mine),
-                open=sum(each not in ("finished", "diverged") for each in outcomes),
+                stuck=sum(reading.stuck for reading in mine),
+                open=sum(state not in ("finished", "diverged") for state in outcomes),
                 means={name: float(of.mean()) for name, of in values.items() if len(of)},
                 deviations={
                     name: float(of.std(ddof=1)) for name, of in values.items() if len(of) > 1
                 },
             )
         )
-    return found
+    return cells
 
 
-def verdicts(plan: StudyPlan, found: Sequence[Effect], fits: Sequence[Slope]) -> list[str]:
+def verdicts(plan: StudyPlan, compared: Sequence[Effect], fits: Sequence[Slope]) -> list[str]:
     """Name for each part the better arm in its first metric, at all X of a NAME@X."""
     lines = []
     for name, part in plan.parts.items():
         metric = part.metrics[0].partition("@")[0]
-        mine = [e for e in found if e.part == name and e.metric.partition("@")[0] == metric]
+        mine = [e for e in compared if e.part == name and e.metric.partition("@")[0] == metric]
         for arm in part.arms[1:]:
-            of_arm = [each for each in mine if each.arm == arm]
-            done = [each for each in of_arm if each.interval is not None]
+            of_arm = [effect for effect in mine if effect.arm == arm]
+            done = [effect for effect in of_arm if effect.interval is not None]
             if not done:
                 lines.append(f"{name}: {arm} against {part.arms[0]}: no pair of runs is finished")
                 continue
             counted = {
-                word: [each for each in done if each.verdict == word]
+                word: [effect for effect in done if effect.verdict == word]
                 for word in ("better", "worse", "higher", "lower", OPEN)
             }
             said = "; ".join(
-                f"{word} in {len(those)} of {len(of_arm)}{_where(those, len(of_arm))}"
+                f"{word} in {len(those)} of {len(of_arm)}{_where(those)}"
                 for word, those in counted.items()
                 if those
             )
@@ -276,16 +278,16 @@ def verdicts(plan: StudyPlan, found: Sequence[Effect], fits: Sequence[Slope]) ->
     return lines + [f"{fit.part}: {fit.text}" for fit in fits]
 
 
-def _where(those: Sequence[Effect], total: int) -> str:
+def _where(those: Sequence[Effect]) -> str:
     """Name places and differences of a few effects."""
     shown = []
-    for each in those:
-        assert each.interval is not None, "they are done"
-        at = each.metric.partition("@")[2]
-        place = "/".join((*each.levels, *([f"@{at}"] if at else [])))
+    for effect in those:
+        assert effect.interval is not None, "they are done"
+        at = effect.metric.partition("@")[2]
+        place = "/".join((*effect.levels, *([f"@{at}"] if at else [])))
         place += ": " * bool(place)
         limits = ""
-        if each.interval.method != "none":
-            limits = f" [{each.interval.low:+.4f}, {each.interval.high:+.4f}]"
-        shown.append(f"{place}{each.interval.mean:+.4f}{limits}")
-    return f" ({', '.join(shown)})" if shown and total else ""
+        if effect.interval.method != "none":
+            limits = f" [{effect.interval.low:+.4f}, {effect.interval.high:+.4f}]"
+        shown.append(f"{place}{effect.interval.mean:+.4f}{limits}")
+    return f" ({', '.join(shown)})"

@@ -196,8 +196,7 @@ def _p(mean: float, parts: Collection[tuple[float, int]]) -> float:
     if mean == 0 or not any(variance for variance, _ in parts):
         return float(mean == 0)
     # The levels' logarithm, since Holm compares small ones.
-    found = _bisect(lambda log: _margin(parts, math.exp(log)) - abs(mean), -700.0, 0.0)
-    return math.exp(found)
+    return math.exp(_bisect(lambda log: _margin(parts, math.exp(log)) - abs(mean), -700.0, 0.0))
 
 
 def _student(level: float, df: int) -> float:

@@ -164,15 +164,15 @@ def read_scores(folder: Path, result: dict[str, Any]) -> TaskScores:
     return TaskScores(result, rows, [run.seed for run in runs], scores, row_draws(tables))
 
 
-def difference(one: TaskScores, other: TaskScores) -> Interval | None:
+def difference(model: TaskScores, against: TaskScores) -> Interval | None:
     """Compare two models by the seeds that both have; None where the rows are not the same."""
-    shared = [seed for seed in one.seeds if seed in other.seeds]
-    if one.rows != other.rows or not shared:
+    shared = [seed for seed in model.seeds if seed in against.seeds]
+    if model.rows != against.rows or not shared:
         return None
-    mine, theirs = ([of.seeds.index(seed) for seed in shared] for of in (one, other))
-    values = [one.scores[i] - other.scores[j] for i, j in zip(mine, theirs, strict=True)]
-    draws = one.draws[:, mine] - other.draws[:, theirs]
-    return interval_of(values, row_variance(draws, len(one.rows)))
+    mine, theirs = ([of.seeds.index(seed) for seed in shared] for of in (model, against))
+    values = [model.scores[i] - against.scores[j] for i, j in zip(mine, theirs, strict=True)]
+    draws = model.draws[:, mine] - against.draws[:, theirs]
+    return interval_of(values, row_variance(draws, len(model.rows)))
 
 
 def read_page(path: Path) -> tuple[dict[str, Any], dict[str, Reading]]:
@@ -181,7 +181,7 @@ def read_page(path: Path) -> tuple[dict[str, Any], dict[str, Reading]]:
     Raises:
         DataError: there is no such file, or it is not one of these.
     """
-    names = {each.name for each in fields(Reading)}
+    names = {of.name for of in fields(Reading)}
     try:
         body = json.loads(path.read_bytes())
         runs = {
@@ -249,7 +249,7 @@ def _scores(
     plan: StudyPlan, run: StudyRun, out: Path
 ) -> tuple[dict[str, float], dict[str, TaskScores]]:
     """Read the scores of the fine-tunings that are finished, and what else is asked of them."""
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     tasks: dict[str, TaskScores] = {}
     asked = {metric for part in plan.parts.values() for metric in part.metrics}
     for task in plan.tasks:
@@ -257,19 +257,19 @@ def _scores(
         if not (folder / "result.json").is_file():
             continue
         result = read_result(folder)
-        found[task] = float(result["mean"])
+        values[task] = float(result["mean"])
         if (folder / TASK_FILE).is_file():  # with its predictions
             tasks[task] = read_scores(folder, result)
         lines = read_json_lines(RunFolder(folder).metrics)
         last = [line for line in lines if line["kind"] == "train"][-1]
-        found[f"train_loss.{task}"] = last["loss"]
+        values[f"train_loss.{task}"] = last["loss"]
         if "grad_norm_layer_00" in last:
-            found[f"gradient.{task}"] = last["grad_norm_layer_00"]
+            values[f"gradient.{task}"] = last["grad_norm_layer_00"]
         if f"entropy.{task}" in asked:
-            found[f"entropy.{task}"] = _upper_entropy(run, folder)
-    if plan.tasks and all(task in found for task in plan.tasks):
-        found[MEAN_SCORE] = statistics.fmean(found[task] for task in plan.tasks)
-    return found, tasks
+            values[f"entropy.{task}"] = _upper_entropy(run, folder)
+    if plan.tasks and all(task in values for task in plan.tasks):
+        values[MEAN_SCORE] = statistics.fmean(values[task] for task in plan.tasks)
+    return values, tasks
 
 
 def _upper_entropy(run: StudyRun, folder: Path) -> float:

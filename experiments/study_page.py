@@ -63,8 +63,8 @@ def write(
         "batches": batches,
         "verdicts": verdicts(plan, compared, fits),
         "how_sure": how_sure,
-        "effects": [asdict(each) | {"verdict": each.verdict} for each in compared],
-        "cells": [asdict(each) for each in cells],
+        "effects": [asdict(effect) | {"verdict": effect.verdict} for effect in compared],
+        "cells": [asdict(cell) for cell in cells],
         "runs": {name: _run(plan, name, reading) for name, reading in readings.items()},
         "slopes": [fit.plain() for fit in fits],
         "versions": before["versions"] if before else of_machine,
@@ -100,7 +100,7 @@ def _page(
     numbers: tuple[Sequence[Effect], Sequence[CellSummary]],
     pictures: Sequence[str],
 ) -> Iterator[str]:
-    found, cells = numbers
+    compared, cells = numbers
     study, state = plan.study, "partial results" if body["partial"] else ""
     yield f"# {plan.name}: {study.question}"
     yield ""
@@ -125,8 +125,8 @@ def _page(
         yield ""
         yield f"## {name}: {part.asks}"
         yield ""
-        for each in part.published:
-            yield f"- Published: {each.says} ({each.source})"
+        for statement in part.published:
+            yield f"- Published: {statement.says} ({statement.source})"
         if part.other_batches:
             yield f"- Arms of a seed see other batches: {part.other_batches}"
         if name in pictures:
@@ -135,7 +135,7 @@ def _page(
         yield ""
         yield from _table([cell for cell in cells if cell.cell.part == name], part.metrics)
         yield ""
-        yield from _difference_table([each for each in found if each.part == name])
+        yield from _difference_table([effect for effect in compared if effect.part == name])
 
 
 def _open_runs(body: Mapping[str, Any]) -> int:
@@ -156,15 +156,15 @@ def _counted(body: Mapping[str, Any]) -> str:
 def _table(cells: Sequence[CellSummary], metrics: Sequence[str]) -> Iterator[str]:
     """Write means ± standard deviations over seeds."""
     rows = []
-    for each in cells:
+    for summary in cells:
         shown = []
         for metric in metrics:
-            spread = each.deviations.get(metric)
-            text = f"{each.means[metric]:.4f}" if metric in each.means else ""
+            spread = summary.deviations.get(metric)
+            text = f"{summary.means[metric]:.4f}" if metric in summary.means else ""
             shown.append(text if spread is None else f"{text} ± {spread:.4f}")
-        total = each.finished + each.diverged + each.open
-        counts = (f"{each.finished}/{total}", str(each.diverged), str(each.stuck))
-        rows.append(("/".join(each.cell.levels), each.cell.arm, *counts, *shown))
+        total = summary.finished + summary.diverged + summary.open
+        counts = (f"{summary.finished}/{total}", str(summary.diverged), str(summary.stuck))
+        rows.append(("/".join(summary.cell.levels), summary.cell.arm, *counts, *shown))
     head = ("levels", "arm", "finished", "diverged", "stuck", *metrics)
     return page.table("llrrr" + "r" * len(metrics), head, rows)
 
@@ -172,18 +172,18 @@ def _table(cells: Sequence[CellSummary], metrics: Sequence[str]) -> Iterator[str
 def _difference_table(compared: Sequence[Effect]) -> Iterator[str]:
     """Write paired differences; a lost pair is one whose runs are not both there."""
     rows = []
-    for each in compared:
+    for effect in compared:
         mean = limits = ""
-        if each.interval is not None:
-            mean = f"{each.interval.mean:+.4f}"
-            if each.interval.method != "none":
-                low, high = each.interval.low, each.interval.high
-                limits = f"{low:+.4f} .. {high:+.4f} ({each.interval.method})"
-        pairs = f"{len(each.pairs)} ({each.lost})"
-        after = {True: "stands", False: "falls", None: ""}[each.stands]
-        arms = f"{each.arm} - {each.against}"
-        levels = "/".join(each.levels)
-        rows.append((levels, arms, each.metric, mean, limits, pairs, each.verdict, after))
+        if effect.interval is not None:
+            mean = f"{effect.interval.mean:+.4f}"
+            if effect.interval.method != "none":
+                low, high = effect.interval.low, effect.interval.high
+                limits = f"{low:+.4f} .. {high:+.4f} ({effect.interval.method})"
+        pairs = f"{len(effect.pairs)} ({effect.lost})"
+        after = {True: "stands", False: "falls", None: ""}[effect.stands]
+        arms = f"{effect.arm} - {effect.against}"
+        levels = "/".join(effect.levels)
+        rows.append((levels, arms, effect.metric, mean, limits, pairs, effect.verdict, after))
     head = "levels", "arm - against", "metric", "mean", "95% interval", "pairs (lost)", "verdict"
     return page.table("lllrlrll", (*head, "after Holm"), rows)
 
@@ -191,7 +191,7 @@ def _difference_table(compared: Sequence[Effect]) -> Iterator[str]:
 def figure(
     plan: StudyPlan,
     part: str,
-    found: Sequence[Effect],
+    compared: Sequence[Effect],
     cells: Sequence[CellSummary],
     readings: Mapping[str, Reading],
 ) -> bytes | None:
@@ -212,7 +212,7 @@ def figure(
     def draw(axes: Any) -> None:
         for row, (title, names) in enumerate(metrics.items()):
             labels = _draw_values(axes[row][0], mine, names)
-            of_part = [each for each in found if each.part == part]
+            of_part = [effect for effect in compared if effect.part == part]
             _draw_differences(axes[row][1], of_part, names, labels)
             axes[row][0].set_title(title)
             axes[row][1].set_title(f"{title}, minus {plan.parts[part].arms[0]}")
@@ -233,10 +233,10 @@ def _runs_of(plan: StudyPlan, part: str) -> list[str]:
 
 def _axes(metrics: Sequence[str]) -> dict[str, list[str]]:
     """Group metrics NAME@X by NAME."""
-    found: dict[str, list[str]] = {}
+    axes: dict[str, list[str]] = {}
     for metric in metrics:
-        found.setdefault(metric.partition("@")[0], []).append(metric)
-    return found
+        axes.setdefault(metric.partition("@")[0], []).append(metric)
+    return axes
 
 
 def _draw_values(panel: Any, cells: Sequence[CellSummary], names: Sequence[str]) -> list[str]:
@@ -255,14 +255,14 @@ def _draw_values(panel: Any, cells: Sequence[CellSummary], names: Sequence[str])
 
 
 def _draw_differences(
-    panel: Any, found: Sequence[Effect], names: Sequence[str], labels: Sequence[str]
+    panel: Any, compared: Sequence[Effect], names: Sequence[str], labels: Sequence[str]
 ) -> None:
     """Draw differences with their intervals, in the colours of the arms' lines."""
     lines: dict[str, list[Point]] = {}
-    for each in found:
-        if each.metric in names and each.interval is not None:
-            label, place = _place(each.arm, each.levels, each.metric, len(names))
-            of = each.interval
+    for effect in compared:
+        if effect.metric in names and effect.interval is not None:
+            label, place = _place(effect.arm, effect.levels, effect.metric, len(names))
+            of = effect.interval
             known = of.method != "none"
             limits = (of.mean - of.low, of.high - of.mean) if known else (0.0, 0.0)
             lines.setdefault(label, []).append(Point(place, of.mean, *limits))

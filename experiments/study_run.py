@@ -71,7 +71,7 @@ def run_missing(plan: StudyPlan, out: Path, where: Where) -> int:
         }
         if _sweep(plan.name, PRETRAIN, folder, configs, where):
             return EXIT_PREEMPTED
-    finished = [each for each in plan.fine_tunings if outcome(folder / each[0]) == "finished"]
+    finished = [of for of in plan.fine_tunings if outcome(folder / of[0]) == "finished"]
     configs = {
         task_name(run, task): replace(tasks[task, plan.runs[run].seed], model=str(folder / run))
         for run, task in finished

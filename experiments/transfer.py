@@ -75,7 +75,7 @@ def transfer(path: str, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
     scores: dict[tuple[str, str], TaskScores] = {}
     for number, name in enumerate(names, start=1):
         without = out / f"{WITHOUT}-{name}"
-        others = {each: of for each, of in mix.members.items() if each != name}
+        others = {member: of for member, of in mix.members.items() if member != name}
         _train(_only(mix, others), without)
         sources = {ALONE: mix.config.init_from, ALL: str(out / ALL), WITHOUT: str(without)}
         for arm, source in sources.items():
@@ -148,10 +148,10 @@ def _compared(names: Sequence[str], scores: Mapping[tuple[str, str], TaskScores]
                 "chance": first["chance"],
                 "scores": {arm: scores[name, arm].scores for arm in (ALONE, ALL, WITHOUT)},
                 "differences": {
-                    f"{one} - {other}": intervals.plain(
-                        compared[name, one, other], stands.get((name, one, other))
+                    f"{arm} - {against}": intervals.plain(
+                        compared[name, arm, against], stands.get((name, arm, against))
                     )
-                    for one, other in _PAIRS
+                    for arm, against in _PAIRS
                 },
             }
         )
@@ -167,7 +167,7 @@ def markdown(body: Mapping[str, Any]) -> str:
         differences = map(_difference, line["differences"].values())
         majority = f"{100 * line['majority']:.1f}"
         rows.append([line["task"], line["metric"], majority, *scores, *differences])
-    head += [f"{one} - {other}" for one, other in _PAIRS]
+    head += [f"{arm} - {against}" for arm, against in _PAIRS]
     table = "\n".join(page.table("ll" + "r" * (len(head) - 2), head, rows))
     state = "partial: " if body["partial"] else ""
     return f"""# Transfer: {state}{len(body["tasks"])} tasks
