@@ -272,11 +272,7 @@ def table(
         "published": [_published(row, lines, plan) for row in plan.published],
         "overlap": overlap and {**overlap, "sets": None},
         "how_sure": how_sure,
-        "intervals": {
-            "level": intervals.LEVEL,
-            "draws": intervals.DRAWS,
-            "key": intervals.KEY,
-        },
+        "intervals": intervals.SETTINGS,
     }
 
 

@@ -353,15 +353,14 @@ class Todo:
 
 def todo(runs: Sequence[SweepRun], kind: SweepVerb) -> Todo:
     """Look at the folders of the runs, and at the queue if some were submitted before."""
-    queued = {run.name: queued_job(run.folder) for run in runs}
-    facts = {one.job: one for one in jobs_of(sorted(set(filter(None, queued.values()))))}
+    jobs = queued_jobs([run.folder for run in runs])
     left: dict[str, str] = {}
     alive: list[JobFacts] = []
     for run in runs:
-        folder, job = RunFolder(run.folder), facts.get(queued[run.name])
+        folder, job = RunFolder(run.folder), jobs.get(run.folder)
         if (run.folder / kind.finished).exists() and kind.is_complete(run.folder, run.config):
             left[run.name] = "finished"
-        elif job is not None and job.is_alive and is_job_of(job, run.folder):
+        elif job is not None and job.is_alive:
             left[run.name] = f"in the queue as job {job.job}"
             alive.append(job)
         elif folder.is_locked():
@@ -377,10 +376,22 @@ def queued_job(run_dir: Path) -> str:
     return every[-1].job if every else ""
 
 
-def is_job_of(job: JobFacts, run_dir: Path) -> bool:
-    """Return whether a job is that of a run, or the array that has it as an element."""
-    # An element has the comment of its array until `submit` has given it the run's.
-    return any(job.is_of(folder) for folder in (run_dir, *run_dir.parents))
+def queued_jobs(run_dirs: Sequence[Path]) -> dict[Path, JobFacts]:
+    """Ask the queue for the newest job of each run.
+
+    Raises:
+        SlurmError, ConfigError: it cannot be asked.
+    """
+    names = {folder: queued_job(folder) for folder in run_dirs}
+    facts = {job.job: job for job in jobs_of(sorted(set(filter(None, names.values()))))}
+    known = {folder: facts[name] for folder, name in names.items() if name in facts}
+    # An id may come again after years. An element has the comment of its array until `submit` has
+    # given it the run's.
+    return {
+        folder: job
+        for folder, job in known.items()
+        if any(job.is_of(place) for place in (folder, *folder.parents))
+    }
 
 
 def write_run(run: SweepRun) -> None:

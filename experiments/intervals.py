@@ -36,6 +36,7 @@ from pipeline.tasks.scores import Floats, Table
 LEVEL = 0.95
 DRAWS, KEY = 1000, 0
 """Draws of rows, and the key of their random numbers: draws of one key take the same rows."""
+SETTINGS = {"level": LEVEL, "draws": DRAWS, "key": KEY}
 _EXPANDED_FROM = 30
 """Degrees of freedom from which Student's quantile is expanded around the normal one."""
 _STEPS = 50

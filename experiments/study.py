@@ -426,7 +426,7 @@ def _changed(config: PretrainConfig, layers: Sequence[Values]) -> dict[str, Any]
         for path, value in values.items():
             place, last = _place(tree, path, f"{path} = {value!r}")
             place[last] = _computed(tree, path, value, place[last])
-    plain: dict[str, Any] = _without_tuples(tree)
+    plain: dict[str, Any] = json.loads(json.dumps(tree))  # lists in place of tuples
     return plain
 
 
@@ -455,12 +455,6 @@ def _computed(tree: dict[str, Any], path: str, value: Any, below: Any) -> Any:
         raise ConfigError(f"{path} = {value!r}: {of} is {below!r}, not a number")
     found = float(match[1]) * below
     return max(1, round(found)) if isinstance(below, int) else found
-
-
-def _without_tuples(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_tuples(each) for key, each in value.items()}
-    return [_without_tuples(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def _cells(study: StudyConfig, preset: PresetConfig) -> Iterator[StudyCell]:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.grid import KINDS, is_job_of, queued_job, sweep_record
+from experiments.grid import KINDS, queued_job, queued_jobs, sweep_record
 from launch import control
-from launch.queue import UNKNOWN, JobFacts, jobs_of
+from launch.queue import UNKNOWN, JobFacts
 from launch.slurm import SlurmError
 from launch.status import RunReport, headline, report_of
 from pipeline.errors import ConfigError
@@ -35,14 +35,13 @@ def sweep_report(folder: Path) -> SweepReport:
     kind, metric, problem = KINDS[found["verb"]], found["metric"], ""
     jobs = {name: queued_job(folder / name) for name in found["runs"]}
     try:
-        facts = {one.job: one for one in jobs_of(sorted(set(filter(None, jobs.values()))))}
+        facts = queued_jobs([folder / name for name in jobs])
     except (SlurmError, ConfigError) as error:
         facts, problem = {}, str(error)
     runs = []
     for name, point in found["runs"].items():
-        job = facts.get(jobs[name])
-        if job is None or not is_job_of(job, folder / name):
-            job = JobFacts(jobs[name], jobs[name].partition("_")[0], UNKNOWN, "")
+        unknown = JobFacts(jobs[name], jobs[name].partition("_")[0], UNKNOWN, "")
+        job = facts.get(folder / name, unknown)
         report = report_of(folder / name, [job] if jobs[name] else [], "")
         value = kind.value(folder / name, report, metric["name"]) if metric["name"] else None
         runs.append(
@@ -93,25 +92,22 @@ def cancel_sweep(folder: Path, *, save: bool, save_s: float) -> Iterator[str]:
 
     With `save`, runs that train may first save and end, one after the other.
     """
-    runs = [folder / name for name in sweep_record(folder)["runs"]]
-    queued = {run: queued_job(run) for run in runs}
-    facts = {one.job: one for one in jobs_of(sorted(set(filter(None, queued.values()))))}
-    mine = {run: facts[job] for run, job in queued.items() if job in facts}
-    alive = {run: one for run, one in mine.items() if one.is_alive and is_job_of(one, run)}
+    jobs = queued_jobs([folder / name for name in sweep_record(folder)["runs"]])
+    alive = {run: job for run, job in jobs.items() if job.is_alive}
     if not alive:
         yield f"no job of {folder} is in the queue"
         return
     if save:
-        waiting = {run: one for run, one in alive.items() if one.is_waiting}
-        yield from control.cancel_jobs([one.job for one in waiting.values()])
-        for run, one in alive.items():
+        waiting = {run: job for run, job in alive.items() if job.is_waiting}
+        yield from control.cancel_jobs([job.job for job in waiting.values()])
+        for run, job in alive.items():
             if run in waiting:
-                control.note_cancelled(run, one)
+                control.note_cancelled(run, job)
             else:
                 yield f"{run.relative_to(folder)}:"
                 yield from control.cancel(run, save=True, save_s=save_s)
     else:
-        yield from control.cancel_jobs(sorted({one.array for one in alive.values()}, key=int))
-        for run, one in alive.items():
-            control.note_cancelled(run, one)
+        yield from control.cancel_jobs(sorted({job.array for job in alive.values()}, key=int))
+        for run, job in alive.items():
+            control.note_cancelled(run, job)
     yield "submit the same sweep again to continue"
