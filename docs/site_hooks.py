@@ -7,11 +7,11 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 _ROOT = Path(__file__).parents[1]
-_FOLDERS = ("benchmarks", "studies")
+_FOLDERS = ("benchmarks", "experiments")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages and figures of `benchmarks/results` and `studies/results`."""
+    """Add the pages and figures of `benchmarks/results` and `experiments/results`."""
     for folder in _FOLDERS:
         for path in sorted((_ROOT / folder / "results").iterdir()):
             if path.suffix in (".md", ".svg"):

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from launch import control, logs, prep, sweep
+from launch import control, logs, prep
 from launch.cluster import ClusterConfig, cluster_of
 from launch.decide import JobAttempt, Limits, StorageRetry, verdict
-from launch.local import combined_exit_code, run_local, run_program
+from launch.local import run_local, run_program
 from launch.plan import mix_text, plan, plan_json, plan_mix, plan_text
 from launch.preflight.check import check_node
 from launch.preflight.judge import gather, judge_nodes
@@ -23,7 +23,6 @@ from launch.records import (
     PRETRAIN,
     PROGRAM,
     is_run,
-    is_sweep,
     read_prep,
     require_run,
 )
@@ -52,7 +51,6 @@ from launch.submit import (
     submit,
     summary_text,
 )
-from launch.sweep_status import cancel_sweep, sweep_report, sweep_summary
 from pipeline.checkpoints.manifest import FOLDER, published
 from pipeline.config.load import warn_of_unusual
 from pipeline.config.runs import PretrainConfig, load_run
@@ -115,10 +113,6 @@ class SubmitArguments:
         "fine-tuning of an exported model",
         one_of="what",
     )
-    sweep: bool = option(
-        "CONFIG is a sweep: submit its runs as a job array; with --local, run them here",
-        one_of="what",
-    )
     words: list[str] = cli.PROGRAM
     config: str = CONFIG
     overrides: list[str] = OVERRIDES
@@ -127,8 +121,6 @@ class SubmitArguments:
         "run here and now, without SLURM; restart from the newest checkpoint if a rank dies"
     )
     ranks: int = option("processes of --local (default 1)", default=1)
-    jobs: int | None = option("for --sweep: runs at the same time", "N", type=at_least(1))
-    json: bool = option("for --sweep: one JSON object")
     wait_room: int | None = option(
         "for --prep and --sweep: hand over arrays as they fit below your limit on jobs, with a "
         "look every so many seconds (60); the same call goes on where one was ended",
@@ -157,21 +149,20 @@ class SubmitArguments:
     "submit train.yaml --cluster configs/cluster/example.yaml",
     "submit train.yaml --local --ranks 2",
     "submit --prep configs/prep/web.yaml --cluster configs/cluster/example.yaml --wait-room",
-    "submit --sweep sweep.yaml --cluster configs/cluster/example.yaml",
-    "submit --sweep sweep.yaml --local --jobs 2",
     "submit --evaluate runs/mine --all --cluster configs/cluster/example.yaml",
     "submit --program runs/tuned --cluster c.yaml -- python finetune.py models/mine",
 )
 def _submit(arguments: SubmitArguments) -> int:
-    """Submit a run, a sweep of runs or a data preparation to SLURM; or run it here."""
+    """Submit a run or a data preparation to SLURM; or run it here."""
+    return submit_one(arguments)
+
+
+def submit_one(arguments: SubmitArguments) -> int:
+    """Submit or run what is not a sweep."""
     if arguments.program:
         return _submit_program(arguments)
     if arguments.words:
         raise ConfigError(f"`-- {' '.join(arguments.words)}`: only --program takes words after --")
-    if arguments.sweep:
-        return _submit_sweep(arguments)
-    if arguments.jobs or arguments.json:
-        raise ConfigError("--jobs and --json are for --sweep: leave them out")
     if arguments.prep:
         return _submit_prep(arguments)
     if arguments.wait_room:
@@ -259,50 +250,8 @@ def _submit_prep(arguments: SubmitArguments) -> int:
     return EXIT_FINISHED
 
 
-def _submit_sweep(arguments: SubmitArguments) -> int:
-    work_dir = os.getcwd()
-    config, runs = sweep.read_sweep(arguments.config, arguments.overrides, work_dir)
-    what, jobs = sweep.todo(runs, config.kind), arguments.jobs or config.jobs
-    said: dict[str, Any] = {
-        "dir": str(Path(work_dir, config.dir)),
-        "runs": [run.name for run in what.runs],
-        "left": what.left,
-    }
-    code, text = EXIT_FINISHED, ""
-    if not arguments.json:
-        _say(sweep.left_lines(what))
-    if what.runs and arguments.local:
-        _refuse_dry_run(arguments)
-        codes = sweep.run_here(config, what, jobs, arguments.ranks, arguments.cluster, work_dir)
-        said["exit_codes"], code = codes, combined_exit_code(codes.values())
-    elif what.runs:
-        cluster, source = profile_here(arguments.cluster), arguments.origin(arguments.config)
-        text = check(cluster, config.verb, work_dir=work_dir, optional=arguments.dry_run)
-        room = room_of(cluster, prep=False, every_s=arguments.wait_room)
-        if arguments.dry_run:
-            drafts = sweep.drafts(config, what, cluster, source, jobs, room)
-            said["script"] = drafts[0].script
-            text = "\n".join([f"# {text}", *map(sweep.dry_run_text, drafts)])
-        else:
-            for job, draft in sweep.submit_all(config, what, cluster, source, jobs, room):
-                said.setdefault("jobs", []).append(job)
-                text += f"\njob {job}: {len(draft.runs)} runs, {draft.job.at_once} at once"
-            said["job"] = next(iter(said.get("jobs", [])), None)
-            text += "\n"
-    elif not arguments.dry_run:
-        sweep.record(config, Path(said["dir"]), what.every)
-    if arguments.json:
-        print(json.dumps(said))
-    else:
-        print(text + ("" if arguments.dry_run else _sweep_text(Path(said["dir"]))))
-    return code
-
-
-def _sweep_text(folder: Path) -> str:
-    return sweep_summary(sweep_report(folder.resolve())).text()
-
-
-def _refuse_dry_run(arguments: SubmitArguments) -> None:
+def refuse_dry_run(arguments: SubmitArguments) -> None:
+    """Refuse --dry-run where runs start here (ConfigError)."""
     if arguments.dry_run or arguments.ranks < 1:
         raise ConfigError("--local runs at once: leave out --dry-run, and give --ranks N >= 1")
 
@@ -310,7 +259,7 @@ def _refuse_dry_run(arguments: SubmitArguments) -> None:
 def _run_here(
     arguments: SubmitArguments, words: list[str], kind: str, run_dir: Path, cluster: ClusterConfig
 ) -> int:
-    _refuse_dry_run(arguments)
+    refuse_dry_run(arguments)
     limits = Limits(cluster.max_restarts, cluster.max_attempts_without_progress)
     return run_local(words, kind, run_dir, arguments.ranks, limits)
 
@@ -449,13 +398,16 @@ def _judge(
     return judged.exit_code
 
 
-DatasetLook = Callable[[Path], tuple[FolderSummary, dict[str, Any]] | None]
-"""Looks at the folder of a dataset: what is shown, and plain values; None for another folder."""
+Look = Callable[[Path], tuple[FolderSummary, dict[str, Any]] | None]
+"""Looks at a folder of a kind: what is shown, and plain values; None for a folder of another kind.
+
+Datasets and sweeps are known to packages that launch does not import; `postnorm` hands them in.
+"""
 _STATUS_OF = "a run_dir, the folder of a sweep or dataset, or nothing for the queue"
 
 
-def status_verb(look: DatasetLook = lambda _: None) -> Verb:
-    """Make the verb that shows runs, preparations' jobs and, by a way to look at it, a dataset."""
+def status_verb(dataset: Look = lambda _: None, sweep: Look = lambda _: None) -> Verb:
+    """Make the verb that shows runs, jobs of preparations and, by ways to look, other folders."""
 
     @verb("status", "status runs/mine --watch 30")
     def status(
@@ -467,39 +419,41 @@ def status_verb(look: DatasetLook = lambda _: None) -> Verb:
         tell = _status_json if as_json else _status_text
         clear = "\x1b[H\x1b[2J" if sys.stdout.isatty() and not as_json else ""
         while watch is not None:
-            print(f"{clear}{tell(look, folder)}", flush=True)
+            print(f"{clear}{tell(dataset, sweep, folder)}", flush=True)
             time.sleep(watch)
-        print(tell(look, folder))
+        print(tell(dataset, sweep, folder))
 
     return status
 
 
-def _status_text(look: DatasetLook, folder: Path | None) -> str:
+def _status_text(dataset: Look, sweep: Look, folder: Path | None) -> str:
     if folder is None:
         return queue_text(queue_reports())
-    if is_sweep(folder):
-        return _sweep_text(folder)
+    many = sweep(folder)
+    if many is not None:
+        return many[0].text()
     if is_run(folder):
         return run_summary(run_report(folder.resolve())).text()
-    seen, jobs = _dataset(look, folder)
+    seen, jobs = _dataset(dataset, folder)
     shown = [*([prep_summary(jobs)] if jobs else []), *([seen[0]] if seen else [])]
     return "\n".join(summary.text() for summary in shown)
 
 
-def _status_json(look: DatasetLook, folder: Path | None) -> str:
+def _status_json(dataset: Look, sweep: Look, folder: Path | None) -> str:
     if folder is None:
         return json.dumps([asdict(report) for report in queue_reports()])
-    if is_sweep(folder):
-        return json.dumps(asdict(sweep_report(folder.resolve())))
+    many = sweep(folder)
+    if many is not None:
+        return json.dumps(many[1])
     if is_run(folder):
         return json.dumps(asdict(run_report(folder.resolve())))
-    seen, jobs = _dataset(look, folder)
+    seen, jobs = _dataset(dataset, folder)
     report = jobs or PrepReport(str(folder.resolve()), {}, [], "")
     return json.dumps(asdict(replace(report, dataset=seen and seen[1])))
 
 
 def _dataset(
-    look: DatasetLook, folder: Path
+    look: Look, folder: Path
 ) -> tuple[tuple[FolderSummary, dict[str, Any]] | None, PrepReport | None]:
     """Look at a dataset and at its jobs; one of them may be None."""
     seen, jobs = None, prep_report(folder.resolve())
@@ -535,20 +489,25 @@ def _logs(
     print(logs.follow(path, lines, why_over), file=sys.stderr)
 
 
-@verb("cancel runs/mine --save")
-def _cancel(
-    folder: Path = RUN,
-    save: bool = option("let the run save first"),
-    timeout: float = option("for --save (default 600)", "SECONDS", default=600.0),
-) -> None:
-    """End all jobs of a run, sweep or data preparation."""
-    preparation = read_prep(folder.resolve())
-    if is_sweep(folder):
-        _say(cancel_sweep(folder.resolve(), save=save, save_s=timeout))
-    elif preparation is not None:
-        _say(control.cancel_prep(folder.resolve(), preparation.jobs))
-    else:
-        _say(control.cancel(require_run(folder), save=save, save_s=timeout))
+def cancel_verb(sweep: Callable[[Path, bool, float], Iterable[str] | None]) -> Verb:
+    """Make the verb that ends jobs; `sweep` ends those of a sweep, and is None elsewhere."""
+
+    @verb("cancel runs/mine --save")
+    def cancel(
+        folder: Path = RUN,
+        save: bool = option("let the run save first"),
+        timeout: float = option("for --save (default 600)", "SECONDS", default=600.0),
+    ) -> None:
+        """End all jobs of a run, sweep or data preparation."""
+        many, preparation = sweep(folder, save, timeout), read_prep(folder.resolve())
+        if many is not None:
+            _say(many)
+        elif preparation is not None:
+            _say(control.cancel_prep(folder.resolve(), preparation.jobs))
+        else:
+            _say(control.cancel(require_run(folder), save=save, save_s=timeout))
+
+    return cancel
 
 
 @verb("requeue runs/mine")
@@ -571,7 +530,8 @@ def _demo(
 
 
 _PREFLIGHT = "for job scripts: check the nodes of an allocation before training"
-FOR_PEOPLE = (_plan, _submit, _resume, status_verb(), _logs, _cancel, _requeue, _render, _demo)
+_CANCEL = cancel_verb(lambda _folder, _save, _timeout: None)
+FOR_PEOPLE = (_plan, _submit, _resume, status_verb(), _logs, _CANCEL, _requeue, _render, _demo)
 """Those that people use most first."""
 IN_JOBS = (cli.family("preflight", _PREFLIGHT, (_check, _judge)), _decide, _rank)
 VERBS = (*FOR_PEOPLE, *IN_JOBS)

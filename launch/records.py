@@ -48,13 +48,11 @@ LAST_DECISIONS = ("finished", "stopped", "failed", CANCELLED)
 """Decisions in the history after which a job does not go on."""
 EXCLUDED_FILE = "excluded"
 """Names of nodes that the run must not get again."""
-SWEEP_RECORD = "sweep.json"
-"""In the folder of a sweep: its verb, what it compares, and the overrides of its runs."""
 PREP_RECORD = Path("work", "logs", "submitted.json")
 """In a dataset folder: its last submission."""
 FAILED_MARK = "failed-"
 """With the name of a stage, in the folder of a preparation's submission: which part failed."""
-_FOLDERS = ("data_prep", "launch", "pipeline", "postnorm", "postnorm/configs", "studies")
+_FOLDERS = ("data_prep", "launch", "pipeline", "postnorm", "postnorm/configs", "experiments")
 """`postnorm/configs` is a link in a checkout, which `rglob` does not follow."""
 _ROOT = Path(__file__).resolve().parents[1]
 _HASH_LETTERS = 16
@@ -200,25 +198,6 @@ def prep_jobs(output_dir: Path) -> dict[str, list[str]]:
     """Read the jobs of each stage of a data preparation; none if it was never submitted."""
     found = read_prep(output_dir)
     return found.jobs if found else {}
-
-
-def sweep_record(folder: Path) -> dict[str, Any]:
-    """Read the record of a sweep: `verb`, `metric`, and the overrides of `runs` by name."""
-    path = folder / SWEEP_RECORD
-    try:
-        found = json.loads(path.read_bytes())
-        verb, metric, runs = str(found["verb"]), dict(found["metric"]), dict(found["runs"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{path} is not a record of a sweep ({type(error).__name__}: {error}); remove it and "
-            "submit the sweep again, which changes no run"
-        ) from None
-    return {"verb": verb, "metric": metric, "runs": runs}
-
-
-def is_sweep(folder: Path) -> bool:
-    """Return whether a folder is that of a sweep."""
-    return (folder / SWEEP_RECORD).is_file()
 
 
 def is_run(folder: Path) -> bool:

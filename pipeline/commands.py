@@ -13,7 +13,7 @@ from pipeline.checkpoints.commands import CHECKPOINT
 from pipeline.config.runs import PretrainConfig, load_run
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, ConfigError
 from pipeline.finetune.commands import TASKS
-from pipeline.multitask.commands import multitask, transfer
+from pipeline.multitask.commands import multitask
 from pipeline.runtime import cli, env
 from pipeline.runtime.cli import (
     CONFIG,
@@ -347,7 +347,7 @@ _CONFIG = cli.config_verb(PretrainConfig, "config configs/demo.yaml --explain tr
 _RUNS = (_CONFIG, _model, _coverage, _pretrain, _status, _inspect, _compare)
 GROUPS: dict[str, tuple[Verb, ...]] = {
     "train": (*_RUNS, CHECKPOINT, _profile, _bandwidth, multitask),
-    "tasks": (*TASKS, transfer),
+    "tasks": TASKS,
     "use": (evaluate, _fill_mask, encode, whiten, similar, sts, _export, _convert, _grow),
 }
 VERBS: tuple[Verb, ...] = tuple(verb for verbs in GROUPS.values() for verb in verbs)

@@ -20,25 +20,31 @@ def groups() -> "dict[str, tuple[Verb, ...]]":
     - `data_prep` has `run`, `plan`, `status` and `config`, as others have: its verbs stand behind
       `prep`. They are about a dataset, all others about a run or a model.
     - `status` is that of `launch`: it shows what the trainer's own shows and the job besides, it
-      lists all runs if none is named, and it needs no SLURM. Here it looks at datasets, too.
-      `python -m pipeline status` is the trainer's.
+      lists all runs if none is named, and it needs no SLURM. Here it looks at datasets and sweeps,
+      too. `python -m pipeline status` is the trainer's.
+    - `submit` and `cancel` are `launch`'s, widened by sweeps, which `launch` does not know.
     """
     from data_prep import commands as prep
+    from experiments import commands as many
     from launch import commands as launch
     from pipeline.commands import GROUPS
     from pipeline.runtime.cli import family
-    from studies import commands as studies
 
     taken = {verb.name for verb in launch.VERBS}
     train = [*(verb for verb in GROUPS["train"] if verb.name not in taken), *launch.VERBS]
-    status = launch.status_verb(prep.dataset_status)
-    train = [status if verb.name == status.name else verb for verb in train]
+    wider = (
+        many.submit,
+        launch.status_verb(prep.dataset_status, many.sweep_look),
+        launch.cancel_verb(many.sweep_cancel),
+    )
+    by_name = {verb.name: verb for verb in wider}
+    train = [by_name.get(verb.name, verb) for verb in train]
     return {
         "prepare": (family("prep", "raw text to a tokenised dataset", prep.VERBS),),
         "train": tuple(verb for verb in train if verb.name not in _IN_JOBS),
-        "tasks": GROUPS["tasks"],
+        "tasks": (*GROUPS["tasks"], *many.TASKS),
         "use": GROUPS["use"],
-        "study": studies.VERBS,
+        "study": many.STUDY,
         "in jobs": tuple(verb for verb in train if verb.name in _IN_JOBS),
     }
 

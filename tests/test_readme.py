@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 from data_prep.config import PrepConfig
-from launch.sweep import SweepConfig
+from experiments.grid import SweepConfig
+from experiments.study import StudyConfig
+from experiments.transfer import TransferConfig
 from pipeline.config.load import load
 from pipeline.config.model import ModelConfig
 from pipeline.config.runs import PretrainConfig
 from pipeline.model.cost import parameters
 from pipeline.multitask.config import load_mix
-from pipeline.multitask.transfer import TransferConfig
 from pipeline.tasks.task import TaskConfig
-from studies.config import StudyConfig
 from tests.support.pages import PAGES, Block, blocks
 
 ROOT = Path(__file__).parents[1]
@@ -26,7 +26,7 @@ _FOLDERS = [
     "examples",
     "launch",
     "postnorm",
-    "studies",
+    "experiments",
     "tests",
 ]
 
@@ -65,7 +65,7 @@ def test_parameters_in_the_table_of_models() -> None:
 
 def test_paths_exist() -> None:
     pages = [README, *(page.read_text(encoding="utf-8") for page in ROOT.glob("docs/*.md"))]
-    named = r"\b(?:configs|pipeline|launch|data_prep|tests|studies)/[\w/.-]+\.(?:yaml|py)"
+    named = r"\b(?:configs|pipeline|launch|data_prep|tests|experiments)/[\w/.-]+\.(?:yaml|py)"
     paths = {path for page in pages for path in re.findall(named, page)}
     assert len(paths) > 5
     assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []

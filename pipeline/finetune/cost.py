@@ -1,15 +1,16 @@
 """What a benchmark costs before it runs: rows, steps, tokens, FLOPs and hours of GPUs."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from pipeline.finetune.benchmark import BenchmarkPlan
 from pipeline.finetune.prepare import Prepared, prepare
 from pipeline.finetune.run import run_config
 from pipeline.model.cost import KNOWN, flops_per_token
 from pipeline.runtime.summary import Line, table
+from pipeline.tasks.task import TaskConfig
 
 SHARE_OF_PEAK = 0.4
 """Assumed share of the bf16 peak, as in the recipes of configs/train."""
@@ -39,18 +40,18 @@ class TaskCost:
         return flops / (KNOWN[device].bf16_flops * SHARE_OF_PEAK) / _S_PER_HOUR
 
 
-def costs(plan: BenchmarkPlan, model: str) -> list[TaskCost]:
-    """Read and tokenise the tasks of a plan, and count; nothing is trained.
+def costs(tasks: Mapping[str, TaskConfig], model: str, out: Path) -> list[TaskCost]:
+    """Read and tokenise tasks, by name, and count; nothing is trained.
 
     Raises:
         PostnormError: a task cannot be read, or the model.
     """
     found = []
-    for name, config in plan.tasks.items():
-        prepared = prepare(config, name, model, plan.out / "tokens")
+    for name, config in tasks.items():
+        prepared = prepare(config, name, model, out / "tokens")
         trials = [replace(prepared, config=config.at(point)) for point in config.search.points]
-        search = sum(_cost(trial, Path(plan.out, name)).flops for trial in trials)
-        found.append(replace(_cost(prepared, Path(plan.out, name)), search_flops=search))
+        search = sum(_cost(trial, out / name).flops for trial in trials)
+        found.append(replace(_cost(prepared, out / name), search_flops=search))
     return found
 
 

@@ -1,6 +1,5 @@
 """The verbs of multi-task training. Nothing here imports torch early."""
 
-from pipeline.errors import EXIT_FINISHED, ConfigError
 from pipeline.runtime import cli, env
 from pipeline.runtime.cli import argument, verb
 from pipeline.runtime.rank import Rank, run_as_rank
@@ -27,29 +26,3 @@ def multitask(
         return multitask(mix, rank)
 
     return run_as_rank(work, env.process_info_or_alone(), env.launched_run_dir())
-
-
-@verb("transfer transfer.yaml run_dir=runs/transfer", if_interrupted=_AGAIN)
-def transfer(
-    config: str = argument("YAML file: run_dir, mix, tasks, seeds"),
-    overrides: list[str] = cli.overrides("such as seeds=[1,2] run_dir=runs/transfer"),
-) -> int:
-    """What fine-tuned tasks gain from a multi-task stage.
-
-    Fine-tune each task from the model that a multi-task stage starts from, from that of all tasks,
-    and from one that never saw the task; write RUN_DIR/transfer.md and transfer.json with the
-    paired differences. What is finished in RUN_DIR is not run again.
-    """
-
-    def work(rank: Rank) -> int:
-        if rank.process.world_size > 1:
-            raise ConfigError(
-                f"transfer runs in one process, not in {rank.process.world_size}; train the "
-                "mixes on several ranks first, into RUN_DIR/all and RUN_DIR/without-TASK"
-            )
-        from pipeline.multitask.transfer import markdown, transfer
-
-        print(markdown(transfer(config, tuple(overrides))))
-        return EXIT_FINISHED
-
-    return run_as_rank(work, env.process_info_or_alone())

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("pipeline", "data_prep", "launch")
+PACKAGES = ("pipeline", "data_prep", "launch", "experiments")
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,7 @@ TORCH_FREE = {
     "pipeline.data.ledger", "pipeline.data.record", "pipeline.inspect",
     "pipeline.use.evaluate_command", "pipeline.use.pretrain", "pipeline.data.reader",
     "pipeline.tokenizer",
-    "pipeline.tasks", "pipeline.finetune.commands", "pipeline.finetune.baselines",
-    "pipeline.finetune.benchmark", "pipeline.finetune.benchmark_text", "pipeline.finetune.result",
+    "pipeline.tasks", "pipeline.finetune.commands", "pipeline.finetune.result",
     "pipeline.finetune.can", "pipeline.finetune.rescore_command", "pipeline.finetune.submission",
     "pipeline.multitask.balance", "pipeline.multitask.commands", "pipeline.multitask.config",
     "pipeline.multitask.draws", "pipeline.train.deepspeed",
@@ -45,7 +44,7 @@ DOORS = {"deepspeed": {"pipeline.train.engine"}, "triton": {"pipeline.kernels"},
          "safetensors": {"pipeline.runtime.tensors"}, "tokenizers": {"pipeline.tokenizer.fast"},
          "transformers": {"pipeline.use.hf_wrapper"},
          "google_crc32c": {"pipeline.use.tf_checkpoint"},
-         "sklearn": {"pipeline.finetune.baselines"}, "scipy": {"pipeline.finetune.baselines"},
+         "sklearn": {"experiments.baselines"}, "scipy": {"experiments.baselines"},
          "backports.zstd": {"data_prep.readers.text", "data_prep.pieces", "pipeline.tasks.formats"},
          "pyarrow": {"data_prep.readers.parquet", "pipeline.tasks.formats"},
          "warcio": {"data_prep.readers.wet"},
@@ -54,7 +53,7 @@ DOORS = {"deepspeed": {"pipeline.train.engine"}, "triton": {"pipeline.kernels"},
          "numba": {"pipeline.data.jit"}, "fsspec": {"pipeline.runtime.remote"},
          "rich": {"pipeline.runtime.summary"}}  # fmt: skip
 # They may import everything, and no package imports them.
-ABOVE = {"benchmarks", "postnorm", "studies", "tests"}
+ABOVE = {"benchmarks", "postnorm", "tests"}
 ENVIRONMENT = "pipeline.runtime.env"  # the module of `pipeline` that reads the environment
 
 
@@ -110,6 +109,14 @@ def test_launch_and_data_prep_import_only_the_torch_free_part() -> None:
     ])  # fmt: skip
 
 
+def test_experiments_stand_above_launch_and_import_no_preparation() -> None:
+    _none([
+        f"{name} imports {imported}"
+        for name in _of("experiments") for imported in _ours(name)
+        if not below(imported, {"experiments", "launch", "pipeline"})
+    ])  # fmt: skip
+
+
 def test_nothing_imports_what_stands_above() -> None:
     _none([
         f"{name} imports {imported}"
@@ -162,10 +169,10 @@ def test_environment_is_read_in_the_runtime_only() -> None:
 
 @pytest.mark.smoke
 @pytest.mark.usefixtures("processes")
-def test_data_prep_and_launch_never_load_torch() -> None:
+def test_what_plans_and_launches_never_loads_torch() -> None:
     # webdataset, which verify reads with, loads torch by itself where there is one.
     modules = sorted(
-        {name for name in _of("launch", "data_prep") if name != "data_prep.verify"}
+        {name for name in _of("launch", "data_prep", "experiments") if name != "data_prep.verify"}
         | {name for name in MODULES if below(name, TORCH_FREE)}
     )
     lines = [f"import {module}" for module in modules if not module.endswith("__main__")]

@@ -76,12 +76,12 @@ def _shared_class_names() -> list[str]:
 
 # What is counted, and the most that there may be of it.
 COUNTED: dict[str, tuple[Callable[[], list[str]], int]] = {
-    "modules": (lambda: list(MODULES), 233),
-    "lines": (_lines, 61_650),
+    "modules": (lambda: list(MODULES), 262),
+    "lines": (_lines, 66_500),
     "crumbs": (_crumbs, 1),
     "long functions": (_long_functions, 0),
     "long files": (_long_files, 0),
-    "fmt: skip": (_fmt_skip, 40),
+    "fmt: skip": (_fmt_skip, 39),
     "modules that know MLM": (_modules_that_know_mlm, 11),
     "class names of several modules": (_shared_class_names, 0),
 }

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from data_prep.config import FiltersConfig, PrepConfig
+from experiments.study import StudyConfig
+from experiments.transfer import TransferConfig
 from launch.cluster import ClusterConfig
 from pipeline.config import strict_yaml
 from pipeline.config.load import build, explain, load, resolved_text, warn_of_unusual
@@ -18,7 +20,6 @@ from pipeline.config.runs import PretrainConfig
 from pipeline.config.schema import OTHER_NAMES, unusual
 from pipeline.errors import ConfigError
 from pipeline.multitask.config import is_mix, load_mix
-from pipeline.multitask.transfer import TransferConfig
 from pipeline.tasks.task import SuiteConfig, TaskConfig
 from tests.support.processes import python
 
@@ -128,7 +129,8 @@ def test_every_shipped_config_loads(path: Path, tmp_path: Path) -> None:
         load_mix(str(path))
         return
     roots = {"prep": PrepConfig, "filters": FiltersConfig, "cluster": ClusterConfig,
-             "tasks": TaskConfig, "suites": SuiteConfig, "multitask": TransferConfig}  # fmt: skip
+             "tasks": TaskConfig, "suites": SuiteConfig, "multitask": TransferConfig,
+             "studies": StudyConfig}  # fmt: skip
     loaded = load(roots.get(kind, PretrainConfig), path)
     assert unusual(loaded.config) == []
 

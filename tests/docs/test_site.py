@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from studies.figure import DATA, FIGURE, figure, run_of
+from experiments.figure import DATA, FIGURE, figure, run_of
 from tests.support.pages import PAGES, ROOT
 
 _LARGEST_BYTES = 60_000
@@ -29,7 +29,7 @@ def test_site_has_every_page(processes: None, tmp_path: Path) -> None:
 
 def test_figure_is_of_its_data() -> None:
     drawn = figure(json.loads(DATA.read_text()))
-    assert drawn == FIGURE.read_text(encoding="utf-8"), "run `python -m studies.figure`"
+    assert drawn == FIGURE.read_text(encoding="utf-8"), "run `python -m experiments.figure`"
     assert len(drawn) < _LARGEST_BYTES
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.finetune.benchmark import read_plan
+from experiments.benchmark import read_plan
 from pipeline.finetune.cost import cost_lines, costs
 from pipeline.finetune.run import finetune
 from pipeline.model.cost import flops_per_token
@@ -25,7 +25,7 @@ def test_steps_and_tokens_are_those_of_a_run(
     plan = read_plan(
         str(suite), [str(tiny_model)], tmp_path / "out", (), [], with_random=True, with_ngrams=False
     )
-    [cost] = costs(plan, str(tiny_model))
+    [cost] = costs(plan.tasks, str(tiny_model), plan.out)
     assert not (tmp_path / "out" / "table.json").exists()
     finetune(load_task(str(path)), name=path.stem, source=str(tiny_model), out=tmp_path / "run")
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
@@ -45,7 +45,7 @@ def test_cost_of_search(task_file: Callable[..., Path], tiny_model: Path, tmp_pa
     (tmp_path / "suite.yaml").write_text("tasks: [my-classify.yaml]")
     task_file("classify", train={"epochs": 3, "batch": 8}, search={"epochs": [1, 5], "batch": [8]})
     plan = read_plan(str(tmp_path / "suite.yaml"), [], tmp_path / "out", (), [], with_ngrams=False)
-    [cost] = costs(plan, str(tiny_model))
+    [cost] = costs(plan.tasks, str(tiny_model), plan.out)
     # Dev and test are train: an epoch is trained (3 forward passes' worth) and dev scored; at the
     # end come dev and test. So 3 epochs are 14, and one and five 6 + 22 of them.
     assert cost.search_flops == pytest.approx(cost.flops * 28 / 14)

@@ -16,7 +16,7 @@ DEFINITION = (ROOT / "apptainer.def").read_text()
 # https://docs.docker.com/reference/dockerfile/
 INSTRUCTIONS = {"ARG", "CMD", "COPY", "ENTRYPOINT", "ENV", "FROM", "RUN", "USER", "WORKDIR"}
 NEEDED = {"pyproject.toml", "constraints.txt", "LICENSE", "README.md", "data_prep", "launch",
-          "pipeline", "postnorm", "studies", "configs"}  # fmt: skip
+          "pipeline", "postnorm", "experiments", "configs"}  # fmt: skip
 
 
 def _instructions() -> list[tuple[str, str]]:

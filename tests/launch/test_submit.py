@@ -16,11 +16,13 @@ from tests.support.fake_slurm import FakeSlurm
 from tests.support.processes import Processes, output, wait_until
 
 ROOT = Path(__file__).parents[2]
-START = [sys.executable, str(ROOT / "pipeline/runtime/start.py"), "launch"]
+START = (sys.executable, str(ROOT / "pipeline/runtime/start.py"), "launch")
 
 
 class Place:
     """A folder with a run's config and a profile, and SLURM's commands."""
+
+    start: tuple[str, ...] = START
 
     def __init__(self, folder: Path, dataset: DatasetIndex) -> None:
         self.folder = folder
@@ -39,7 +41,7 @@ class Place:
 
     def launch(self, *words: str, code: int = 0) -> str:
         """Output of a command that ends with an exit code; the errors of one that fails."""
-        return output(*START, *words, code=code, cwd=self.folder, env=self.slurm.environment)
+        return output(*self.start, *words, code=code, cwd=self.folder, env=self.slurm.environment)
 
     def submit(self, *words: str, code: int = 0) -> str:
         return self.launch("submit", "train.yaml", "--cluster", "c.yaml", *words, code=code)

@@ -8,14 +8,19 @@ import pytest
 
 from launch.records import history
 from pipeline.data.format import DatasetIndex
-from tests.finetune.test_sweep import write_sweep
+from tests.experiments.test_grid_tasks import write_sweep
+from tests.support.processes import python
 from tests.support.ranks import CONFIG, losses
 from tests.support.slurm import SlurmCluster
-from tests.support.slurm_runs import PROFILE, launch
+from tests.support.slurm_runs import PROFILE
+
+
+def postnorm(cluster: SlurmCluster, *words: object) -> str:
+    return python("-m", "postnorm", *words, env=cluster.environment)
 
 
 class Sweep:
-    """A sweep over seeds, submitted with `python -m launch submit --sweep`."""
+    """A sweep over seeds, submitted with `postnorm submit --sweep`."""
 
     def __init__(self, cluster: SlurmCluster, folder: Path, dataset: DatasetIndex) -> None:
         self.cluster, self.dir = cluster, folder / "runs"
@@ -34,7 +39,7 @@ class Sweep:
         return found
 
     def launch(self, *words: object) -> str:
-        return launch(self.cluster, *words)
+        return postnorm(self.cluster, *words)
 
     def states(self) -> dict[str, str]:
         runs = json.loads(self.launch("status", self.dir, "--json"))["runs"]
@@ -95,10 +100,10 @@ def test_array_ends_and_more_can_follow(
 def test_fine_tunings_are_elements(cluster: SlurmCluster, tmp_path: Path) -> None:
     path, profile = write_sweep(tmp_path), tmp_path / "cluster.yaml"
     profile.write_text(json.dumps({**PROFILE, "nodes": 1, "ranks_per_node": 1}))
-    said = launch(cluster, "submit", "--sweep", path, "--cluster", profile, "--json")
+    said = postnorm(cluster, "submit", "--sweep", path, "--cluster", profile, "--json")
     job = json.loads(said.splitlines()[-1])["job"]
     for element in range(2):
         cluster.wait_for(f"{job}_{element}", "COMPLETED", timeout_s=240)
-    runs = json.loads(launch(cluster, "status", tmp_path / "runs", "--json"))["runs"]
+    runs = json.loads(postnorm(cluster, "status", tmp_path / "runs", "--json"))["runs"]
     assert [run["state"] for run in runs] == ["finished", "finished"]
     assert runs[0]["value"] == 1.0

@@ -41,7 +41,7 @@ _IMPORTED = {
         "torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer", "torch.utils.cpp_extension",
         "deepspeed.module_inject.auto_ep_layer", "deepspeed.ops.op_builder.all_ops",
         "scipy.linalg", "numba",  # what DeepSpeed and the loader import when they are first used
-        "data_prep.commands", "launch.commands", "studies.commands",  # what the door imports
+        "data_prep.commands", "launch.commands", "experiments.commands",  # what the door imports
     ),
     _TRANSFORMERS: ("transformers.pipelines", "transformers.models.bert.modeling_bert"),
 }  # fmt: skip

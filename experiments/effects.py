@@ -1,0 +1,293 @@
+"""Paired differences over seeds, with intervals, and the sentence that they allow."""
+
+import math
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from experiments.intervals import (
+    LEVEL,
+    Interval,
+    RowVariance,
+    interval_of,
+    judged,
+    row_variance,
+    slope_of,
+)
+from experiments.read import Reading
+from experiments.study import MEAN_SCORE, StudyCell, StudyPlan
+
+OPEN = "not decided"
+_LOWER_IS_BETTER = ("held_out_loss", "loss@", "train_loss.")
+_NO_BETTER = ("entropy", "top5", "js_layers", "js_heads", "cosine", "gradient.")
+
+
+Decision = tuple[str, tuple[str, ...]]
+"""A metric and the pairs of runs."""
+
+
+@dataclass(frozen=True)
+class Effect:
+    """An arm minus the part's first arm, at one combination of levels, in one metric."""
+
+    part: str
+    levels: tuple[str, ...]
+    arm: str
+    against: str
+    metric: str
+    pairs: dict[int, float]
+    """Difference by seed."""
+    lost: int
+    """Seeds of which one run or both are missing or have no number."""
+    interval: Interval | None
+    """None without a pair."""
+    runs: tuple[str, ...]
+    """Names of the pairs of runs: equal ones in two parts are one comparison."""
+    rows: RowVariance | None
+    """What other rows of a task would change; None without rows that all seeds have."""
+    stands: bool | None = None
+    """Whether the difference stands after Holm's correction; None where none was found."""
+
+    @property
+    def decision(self) -> Decision:
+        """What is decided: equal ones in two parts are one."""
+        return self.metric, self.runs
+
+    @property
+    def verdict(self) -> str:
+        """`better`, `worse`, `higher`, `lower` or `not decided`."""
+        if self.interval is None or not self.interval.is_decided:
+            return OPEN
+        is_higher, sign = self.interval.mean > 0, direction(self.metric)
+        if not sign:
+            return "higher" if is_higher else "lower"
+        return "better" if is_higher == (sign > 0) else "worse"
+
+
+@dataclass(frozen=True)
+class CellSummary:
+    """The runs of one cell."""
+
+    cell: StudyCell
+    finished: int
+    diverged: int
+    stuck: int
+    """Number of finished runs that are stuck."""
+    open: int
+    """Runs that failed otherwise, or are not done."""
+    means: dict[str, float]
+    deviations: dict[str, float]
+    """Over seeds, with n - 1; without metrics of one seed."""
+
+
+def direction(metric: str) -> int:
+    """Return 1 where more is better, -1 where less is, 0 for what only describes."""
+    if metric.startswith(_NO_BETTER):
+        return 0
+    return -1 if metric.startswith(_LOWER_IS_BETTER) else 1
+
+
+def effects(
+    plan: StudyPlan,
+    readings: Mapping[str, Reading],
+    known_rows: Mapping[Decision, RowVariance] | None = None,
+) -> list[Effect]:
+    """Compare the arms of each part with its first one, by seed.
+
+    `known_rows` are of a page whose runs are not there any more.
+    """
+    compared = []
+    for name, part in plan.parts.items():
+        for metric, levels, arm in product(part.metrics, plan.levels(name), part.arms[1:]):
+            cells = [StudyCell(name, which, levels) for which in (arm, part.arms[0])]
+            mine, first = (_by_seed(plan, readings, cell, metric) for cell in cells)
+            pairs = {s: mine[s] - first[s] for s in plan.seeds if s in mine and s in first}
+            names = [(plan.of_cells[cells[0]][s], plan.of_cells[cells[1]][s]) for s in pairs]
+            runs = tuple(" - ".join(pair) for pair in names)
+            tasks = plan.tasks if metric == MEAN_SCORE else (metric,)
+            rows = _rows(readings, names, tasks)
+            if known_rows is not None:
+                rows = known_rows.get((metric, runs))
+            compared.append(
+                Effect(
+                    part=name,
+                    levels=levels,
+                    arm=arm,
+                    against=part.arms[0],
+                    metric=metric,
+                    pairs=pairs,
+                    lost=len(plan.seeds) - len(pairs),
+                    interval=interval_of(list(pairs.values()), rows) if pairs else None,
+                    runs=runs,
+                    rows=rows,
+                )
+            )
+    return compared
+
+
+def _rows(
+    readings: Mapping[str, Reading], runs: Sequence[tuple[str, str]], tasks: Collection[str]
+) -> RowVariance | None:
+    """Estimate what other rows of tasks would change in the mean of paired differences."""
+    variances = [of for task in tasks if (of := _rows_of(readings, runs, task)) is not None]
+    if not variances:
+        return None
+    # Of a mean over tasks, whose rows are drawn apart.
+    total = sum(of.variance for of in variances) / len(tasks) ** 2
+    return RowVariance(total, min(of.rows for of in variances))
+
+
+def _rows_of(
+    readings: Mapping[str, Reading], runs: Sequence[tuple[str, str]], task: str
+) -> RowVariance | None:
+    scores = [[readings[run].tasks.get(task) for run in pair] for pair in runs]
+    known = [(mine, first) for mine, first in scores if mine is not None and first is not None]
+    rows = [side.rows for pair in known for side in pair]
+    # Seeds that draw classes have rows of their own, whose chance is in that of the seeds.
+    if not rows or len(known) < len(scores) or any(other != rows[0] for other in rows):
+        return None
+    draws = np.stack([mine.draws[:, 0] - first.draws[:, 0] for mine, first in known], axis=1)
+    return row_variance(draws, len(rows[0]))
+
+
+@dataclass(frozen=True)
+class Slope:
+    """How the differences of a metric NAME@X grow with log X, where a part asks so."""
+
+    part: str
+    arm: str
+    against: str
+    metric: str
+    levels: tuple[str, ...]
+    pairs: int
+    interval: Interval
+    stands: bool | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """Return the values of a page's JSON."""
+        of, whole = self.interval, {**asdict(self), "slope": self.interval.mean}
+        whole |= {"low": of.low, "high": of.high, "p": of.p}
+        return {name: value for name, value in whole.items() if name != "interval"}
+
+    @property
+    def text(self) -> str:
+        """What the fit says."""
+        pair, of = f"{self.metric}, {self.arm} - {self.against}", self.interval
+        if math.isnan(of.low):
+            return f"{pair}: too few numbers for a slope on the logarithm"
+        words = {None: OPEN, True: "decided, stands after Holm", False: "decided, falls after Holm"}
+        word = words[self.stands]
+        return (
+            f"{pair}: {of.mean:+.4f} for each factor of e, {LEVEL:.0%} interval {of.low:+.4f} .. "
+            f"{of.high:+.4f} ({self.pairs} pairs, least squares on the logarithm; {word})"
+        )
+
+
+def slopes(plan: StudyPlan, compared: Sequence[Effect]) -> list[Slope]:
+    """Fit the differences of metrics NAME@X to log X, all seeds together, where a part asks so."""
+    lines: dict[tuple[str, str, str, tuple[str, ...]], list[tuple[float, float]]] = {}
+    for effect in compared:
+        name, _, at = effect.metric.partition("@")
+        if plan.parts[effect.part].regress and at:
+            place = effect.part, effect.arm, name, effect.levels
+            points = [(math.log(float(at)), value) for value in effect.pairs.values()]
+            lines.setdefault(place, []).extend(points)
+    return [
+        Slope(part, arm, plan.parts[part].arms[0], metric, levels, len(points), slope_of(*xy))
+        for (part, arm, metric, levels), points in lines.items()
+        for xy in [[[point[i] for point in points] for i in (0, 1)]]
+    ]
+
+
+def corrected(
+    compared: Sequence[Effect], fits: Sequence[Slope]
+) -> tuple[list[Effect], list[Slope], str]:
+    """Correct all decisions of a page for their number; return them, and the sentence on it."""
+    decisions: dict[Hashable, Interval | None] = {e.decision: e.interval for e in compared}
+    stands, how_sure = judged(decisions | {fit: fit.interval for fit in fits})
+    return (
+        [replace(effect, stands=stands.get(effect.decision)) for effect in compared],
+        [replace(fit, stands=stands.get(fit)) for fit in fits],
+        how_sure,
+    )
+
+
+def _by_seed(
+    plan: StudyPlan, readings: Mapping[str, Reading], cell: StudyCell, metric: str
+) -> dict[int, float]:
+    return {
+        seed: readings[run].values[metric]
+        for seed, run in plan.of_cells[cell].items()
+        if metric in readings[run].values
+    }
+
+
+def summaries(plan: StudyPlan, readings: Mapping[str, Reading]) -> list[CellSummary]:
+    """Summarise each cell over its seeds."""
+    cells = []
+    for cell, runs in plan.of_cells.items():
+        mine = [readings[run] for run in runs.values()]
+        outcomes = [reading.outcome for reading in mine]
+        values = {
+            metric: np.array(
+                [reading.values[metric] for reading in mine if metric in reading.values]
+            )
+            for metric in plan.parts[cell.part].metrics
+        }
+        cells.append(
+            CellSummary(
+                cell=cell,
+                finished=outcomes.count("finished"),
+                diverged=outcomes.count("diverged"),
+                stuck=sum(reading.stuck for reading in mine),
+                open=sum(state not in ("finished", "diverged") for state in outcomes),
+                means={name: float(of.mean()) for name, of in values.items() if len(of)},
+                deviations={
+                    name: float(of.std(ddof=1)) for name, of in values.items() if len(of) > 1
+                },
+            )
+        )
+    return cells
+
+
+def verdicts(plan: StudyPlan, compared: Sequence[Effect], fits: Sequence[Slope]) -> list[str]:
+    """Name for each part the better arm in its first metric, at all X of a NAME@X."""
+    lines = []
+    for name, part in plan.parts.items():
+        metric = part.metrics[0].partition("@")[0]
+        mine = [e for e in compared if e.part == name and e.metric.partition("@")[0] == metric]
+        for arm in part.arms[1:]:
+            of_arm = [effect for effect in mine if effect.arm == arm]
+            done = [effect for effect in of_arm if effect.interval is not None]
+            if not done:
+                lines.append(f"{name}: {arm} against {part.arms[0]}: no pair of runs is finished")
+                continue
+            counted = {
+                word: [effect for effect in done if effect.verdict == word]
+                for word in ("better", "worse", "higher", "lower", OPEN)
+            }
+            said = "; ".join(
+                f"{word} in {len(those)} of {len(of_arm)}{_where(those)}"
+                for word, those in counted.items()
+                if those
+            )
+            lines.append(f"{name}: {arm} against {part.arms[0]}, {metric}: {said}")
+    return lines + [f"{fit.part}: {fit.text}" for fit in fits]
+
+
+def _where(those: Sequence[Effect]) -> str:
+    """Name places and differences of a few effects."""
+    shown = []
+    for effect in those:
+        assert effect.interval is not None, "they are done"
+        at = effect.metric.partition("@")[2]
+        place = "/".join((*effect.levels, *([f"@{at}"] if at else [])))
+        place += ": " * bool(place)
+        limits = ""
+        if effect.interval.method != "none":
+            limits = f" [{effect.interval.low:+.4f}, {effect.interval.high:+.4f}]"
+        shown.append(f"{place}{effect.interval.mean:+.4f}{limits}")
+    return f" ({', '.join(shown)})"

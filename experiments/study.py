@@ -1,0 +1,581 @@
+"""A study as a file: arms x levels x seeds, what is read of each run, and two presets.
+
+`plan` lays a study out as runs. Everything a run computes is in its config, so that equal configs
+are one run, whichever parts of the study ask for it.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from experiments.probes import PROBES
+from launch.cluster import ClusterConfig, HardwareConfig
+from launch.plan import RunPlan
+from launch.plan import plan as plan_run
+from pipeline.config.load import build, digest, load
+from pipeline.config.runs import PretrainConfig
+from pipeline.config.schema import REQUIRED, param, path_param, section
+from pipeline.data.format import INDEX_FILE, read_index
+from pipeline.errors import ConfigError
+from pipeline.model.cost import flops_per_token
+from pipeline.runtime import cli
+from pipeline.runtime.cli import argument, at_least, option
+from pipeline.runtime.summary import table
+from pipeline.tasks.task import TaskConfig, load_task
+
+HOME = Path(__file__).parents[1] / "postnorm" / "configs" / "studies"
+"""Folder of the shipped studies."""
+PRESETS = ("small", "gpu")
+OF_RUNS = ("held_out_loss", "accuracy", "tokens_per_s")
+"""Metrics that every pre-training run has."""
+OF_TASKS = ("train_loss", "gradient", "entropy")
+"""Of a fine-tuning, besides its score, as `train_loss.TASK`: the loss and the gradient norm of the
+lowest layer in its last line, and the highest layer's attention entropy over log(keys) after it."""
+MEAN_SCORE = "mean_score"
+"""The mean of a run's scores over all tasks of the study; absent while one of them is."""
+_HARDWARE = {
+    # Two shared cores: narrow models reach about that, 4 layers by 128 in bf16 reach 0.09.
+    "small": HardwareConfig(tflops=0.06, utilisation=1.0),
+    "gpu": HardwareConfig(gpu="H100"),
+}
+_VOCABULARY = 4096
+"""The embedded corpus', where the data is not there yet."""
+_SAID = {
+    "small": "of two shared CPU cores, at 60 GFLOP/s and 6 s before the first step of each",
+    "gpu": "of one H100 at 40% of its peak; models below width 768 wait for the host and need more",
+}
+_START_S = 6.0
+"""Of a run, before its first step: two processes, which import torch."""
+_ROWS, _ROWS_A_CLASS = 2000, 40
+"""Of a split of a task that does not say how many it takes, and of a class of a subset."""
+_S_PER_HOUR = 3600
+CONTINUED_SEED = 1000
+"""Added to the seed of a run that goes on from another one, which has seen the order of its own."""
+_TIMES = re.compile(r"\*(\d+(?:\.\d+)?)")
+_SHARE = re.compile(r"(\d+(?:\.\d+)?) of ([\w.]+)")
+_OF_TASKS = "tasks."
+Values = Mapping[str, Any]
+"""Overrides by dotted path; `*0.5` stands for half of the value below, `0.5 of train.num_steps` for
+half of that one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrowConfig:
+    """How a finished run is made larger, as `postnorm grow` does."""
+
+    width: int = param(1, "factor on the width, a power of 2", ge=1)
+    depth: int | None = param(None, "layers, a multiple of those there are; null keeps them", ge=1)
+    noise: float = param(0.0, "share of each matrix' own deviation", ge=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmConfig:
+    """One of the things that are compared."""
+
+    set: dict[str, Any] = section(dict, "overrides of its runs by dotted path")
+    start: str | None = param(
+        None, "arm whose finished run of the same seed and levels it goes on from; null: at random"
+    )
+    grow: GrowConfig | None = param(None, "what makes the start larger; null: its size")
+    flops_of: str | None = param(
+        None, "arm whose FLOPs it has, those of that arm's start included: sets train.num_steps"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatementConfig:
+    """What somebody published, to stand beside the numbers."""
+
+    says: str = param(REQUIRED, "the statement")
+    source: str = param(REQUIRED, "where it stands")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadConfig:
+    """Held-out text that a finished run is evaluated on, besides its own: `loss@NAME`."""
+
+    seq_len: int | None = param(None, "null: the run's", ge=8)
+    set: dict[str, Any] = section(dict, "masks, such as {data.mask_prob: 0.15}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassesConfig:
+    """A subset of a task's classes, drawn anew for each seed."""
+
+    number: int = param(REQUIRED, "classes", ge=2)
+    rows_a_class: int | None = param(None, "rows of train of each class", ge=1)
+    rows: int | None = param(None, "rows of train in all, in place of rows_a_class", ge=2)
+
+    def __post_init__(self) -> None:
+        if (self.rows_a_class is None) == (self.rows is None):
+            raise ConfigError(
+                f"classes: rows_a_class={self.rows_a_class} and rows={self.rows}; set one of them"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskEntry:
+    """A task that finished runs are fine-tuned on; its score is the metric of that name."""
+
+    file: str = path_param(REQUIRED, "task file, or name of a shipped task")
+    set: dict[str, Any] = section(dict, "overrides by dotted path")
+    classes: ClassesConfig | None = param(None, "some of its classes; null takes all")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartConfig:
+    """One question of a study: its arms at all combinations of levels."""
+
+    asks: str = param(REQUIRED, "the question")
+    arms: tuple[str, ...] = param(REQUIRED, "the first is what the others are compared with")
+    grid: tuple[str, ...] = param((), "factors, all combinations of whose levels are run")
+    set: dict[str, Any] = section(dict, "overrides of its runs, below those of levels and arms")
+    metrics: tuple[str, ...] = param(
+        ("held_out_loss", "accuracy"), "what is compared; the first one decides"
+    )
+    probes: tuple[str, ...] = param((), "what is measured in finished models")
+    tasks: tuple[str, ...] = param((), "tasks that finished runs are fine-tuned on")
+    other_batches: str = param(
+        "", "why arms of a seed see other batches; empty: they must see the same ones"
+    )
+    regress: bool = param(
+        False, "fit the differences of metrics NAME@X to log X, and give the slope's interval"
+    )
+    published: tuple[StatementConfig, ...] = param((), "statements about it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PresetConfig:
+    """A size of a study."""
+
+    set: dict[str, Any] = section(dict, "overrides of all runs")
+    seeds: tuple[int, ...] = param(REQUIRED, "of the runs; they are paired by them")
+    parts: tuple[str, ...] = param((), "empty takes all")
+    levels: dict[str, tuple[str, ...]] = section(
+        dict, "of factors; all of those that are not named"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyConfig:
+    """A study, `configs/studies/NAME.yaml`."""
+
+    SHIPPED: ClassVar = ("studies",)
+
+    question: str = param(REQUIRED, "what a user wants to know")
+    kind: Literal["runs", "speed"] = param("runs", "training runs, or timed steps")
+    conclusion: str = param("", "what a user should do differently, written by a person")
+    limits: str = param("", "what the numbers cannot say")
+    base: dict[str, Any] = section(dict, "pre-training config that all runs start from")
+    arms: dict[str, ArmConfig] = section(dict, "by name")
+    factors: dict[str, dict[str, dict[str, Any]]] = section(dict, "overrides by level, by factor")
+    reads: dict[str, ReadConfig] = section(dict, "held-out text besides the runs' own, by name")
+    tasks: dict[str, TaskEntry] = section(dict, "by name")
+    parts: dict[str, PartConfig] = section(dict, "questions, by name")
+    presets: dict[str, PresetConfig] = param(REQUIRED, "`small` and `gpu`")
+    extra: dict[str, Any] = section(dict, "values for the study's own file of analysis")
+
+    def __post_init__(self) -> None:
+        missing = [name for name in PRESETS if name not in self.presets]
+        if missing:
+            raise ConfigError(f"presets lacks {', '.join(missing)}; a study has both presets")
+        for name, arm in self.arms.items():
+            if arm.start is not None:
+                known_name("arms", self.arms, arm.start, f"arms.{name}.start")
+                if self.arms[arm.start].start is not None:
+                    raise ConfigError(
+                        f"arms.{name}.start={arm.start}, which has a start itself; a chain has "
+                        "one link"
+                    )
+            elif arm.grow is not None:
+                raise ConfigError(f"arms.{name}.grow has nothing to grow; set its start")
+            if arm.flops_of is not None:
+                known_name("arms", self.arms, arm.flops_of, f"arms.{name}.flops_of")
+        for name, part in self.parts.items():
+            self._check(f"parts.{name}", part)
+        for name, preset in self.presets.items():
+            for part_name in preset.parts:
+                known_name("parts", self.parts, part_name, f"presets.{name}.parts")
+            for factor, levels in preset.levels.items():
+                where = f"presets.{name}.levels"
+                known_name("factors", self.factors, factor, where)
+                for level in levels:
+                    known_name(f"factor {factor}", self.factors[factor], level, where)
+
+    def parts_of(self, preset: str) -> tuple[str, ...]:
+        """Name the parts of a preset."""
+        return self.presets[preset].parts or tuple(self.parts)
+
+    def _check(self, where: str, part: PartConfig) -> None:
+        for arm in part.arms:
+            known_name("arms", self.arms, arm, f"{where}.arms")
+        for factor in part.grid:
+            known_name("factors", self.factors, factor, f"{where}.grid")
+        for task in part.tasks:
+            known_name("tasks", self.tasks, task, f"{where}.tasks")
+        for probe in part.probes:
+            known_name("probes", PROBES, probe, f"{where}.probes")
+        known = [*OF_RUNS, *part.tasks, *([MEAN_SCORE] if part.tasks else [])]
+        known += [f"{what}@{name}" for name in self.reads for what in ("loss", "accuracy")]
+        known += [f"{what}.{task}" for task in part.tasks for what in OF_TASKS]
+        known += [metric for probe in part.probes for metric in PROBES[probe].metrics]
+        for metric in part.metrics:
+            if not any(fits(metric, one) for one in known):
+                known_name("metrics", known, metric, f"{where}.metrics")
+
+
+def fits(metric: str, pattern: str) -> bool:
+    """Return whether a metric is one of a pattern that may end in `*`."""
+    return metric.startswith(pattern[:-1]) if pattern.endswith("*") else metric == pattern
+
+
+def safe_name(text: str) -> str:
+    """Return a text as the name of a folder of a sweep."""
+    return re.sub(r"[^\w.+=-]+", "_", text, flags=re.ASCII).lstrip(".-")
+
+
+def known_name(kind: str, known: Mapping[str, Any] | Sequence[str], name: str, where: str) -> None:
+    """Refuse a name that is not one of those there are (ConfigError)."""
+    if name not in known:
+        raise ConfigError(f"{where}: {name!r} is not of {kind}: {', '.join(known) or 'none'}")
+
+
+def read_study(name: str) -> tuple[str, StudyConfig]:
+    """Read a study by its name or the path of its file; return its name, too.
+
+    Raises:
+        ConfigError: there is no such study, or it is wrong.
+    """
+    return Path(name).stem, load(StudyConfig, name).config
+
+
+_KNOWN = ", ".join(sorted(path.stem for path in HOME.glob("*.yaml")))
+
+
+@dataclass(frozen=True)
+class StudyArguments:
+    """The command line of `study`."""
+
+    study: str = argument(f"a YAML file, or one of: {_KNOWN}", "STUDY")
+    preset: str = option("size of the study (default small)", choices=PRESETS, default="small")
+    out: Path | None = option("folder of runs; default runs/NAME-PRESET", "DIR")
+    results: Path | None = option("folder of page and figures; default: OUT", "DIR")
+    part: list[str] = option("only this part; repeatable", "NAME", action="append", default=[])
+    seeds: int | None = option("at most N seeds", "N", type=at_least(1))
+    local: bool = option("run here, which is the default", one_of="where")
+    cluster: str | None = option("submit to SLURM with this profile", "FILE", one_of="where")
+    jobs: int = option("runs at the same time (default 1)", "N", type=at_least(1), default=1)
+    dry_run: bool = option("list runs and hours; change nothing", one_of="what")
+    report: bool = option("start nothing; write the page from what is there", one_of="what")
+    overrides: list[str] = cli.overrides(
+        "of all runs, such as data.dir=data/mine; tasks.section.key=value is of all tasks"
+    )
+
+
+@dataclass(frozen=True)
+class StudyCell:
+    """A place of a part: an arm at a combination of levels."""
+
+    part: str
+    arm: str
+    levels: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StudyRun:
+    """One pre-training run of a study."""
+
+    name: str
+    """Its folder below the study's."""
+    cell: StudyCell
+    """The first that asks for it."""
+    seed: int
+    config: PretrainConfig
+    start: str | None
+    """Name of the run that it goes on from."""
+    grow: GrowConfig | None
+
+    @property
+    def batches(self) -> str:
+        """All that decides which batches it sees, but for how many."""
+        config = self.config
+        return f"{config.data} {config.seed} {config.batches.stretches} {config.objective}"
+
+
+@dataclass(frozen=True)
+class StudyPlan:
+    """All runs of a study, and which run each cell has for each seed."""
+
+    study: StudyConfig
+    name: str
+    preset: str
+    seeds: tuple[int, ...]
+    parts: dict[str, PartConfig]
+    runs: dict[str, StudyRun]
+    of_cells: dict[StudyCell, dict[int, str]]
+    tasks: dict[str, TaskConfig]
+    overrides: tuple[str, ...]
+
+    def levels(self, part: str) -> list[tuple[str, ...]]:
+        """Combinations of levels of a part."""
+        return list(dict.fromkeys(cell.levels for cell in self.of_cells if cell.part == part))
+
+    @property
+    def fine_tunings(self) -> list[tuple[str, str]]:
+        """Runs with the tasks that they are fine-tuned on."""
+        asked = {
+            (run, task): None
+            for cell, runs in self.of_cells.items()
+            for run in runs.values()
+            for task in self.parts[cell.part].tasks
+        }
+        return list(asked)
+
+    def waves(self) -> list[list[StudyRun]]:
+        """Runs that start at random, then those that go on from them; an empty wave is left out."""
+        first = [run for run in self.runs.values() if run.start is None]
+        second = [run for run in self.runs.values() if run.start is not None]
+        return [wave for wave in (first, second) if wave]
+
+
+def plan(
+    name: str,
+    study: StudyConfig,
+    preset: str,
+    *,
+    out: Path,
+    overrides: Sequence[str] = (),
+    parts: Sequence[str] = (),
+    most_seeds: int | None = None,
+) -> StudyPlan:
+    """Lay a study out.
+
+    Overrides are of all runs, `tasks.section.key=value` of all tasks; parts and arms win over them.
+
+    Raises:
+        ConfigError: an override, or a run that follows, is wrong; names the run.
+    """
+    known_name("presets", study.presets, preset, "--preset")
+    chosen = study.presets[preset]
+    for part in parts:
+        known_name(f"parts of preset {preset}", study.parts_of(preset), part, "--part")
+    seeds = chosen.seeds[:most_seeds]
+    given = [text for text in overrides if not text.startswith(_OF_TASKS)]
+    of_tasks = tuple(
+        text.removeprefix(_OF_TASKS) for text in overrides if text.startswith(_OF_TASKS)
+    )
+    layout = _Layout(study, _base(study, chosen, out, given))
+    runs, of_cells = layout.runs, dict[StudyCell, dict[int, str]]()
+    for cell, seed in product(_cells(study, chosen), seeds):
+        run = layout.add(cell, seed)
+        if not parts or cell.part in parts:
+            of_cells.setdefault(cell, {})[seed] = run.name
+    _require_same_batches(study, runs, of_cells)
+    wanted = {run for of_seeds in of_cells.values() for run in of_seeds.values()}
+    wanted |= {start for run in wanted if (start := runs[run].start) is not None}
+    kept = dict.fromkeys(cell.part for cell in of_cells)
+    asked = {task for part in kept for task in study.parts[part].tasks}
+    return StudyPlan(
+        study=study,
+        name=name,
+        preset=preset,
+        seeds=seeds,
+        parts={part: study.parts[part] for part in kept},
+        runs={run: runs[run] for run in runs if run in wanted},
+        of_cells=of_cells,
+        tasks={
+            task: load_task(entry.file, (*_words(entry.set), *of_tasks))
+            for task, entry in study.tasks.items()
+            if task in asked
+        },
+        overrides=tuple(overrides),
+    )
+
+
+def run_plan(config: PretrainConfig, preset: str = "gpu") -> RunPlan:
+    """Plan a run as `postnorm plan` does, on the device of a preset."""
+    size = config.model.vocab_size
+    if size is None and (Path(config.data.dir) / INDEX_FILE).is_file():
+        size = read_index(config.data.dir).vocab_size
+    config = replace(config, model=replace(config.model, vocab_size=size or _VOCABULARY))
+    return plan_run(config, ClusterConfig(hardware=_HARDWARE[preset]))
+
+
+def _words(values: Values) -> list[str]:
+    return [f"{path}={json.dumps(value)}" for path, value in values.items()]
+
+
+def _base(
+    study: StudyConfig, preset: PresetConfig, out: Path, overrides: Sequence[str]
+) -> PretrainConfig:
+    """Build what all runs have in common."""
+    values = {**study.base, "run_dir": str(out)}
+    values["data"] = {"dir": str(out / "data"), **values.get("data", {})}
+    config = build(PretrainConfig, values, "base of the study")
+    return build(PretrainConfig, _changed(config, [preset.set]), "the preset", overrides)
+
+
+def _changed(config: PretrainConfig, layers: Sequence[Values]) -> dict[str, Any]:
+    """Lay overrides over a config, one layer after the other; return plain values."""
+    tree = asdict(config)
+    for values in layers:
+        for path, value in values.items():
+            place, last = _place(tree, path, f"{path} = {value!r}")
+            place[last] = _computed(tree, path, value, place[last])
+    plain: dict[str, Any] = json.loads(json.dumps(tree))  # lists in place of tuples
+    return plain
+
+
+def _place(tree: dict[str, Any], path: str, what: str) -> tuple[dict[str, Any], str]:
+    *above, last = path.split(".")
+    place: Any = tree
+    for key in above:
+        place = place.get(key) if isinstance(place, dict) else None
+    if not isinstance(place, dict) or last not in place:
+        raise ConfigError(f"{what}: a pre-training run has no field {path}")
+    return place, last
+
+
+def _computed(tree: dict[str, Any], path: str, value: Any, below: Any) -> Any:
+    """Compute a value that is said as a share of another; a whole number stays one, 1 at least."""
+    text = value if isinstance(value, str) else ""
+    match, of = _TIMES.fullmatch(text), path
+    if match is None:
+        match = _SHARE.fullmatch(text)
+        if match is None:
+            return value
+        of = match[2]
+        place, last = _place(tree, of, f"{path} = {value!r}")
+        below = place[last]
+    if isinstance(below, bool) or not isinstance(below, (int, float)):
+        raise ConfigError(f"{path} = {value!r}: {of} is {below!r}, not a number")
+    found = float(match[1]) * below
+    return max(1, round(found)) if isinstance(below, int) else found
+
+
+def _cells(study: StudyConfig, preset: PresetConfig) -> Iterator[StudyCell]:
+    for name, part in study.parts.items():
+        if preset.parts and name not in preset.parts:
+            continue
+        levels = [preset.levels.get(factor) or tuple(study.factors[factor]) for factor in part.grid]
+        for combination in product(*levels):
+            for arm in part.arms:
+                yield StudyCell(name, arm, combination)
+
+
+def _require_same_batches(
+    study: StudyConfig,
+    runs: Mapping[str, StudyRun],
+    of_cells: Mapping[StudyCell, Mapping[int, str]],
+) -> None:
+    """Refuse a part whose arms would see other batches, unless it says why (ConfigError)."""
+    for cell, of_seeds in of_cells.items():
+        part = study.parts[cell.part]
+        first = of_cells[replace(cell, arm=part.arms[0])]
+        other = [s for s, run in of_seeds.items() if runs[run].batches != runs[first[s]].batches]
+        if other and not part.other_batches:
+            raise ConfigError(
+                f"parts.{cell.part}: {cell.arm} and {part.arms[0]} would see other batches: their "
+                "data, batch sizes or starts differ; make them the same, or say why in "
+                "other_batches"
+            )
+
+
+class _Layout:
+    """The runs of a study while it is laid out."""
+
+    def __init__(self, study: StudyConfig, base: PretrainConfig) -> None:
+        self.runs: dict[str, StudyRun] = {}
+        self._study, self._base = study, base
+        self._names: dict[str, str] = {}
+        """Names of runs, by what they compute."""
+        self._configs: dict[StudyCell, PretrainConfig] = {}
+        """Without their seeds."""
+
+    def add(self, cell: StudyCell, seed: int) -> StudyRun:
+        """Add the run of a cell and a seed, and the one that it starts from, unless they are there.
+
+        Raises:
+            ConfigError: the run's config is wrong.
+        """
+        arm, start = self._study.arms[cell.arm], None
+        if arm.start is not None:
+            start = self.add(replace(cell, arm=arm.start), seed).name
+        if cell not in self._configs:
+            self._configs[cell] = self._config(cell, seed)
+        of_run = seed if start is None else seed + CONTINUED_SEED
+        config = replace(self._configs[cell], seed=of_run)
+        key = digest((config, start, arm.grow)) if start else digest(config)
+        if key not in self._names:
+            name = safe_name(self._shown(cell))
+            if f"{name}/seed-{seed}" in self.runs:
+                name = f"{name}-{key[:6]}"
+            name = self._names[key] = f"{name}/seed-{seed}"
+            self.runs[name] = StudyRun(name, cell, seed, config, start, arm.grow)
+        return self.runs[self._names[key]]
+
+    def _shown(self, cell: StudyCell) -> str:
+        grid = self._study.parts[cell.part].grid
+        levels = (f"{factor}={level}" for factor, level in zip(grid, cell.levels, strict=True))
+        return "+".join((cell.arm, *levels))
+
+    def _config(self, cell: StudyCell, seed: int) -> PretrainConfig:
+        study, part, arm = self._study, self._study.parts[cell.part], self._study.arms[cell.arm]
+        levels = zip(part.grid, cell.levels, strict=True)
+        layers = [part.set, *(study.factors[factor][level] for factor, level in levels), arm.set]
+        values = _changed(self._base, layers)
+        config = build(PretrainConfig, values, f"{cell.part}, {self._shown(cell)}")
+        if arm.flops_of is None:
+            return config
+        like = self.add(replace(cell, arm=arm.flops_of), seed)
+        chain = [like, self.runs[like.start]] if like.start else [like]
+        whole = sum(run_plan(run.config).flops for run in chain)
+        steps = round(whole / run_plan(config).flops * config.train.num_steps)
+        return replace(config, train=replace(config.train, num_steps=steps))
+
+
+# What a study costs before it runs
+
+
+def cost_lines(made: StudyPlan, *, listed: bool) -> Iterator[str]:
+    """Estimate the time of a study, run by run where they are to be listed."""
+    rows = [("run", "steps", "FLOP", "hours")]
+    total = flops = 0.0
+    for run in made.runs.values():
+        found = run_plan(run.config, made.preset)
+        seconds = (found.train_s or 0.0) + _START_S
+        total, flops = total + seconds, flops + found.flops
+        hours = f"{seconds / _S_PER_HOUR:.3f}"
+        rows.append((run.name, f"{run.config.train.num_steps:,}", f"{found.flops:.2e}", hours))
+    tasks = sum(_task_seconds(made, made.runs[run], task) for run, task in made.fine_tunings)
+    if listed:
+        yield from table(rows, right=(1, 2, 3))
+    yield (
+        f"{made.name}, preset {made.preset}: {len(made.runs)} pre-training runs of {flops:.2e} "
+        f"FLOP, {len(made.fine_tunings)} fine-tunings: {total / _S_PER_HOUR:.2f} + "
+        f"{tasks / _S_PER_HOUR:.2f} hours {_SAID[made.preset]}; without evaluations"
+    )
+
+
+def _task_seconds(made: StudyPlan, run: StudyRun, task: str) -> float:
+    """Bound the time of a fine-tuning: every row as long as the task allows."""
+    config, classes = made.tasks[task], made.study.tasks[task].classes
+    rows = config.data.train_rows or _ROWS
+    scored = [config.data.dev_rows or _ROWS, config.data.test_rows or _ROWS]
+    if classes is not None:
+        rows = classes.rows or (classes.rows_a_class or 0) * classes.number
+        scored = [min(most, _ROWS_A_CLASS * classes.number) for most in scored]
+    seen = config.train.epochs * rows
+    if config.train.steps is not None:
+        seen = config.train.steps * config.train.batch
+    size = run.config.model.vocab_size or _VOCABULARY
+    model = replace(run.config.model, vocab_size=size)
+    each = flops_per_token(model, config.input.max_length, 0.0)
+    flops = seen * each.total + (scored[0] * (seen / rows + 1) + scored[1]) * each.forward
+    hardware = _HARDWARE[made.preset]
+    speed = hardware.flops_per_rank * hardware.utilisation
+    return flops * config.input.max_length / speed + _START_S

@@ -1,0 +1,293 @@
+"""The results of a study as a page, JSON and figures."""
+
+import os
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from experiments import page
+from experiments.effects import (
+    CellSummary,
+    Decision,
+    Effect,
+    corrected,
+    effects,
+    slopes,
+    summaries,
+    verdicts,
+)
+from experiments.intervals import LEVEL, RowVariance
+from experiments.page import Point, draw_lines, svg
+from experiments.read import Reading
+from experiments.study import StudyPlan
+from pipeline.config.load import provenance
+from pipeline.runtime.summary import duration
+
+_NOT_WRITTEN = "No conclusion has been written yet; what the numbers decide by themselves:"
+
+
+def write(
+    plan: StudyPlan,
+    readings: Mapping[str, Reading],
+    batches: str,
+    folder: Path,
+    before: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Write NAME.md, NAME.json and a figure a part into a folder; return what the JSON holds.
+
+    Args:
+        plan: the study's.
+        readings: of its runs, by name.
+        batches: what was compared of the runs' batches.
+        folder: where to.
+        before: the JSON of a page that is written again without its runs, which keeps what only
+            they could tell: versions, and what rows do.
+    """
+    known: dict[Decision, RowVariance] | None = None
+    if before:
+        with_rows = [effect for effect in before["effects"] if effect.get("rows")]
+        known = {(of["metric"], tuple(of["runs"])): RowVariance(*of["rows"]) for of in with_rows}
+    compared, cells = effects(plan, readings, known), summaries(plan, readings)
+    compared, fits, how_sure = corrected(compared, slopes(plan, compared))
+    of_machine = {**provenance(), "machine": platform.machine(), "device": _device()}
+    body = {
+        "study": plan.name,
+        "preset": plan.preset,
+        "overrides": list(plan.overrides),
+        "partial": any(cell.open for cell in cells),
+        "level": LEVEL,
+        "seeds": list(plan.seeds),
+        "batches": batches,
+        "verdicts": verdicts(plan, compared, fits),
+        "how_sure": how_sure,
+        "effects": [asdict(effect) | {"verdict": effect.verdict} for effect in compared],
+        "cells": [asdict(cell) for cell in cells],
+        "runs": {name: _run(plan, name, reading) for name, reading in readings.items()},
+        "slopes": [fit.plain() for fit in fits],
+        "versions": before["versions"] if before else of_machine,
+    }
+    body = dict(page.plain(body))
+    drawn = {part: figure(plan, part, compared, cells, readings) for part in plan.parts}
+    figures = {part: picture for part, picture in drawn.items() if picture is not None}
+    lines = _page(plan, body, (compared, cells), list(figures))
+    files = {f"{plan.name}-{part}.svg": picture for part, picture in figures.items()}
+    page.write(folder, plan.name, body, lines, files)
+    return body
+
+
+def _device() -> str:
+    """Name what this machine computes on; runs of a cluster name their hosts."""
+    if find_spec("torch") is not None:
+        import torch
+
+        if torch.cuda.is_available():
+            return str(torch.cuda.get_device_name())
+    return f"{os.cpu_count()} CPU cores"
+
+
+def _run(plan: StudyPlan, name: str, reading: Reading) -> dict[str, Any]:
+    run = plan.runs[name]
+    about = {"arm": run.cell.arm, "seed": run.seed, "start": run.start}
+    return {**about, **reading.plain()}
+
+
+def _page(
+    plan: StudyPlan,
+    body: Mapping[str, Any],
+    numbers: tuple[Sequence[Effect], Sequence[CellSummary]],
+    pictures: Sequence[str],
+) -> Iterator[str]:
+    compared, cells = numbers
+    study, state = plan.study, "partial results" if body["partial"] else ""
+    yield f"# {plan.name}: {study.question}"
+    yield ""
+    if state:
+        yield f"**Partial results**: {_open_runs(body)} runs are not done."
+        yield ""
+    yield study.conclusion.strip() or _NOT_WRITTEN
+    yield ""
+    yield from (f"- {line}" for line in body["verdicts"])
+    yield ""
+    yield body["how_sure"]
+    yield ""
+    changed = f" {' '.join(plan.overrides)}" if plan.overrides else ""
+    yield (
+        f"`postnorm study {plan.name} --preset {plan.preset}{changed}`: {_counted(body)}. "
+        f"{body['batches'][:1].upper()}{body['batches'][1:]}."
+    )
+    if study.limits:
+        yield ""
+        yield f"What this cannot say: {study.limits.strip()}"
+    for name, part in plan.parts.items():
+        yield ""
+        yield f"## {name}: {part.asks}"
+        yield ""
+        for statement in part.published:
+            yield f"- Published: {statement.says} ({statement.source})"
+        if part.other_batches:
+            yield f"- Arms of a seed see other batches: {part.other_batches}"
+        if name in pictures:
+            yield ""
+            yield f"![{name}]({plan.name}-{name}.svg)"
+        yield ""
+        yield from _table([cell for cell in cells if cell.cell.part == name], part.metrics)
+        yield ""
+        yield from _difference_table([effect for effect in compared if effect.part == name])
+
+
+def _open_runs(body: Mapping[str, Any]) -> int:
+    """Count runs that are not done, each once, whichever parts ask for it."""
+    return sum(run["outcome"] not in ("finished", "diverged") for run in body["runs"].values())
+
+
+def _counted(body: Mapping[str, Any]) -> str:
+    runs = list(body["runs"].values())
+    states = [run["outcome"] for run in runs]
+    counted = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    seconds = sum(run["seconds"] for run in runs)
+    hosts = {str(run["versions"].get("torch")) for run in runs if run["versions"]}
+    torch = f", torch {', '.join(sorted(hosts))}" if hosts else ""
+    return f"{len(runs)} runs ({counted}), {duration(seconds)} of training{torch}"
+
+
+def _table(cells: Sequence[CellSummary], metrics: Sequence[str]) -> Iterator[str]:
+    """Write means ± standard deviations over seeds."""
+    rows = []
+    for summary in cells:
+        shown = []
+        for metric in metrics:
+            spread = summary.deviations.get(metric)
+            text = f"{summary.means[metric]:.4f}" if metric in summary.means else ""
+            shown.append(text if spread is None else f"{text} ± {spread:.4f}")
+        total = summary.finished + summary.diverged + summary.open
+        counts = (f"{summary.finished}/{total}", str(summary.diverged), str(summary.stuck))
+        rows.append(("/".join(summary.cell.levels), summary.cell.arm, *counts, *shown))
+    head = ("levels", "arm", "finished", "diverged", "stuck", *metrics)
+    return page.table("llrrr" + "r" * len(metrics), head, rows)
+
+
+def _difference_table(compared: Sequence[Effect]) -> Iterator[str]:
+    """Write paired differences; a lost pair is one whose runs are not both there."""
+    rows = []
+    for effect in compared:
+        mean = limits = ""
+        if effect.interval is not None:
+            mean = f"{effect.interval.mean:+.4f}"
+            if effect.interval.method != "none":
+                low, high = effect.interval.low, effect.interval.high
+                limits = f"{low:+.4f} .. {high:+.4f} ({effect.interval.method})"
+        pairs = f"{len(effect.pairs)} ({effect.lost})"
+        after = {True: "stands", False: "falls", None: ""}[effect.stands]
+        arms = f"{effect.arm} - {effect.against}"
+        levels = "/".join(effect.levels)
+        rows.append((levels, arms, effect.metric, mean, limits, pairs, effect.verdict, after))
+    head = "levels", "arm - against", "metric", "mean", "95% interval", "pairs (lost)", "verdict"
+    return page.table("lllrlrll", (*head, "after Holm"), rows)
+
+
+def figure(
+    plan: StudyPlan,
+    part: str,
+    compared: Sequence[Effect],
+    cells: Sequence[CellSummary],
+    readings: Mapping[str, Reading],
+) -> bytes | None:
+    """Draw a part as SVG: its first metrics and their paired differences; None without numbers.
+
+    Metrics NAME@X share a panel with X as its axis.
+    """
+    metrics = _axes(plan.parts[part].metrics)
+    mine = [cell for cell in cells if cell.cell.part == part and cell.means]
+    if not mine:
+        return None
+    # Runs that another part probes have profiles, too.
+    probed = _runs_of(plan, part) if plan.parts[part].probes else []
+    profiles = sorted({name for run in probed for name in readings[run].profiles})
+    columns = max(2, len(profiles))
+    rows = len(metrics) + bool(profiles)
+
+    def draw(axes: Any) -> None:
+        for row, (title, names) in enumerate(metrics.items()):
+            labels = _draw_values(axes[row][0], mine, names)
+            of_part = [effect for effect in compared if effect.part == part]
+            _draw_differences(axes[row][1], of_part, names, labels)
+            axes[row][0].set_title(title)
+            axes[row][1].set_title(f"{title}, minus {plan.parts[part].arms[0]}")
+            for unused in axes[row][2:]:
+                unused.set_axis_off()
+        for panel, name in zip(axes[-1], profiles, strict=False):
+            _draw_profile(panel, plan, part, name, readings)
+        if profiles:
+            for unused in axes[-1][len(profiles) :]:
+                unused.set_axis_off()
+
+    return svg(rows, columns, (3.6 * columns, 2.7 * rows), draw)
+
+
+def _runs_of(plan: StudyPlan, part: str) -> list[str]:
+    return [r for cell, runs in plan.of_cells.items() if cell.part == part for r in runs.values()]
+
+
+def _axes(metrics: Sequence[str]) -> dict[str, list[str]]:
+    """Group metrics NAME@X by NAME."""
+    axes: dict[str, list[str]] = {}
+    for metric in metrics:
+        axes.setdefault(metric.partition("@")[0], []).append(metric)
+    return axes
+
+
+def _draw_values(panel: Any, cells: Sequence[CellSummary], names: Sequence[str]) -> list[str]:
+    """Draw means with deviations over seeds; return the lines' labels, by whose order they have
+    their colours.
+    """
+    lines: dict[str, list[Point]] = {}
+    for cell in cells:
+        for name in names:
+            if name in cell.means:
+                label, place = _place(cell.cell.arm, cell.cell.levels, name, len(names))
+                spread = cell.deviations.get(name, 0.0)
+                lines.setdefault(label, []).append(Point(place, cell.means[name], spread, spread))
+    draw_lines(panel, lines, list(lines))
+    return list(lines)
+
+
+def _draw_differences(
+    panel: Any, compared: Sequence[Effect], names: Sequence[str], labels: Sequence[str]
+) -> None:
+    """Draw differences with their intervals, in the colours of the arms' lines."""
+    lines: dict[str, list[Point]] = {}
+    for effect in compared:
+        if effect.metric in names and effect.interval is not None:
+            label, place = _place(effect.arm, effect.levels, effect.metric, len(names))
+            of = effect.interval
+            known = of.method != "none"
+            limits = (of.mean - of.low, of.high - of.mean) if known else (0.0, 0.0)
+            lines.setdefault(label, []).append(Point(place, of.mean, *limits))
+    panel.axhline(0.0, color="0.6", lw=0.8)
+    draw_lines(panel, lines, labels)
+
+
+def _place(arm: str, levels: tuple[str, ...], metric: str, num_names: int) -> tuple[str, str]:
+    """Return the line that a number belongs to, and its place on it."""
+    if num_names > 1:
+        return " ".join((arm, *levels)), metric.partition("@")[2]
+    if not levels:
+        return arm, ""
+    return " ".join((arm, *levels[1:])), levels[0]
+
+
+def _draw_profile(
+    panel: Any, plan: StudyPlan, part: str, name: str, readings: Mapping[str, Reading]
+) -> None:
+    """Draw a quantity by layer: the mean over seeds of each cell."""
+    for cell, runs in plan.of_cells.items():
+        mine = [readings[run].profiles[name] for run in runs.values() if readings[run].profiles]
+        if cell.part == part and mine:
+            means = [sum(of) / len(of) for of in zip(*mine, strict=True)]
+            colour = f"C{plan.parts[part].arms.index(cell.arm)}"
+            panel.plot(range(1, len(means) + 1), means, marker=".", color=colour)
+    panel.xaxis.get_major_locator().set_params(integer=True)
+    panel.set_title(f"{name} by layer")

@@ -1,0 +1,184 @@
+"""Runs what is missing of a study as sweeps: here, or as job arrays of a cluster."""
+
+import logging
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from experiments import array, grid
+from experiments.classes import subset
+from experiments.read import outcome, runs_folder, task_name, tasks_folder
+from experiments.study import StudyPlan, StudyRun
+from launch.queue import room_of
+from launch.records import FINETUNE, PRETRAIN
+from launch.site import check, profile_here
+from launch.submit import Origin
+from pipeline.data.format import INDEX_FILE
+from pipeline.errors import EXIT_PREEMPTED, ConfigError, DataError
+from pipeline.model.architecture import is_model_folder
+from pipeline.runtime.env import module_command
+from pipeline.tasks.task import TaskConfig
+
+logger = logging.getLogger(__name__)
+
+_CORPUS = "demo"
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where runs are started."""
+
+    jobs: int = 1
+    """Number of runs at the same time."""
+    cluster: str | None = None
+    """Profile; None: this machine."""
+
+
+def run_missing(plan: StudyPlan, out: Path, where: Where) -> int:
+    """Run what is neither finished nor diverged; return 75 if a signal stopped it, else 0.
+
+    A run that fails is counted in the results and stops no other. On a cluster, what can start now
+    is submitted: runs that go on from others follow when the same command is called again.
+
+    Raises:
+        PostnormError: nothing can start as it is configured.
+    """
+    out = out.resolve()
+    folder = runs_folder(out)
+    if any(run.config.data.dir == str(out / "data") for run in plan.runs.values()):
+        embedded_corpus(out)
+    # First of all, so that too few rows are told before anything is trained.
+    tasks = {
+        (task, seed): _task_of(plan, task, seed, out)
+        for task, seed in product(plan.tasks, plan.seeds)
+        if _has_rows(plan, task)
+    }
+    for wave in plan.waves():
+        ready = [run for run in wave if _has_start(run, out)]
+        if len(ready) < len(wave):
+            logger.info("%d run(s) wait for those that they go on from", len(wave) - len(ready))
+        configs: dict[str, Any] = {
+            run.name: replace(run.config, init_from=str(_start_folder(run, out)))
+            if run.start
+            else run.config
+            for run in ready
+            if outcome(folder / run.name) != "diverged"
+        }
+        if _sweep(plan.name, PRETRAIN, folder, configs, where):
+            return EXIT_PREEMPTED
+    finished = [of for of in plan.fine_tunings if outcome(folder / of[0]) == "finished"]
+    configs = {
+        task_name(run, task): replace(tasks[task, plan.runs[run].seed], model=str(folder / run))
+        for run, task in finished
+        if (task, plan.runs[run].seed) in tasks
+    }
+    return EXIT_PREEMPTED if _sweep(plan.name, FINETUNE, tasks_folder(out), configs, where) else 0
+
+
+def embedded_corpus(folder: Path) -> Path:
+    """Return the folder of the demo's corpus in a study's folder; make it if it is not there.
+
+    Raises:
+        DataError: it failed.
+    """
+    data = folder / "data"
+    if not (data / INDEX_FILE).is_file():
+        words = ["run", _CORPUS, f"output_dir={data.resolve()}"]
+        if subprocess.run([*module_command("data_prep"), *words], check=False).returncode:
+            raise DataError(f"{data}: the embedded corpus could not be prepared, see above")
+    return data
+
+
+def _start_folder(run: StudyRun, out: Path) -> Path:
+    return out / "starts" / run.name
+
+
+def _has_start(run: StudyRun, out: Path) -> bool:
+    """Return whether a run can start; make the model that it starts from."""
+    if run.start is None:
+        return True
+    if outcome(runs_folder(out) / run.start) != "finished":
+        return False
+    if not is_model_folder(_start_folder(run, out)):
+        make_start(run, runs_folder(out) / run.start, _start_folder(run, out))
+    return True
+
+
+def make_start(run: StudyRun, source: Path, folder: Path) -> None:
+    """Write the model that a run goes on from: grown if asked to, in the run's architecture.
+
+    Switches without weights, such as `model.score_residual`, may differ from the source's.
+
+    Raises:
+        PostnormError: the run's sizes are not those of the grown model, or it cannot be written.
+    """
+    from pipeline.use.folder import copy_tokenizer, load_trained, publishing, write_model
+    from pipeline.use.folder import tokenizer_folder as tokenizer_of
+    from pipeline.use.grow import grow
+
+    grown = folder.with_name(f".{folder.name}.grown")
+    if run.grow is not None:
+        shutil.rmtree(grown, ignore_errors=True)
+        of = run.grow
+        grow(source, grown, width=of.width, depth=of.depth, noise=of.noise, seed=run.seed)
+        source = grown
+    trained = load_trained(source)
+    model = replace(run.config.model, vocab_size=trained.model.config.vocab_size)
+    if trained.model.config.norm_eps != model.norm_eps:
+        raise ConfigError(
+            f"{run.name}: grown, the model has norm_eps={trained.model.config.norm_eps:.3g}, and "
+            f"the run model.norm_eps={model.norm_eps:.3g}; set the smaller one for all arms"
+        )
+    with publishing(folder) as new:
+        copy_tokenizer(tokenizer_of(source), new)
+        write_model(new, model, dict(trained.model.state_dict()), {"study_start": str(run.start)})
+    shutil.rmtree(grown, ignore_errors=True)
+
+
+def _task_of(plan: StudyPlan, task: str, seed: int, out: Path) -> TaskConfig:
+    """Return a task as a seed has it; write its rows if it has classes (DataError: too few)."""
+    config, classes = replace(plan.tasks[task], name=task), plan.study.tasks[task].classes
+    config = replace(config, train=replace(config.train, seeds=(seed,)))
+    if classes is None:
+        return config
+    return subset(config, classes, seed, out / "rows" / f"{task}+seed-{seed}")
+
+
+def _has_rows(plan: StudyPlan, task: str) -> bool:
+    """Return whether a task's files are there; say what to do if they are not."""
+    data = plan.tasks[task].data
+    missing = [file for file in data.train if not Path(data.root or ".", file).is_file()]
+    if missing:
+        text = "%s: %s is not in %s, so it is left out; give tasks.data.root=FOLDER"
+        logger.warning(text, task, missing[0], data.root)
+    return not missing
+
+
+def _sweep(study: str, verb: str, folder: Path, configs: Mapping[str, Any], where: Where) -> bool:
+    """Run or submit what is left to do, by folder; return whether a signal stopped it."""
+    if not configs:
+        return False
+    points: tuple[dict[str, Any], ...] = tuple({"folder": name} for name in configs)
+    sweep, work_dir = grid.SweepConfig(verb=verb, dir=str(folder), runs=points), os.getcwd()
+
+    def config_of(name: str, _: grid.Point) -> Any:
+        return replace(configs[name], run_dir=str(folder / name))
+
+    what = grid.todo(grid.made(sweep, work_dir, config_of), sweep.kind)
+    logger.info("%s: %d of %d runs are left to do", verb, len(what.runs), len(configs))
+    if not what.runs:
+        return False
+    if where.cluster is None:
+        codes = grid.run_here(sweep, what, where.jobs, 1, None, work_dir)
+        return EXIT_PREEMPTED in codes.values()
+    cluster, source = profile_here(where.cluster), Origin(study, (), where.cluster, work_dir)
+    logger.info("%s", check(cluster, verb, work_dir=work_dir))
+    room = room_of(cluster, prep=False, every_s=None)
+    for job, draft in array.submit_all(sweep, what, cluster, source, where.jobs, room):
+        logger.info("job %s: %d runs", job, len(draft.runs))
+    return False

@@ -1,0 +1,233 @@
+"""Studies as files: what is refused, which runs there are, that their arms see the same batches."""
+
+import dataclasses
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments import grid as sweep
+from experiments import read
+from experiments import study as studies
+from experiments.classes import subset
+from experiments.study import (
+    HOME,
+    PRESETS,
+    ClassesConfig,
+    StudyCell,
+    StudyConfig,
+    StudyPlan,
+    plan,
+    read_study,
+    run_plan,
+)
+from pipeline.config.load import build
+from pipeline.errors import ConfigError, DataError
+from pipeline.tasks.config import FieldsConfig, TaskDataConfig
+from pipeline.tasks.readers import read_task
+from pipeline.tasks.task import KindConfig, TaskConfig
+
+NAMES = sorted(path.stem for path in HOME.glob("*.yaml"))
+OF_RUNS = [name for name in NAMES if name != "speed"]
+_HOURS = {"deep_start": 2.5, "objectives": 2.1}
+"""Of two shared cores, that a small preset may take; others take 1.3."""
+
+BASE: dict[str, Any] = {
+    "model": {"num_layers": 1, "hidden_size": 32, "num_heads": 2, "ffn_size": 64, "vocab_size": 99},
+    "data": {"seq_len": 32},
+    "train": {"num_steps": 10, "warmup_steps": 2, "global_batch": 4, "micro_batch": 4},
+}
+ARMS: dict[str, Any] = {"plain": {}, "sum": {"set": {"model.score_residual": "sum"}}}
+
+
+def study_of(**values: Any) -> StudyConfig:
+    """A study of two arms and a part, or what is given in their place."""
+    body = {
+        "question": "which?", "base": BASE, "arms": ARMS,
+        "parts": {"one": {"asks": "which?", "arms": list(ARMS)}},
+        "presets": {name: {"seeds": [1, 2]} for name in PRESETS},
+    }  # fmt: skip
+    return build(StudyConfig, {**body, **values}, "a test")
+
+
+def plan_of(study: StudyConfig, *overrides: str, **more: Any) -> StudyPlan:
+    """Its small preset."""
+    return plan("mine", study, "small", out=Path("out"), overrides=overrides, **more)
+
+
+@cache
+def _made(name: str, preset: str) -> StudyPlan:
+    return plan(*read_study(name), preset, out=Path("out"))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("name", OF_RUNS)
+def test_committed_studies_resolve_and_pair_their_batches(name: str, preset: str) -> None:
+    made = _made(name, preset)
+    assert len(made.seeds) >= 2
+    for run in made.runs.values():
+        # A run that goes back leaves batches out, and others would not.
+        assert not run.config.spikes.rewind
+        if run.start is not None:
+            assert run.config.seed != made.runs[run.start].config.seed
+    folders = [*made.runs, *(read.task_name(*each) for each in made.fine_tunings)]
+    assert all(sweep._SAFE_NAME.fullmatch(folder) for folder in folders)
+    assert len(set(folders)) == len(folders)
+    for cell, of_seeds in made.of_cells.items():
+        part = made.parts[cell.part]
+        first = made.of_cells[dataclasses.replace(cell, arm=part.arms[0])]
+        for seed, name_of_run in of_seeds.items():
+            same = made.runs[name_of_run].batches == made.runs[first[seed]].batches
+            assert same or part.other_batches
+
+
+@pytest.mark.parametrize("name", OF_RUNS)
+def test_small_presets_fit(name: str) -> None:
+    made = _made(name, "small")
+    seconds = sum((run_plan(r.config, "small").train_s or 0) + 6 for r in made.runs.values())
+    seconds += sum(studies._task_seconds(made, made.runs[r], task) for r, task in made.fine_tunings)
+    assert seconds / 3600 < _HOURS.get(name, 1.3)
+    [line] = studies.cost_lines(made, listed=False)
+    assert f"{len(made.runs)} pre-training runs" in line
+
+
+def test_equal_configs_are_one_run_whichever_part_asks() -> None:
+    study = study_of(
+        factors={"layers": {"1": {"model.num_layers": 1}, "2": {"model.num_layers": 2}}},
+        parts={
+            "depth": {"asks": "?", "arms": ["plain", "sum"], "grid": ["layers"]},
+            "alone": {"asks": "?", "arms": ["plain", "sum"]},
+        },
+    )
+    made = plan_of(study)
+    assert len(made.runs) == 2 * 2 * 2
+    assert (
+        made.of_cells[StudyCell("alone", "sum", ())]
+        == made.of_cells[StudyCell("depth", "sum", ("1",))]
+    )
+    # One part alone finds its runs in the same folders.
+    alone = plan_of(study, parts=["alone"])
+    assert set(alone.runs) < set(made.runs)
+    assert len(alone.runs) == 4
+
+
+def test_shares_are_of_the_value_below_and_overrides_lie_under_arms() -> None:
+    study = study_of(
+        arms={
+            "plain": {},
+            "half": {"set": {"train.num_steps": "*0.5", "train.lr": "*2"}},
+            "alpha": {"set": {"train.alpha_warmup_steps": "0.25 of train.num_steps"}},
+            "fixed": {"set": {"model.num_layers": 3}},
+        },
+        parts={"one": {"asks": "?", "arms": ["plain", "half", "alpha", "fixed"]}},
+    )
+    made = plan_of(study, "train.num_steps=200", "model.num_layers=2", "train.lr=1e-3")
+
+    def config(arm: str) -> Any:
+        return made.runs[made.of_cells[StudyCell("one", arm, ())][1]].config
+
+    assert (config("half").train.num_steps, config("half").train.lr) == (100, 2e-3)
+    assert config("alpha").train.alpha_warmup_steps == 50
+    assert (config("plain").model.num_layers, config("fixed").model.num_layers) == (2, 3)
+
+
+def test_equal_flops_count_the_start_too() -> None:
+    made = _made("growth", "small")
+    flops = {name: run_plan(run.config).flops for name, run in made.runs.items()}
+    for part in ("width", "depth"):
+        scratch, grown = made.parts[part].arms
+        run = made.runs[made.of_cells[StudyCell(part, grown, ())][1]]
+        other = made.of_cells[StudyCell(part, scratch, ())][1]
+        total = flops[run.name] + flops[str(run.start)]
+        one_step = flops[other] / made.runs[other].config.train.num_steps
+        assert abs(flops[other] - total) <= one_step
+
+
+@pytest.mark.parametrize(("values", "message"), [
+    ({"parts": {"a": {"asks": "?", "arms": ["plan"]}}}, r"parts\.a\.arms: 'plan'"),
+    ({"parts": {"a": {"asks": "?", "arms": ["plain"], "metrics": ["los"]}}}, "held_out_loss"),
+    ({"parts": {"a": {"asks": "?", "arms": ["plain"], "tasks": ["x"]}}}, "'x'.*tasks"),
+    ({"parts": {"a": {"asks": "?", "arms": ["plain"], "grid": ["x"]}}}, "factors"),
+    ({"parts": {"a": {"asks": "?", "arms": ["plain"], "probes": ["x"]}}}, "probes"),
+    ({"presets": {"small": {"seeds": [1]}}}, "presets.*gpu"),
+    ({"arms": {**ARMS, "b": {"grow": {"width": 2}}}}, "nothing to grow"),
+    ({"arms": {**ARMS, "b": {"start": "nobody"}}}, "'nobody'.*arms"),
+    ({"arms": {**ARMS, "b": {"start": "sum"}, "c": {"start": "b"}}}, r"arms\.c\.start=b"),
+    ({"arms": {**ARMS, "b": {"sett": {}}}}, r"'arms\.b\.sett'"),
+])  # fmt: skip
+def test_mistakes_in_a_study_are_named(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        study_of(**values)
+
+
+@pytest.mark.parametrize(("arm", "message"), [
+    ({"model.layers": 2}, r"model\.layers"), ({"train.compile": "*2"}, r"train\.compile = '\*2'"),
+    ({"train.lr": "2 of train.rate"}, r"train\.rate"),
+    ({"model.num_layers": 0}, r"model\.num_layers"),
+    ({"data.mask_prob": 0.4}, r"parts\.one: other and plain .*batches"),
+    ({"train.global_batch": 8}, "other batches"),
+])  # fmt: skip
+def test_mistakes_in_an_arm_are_named(arm: dict[str, Any], message: str) -> None:
+    study = study_of(
+        arms={"plain": {}, "other": {"set": arm}},
+        parts={"one": {"asks": "?", "arms": ["plain", "other"]}},
+    )
+    with pytest.raises(ConfigError, match=message):
+        plan_of(study)
+
+
+def test_unknown_names_of_the_command_line_are_named() -> None:
+    with pytest.raises(ConfigError, match="realfromer"):
+        read_study("realfromer")
+    with pytest.raises(ConfigError, match=r"--part: 'two'.*small: one"):
+        plan_of(study_of(), parts=["two"])
+    with pytest.raises(ConfigError, match=r"'train\.rate'"):
+        plan_of(study_of(), "train.rate=1")
+    assert plan_of(study_of(), most_seeds=1).seeds == (1,)
+
+
+def _task(folder: Path, rows_of: dict[str, int]) -> TaskConfig:
+    for split in ("train", "dev", "test"):
+        rows = [
+            {"text": f"{split} {name} {n}", "label": name}
+            for name, count in rows_of.items()
+            for n in range(count)
+        ]
+        (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return TaskConfig(
+        name="mine",
+        task=KindConfig(kind="classify"),
+        data=TaskDataConfig(
+            root=str(folder), train=("train.jsonl",), dev=("dev.jsonl",), test=("test.jsonl",),
+            fields=FieldsConfig(text="text"),
+        ),
+    )  # fmt: skip
+
+
+def test_a_subset_has_its_classes_and_as_many_rows_of_each(tmp_path: Path) -> None:
+    task = _task(tmp_path, {f"c{n}": 4 + n for n in range(8)})
+    sizes = ClassesConfig(number=3, rows_a_class=5)
+    seen = set()
+    for seed in range(6):
+        found = subset(task, sizes, seed, tmp_path / f"rows-{seed}")
+        data = read_task(found)
+        golds = [str(row.gold) for row in data.splits["train"]]
+        chosen, counts = np.unique(golds, return_counts=True)
+        assert counts.tolist() == [5, 5, 5]
+        assert tuple(chosen) == found.data.labels == data.labels
+        assert "c0" not in chosen, "it has too few rows"
+        for split in ("dev", "test"):
+            rows = data.splits[split]
+            assert {row.gold for row in rows} == set(chosen)
+            assert len(rows) == sum(4 + int(name[1:]) for name in chosen)
+        again = subset(task, sizes, seed, tmp_path / "again")
+        assert read_task(again).splits["train"][0].text == data.splits["train"][0].text
+        seen.add(found.data.labels)
+    assert len(seen) > 1, "every seed draws classes of its own"
+    in_all = subset(task, ClassesConfig(number=4, rows=10), 1, tmp_path / "in-all")
+    assert len(read_task(in_all).splits["train"]) == 8
+    with pytest.raises(DataError, match=r"2 classes .* 10 rows .* 3"):
+        subset(task, ClassesConfig(number=3, rows_a_class=10), 1, tmp_path / "few")

@@ -1,0 +1,387 @@
+"""Results of studies: outcomes, equal batches, pages, and what is measured in models."""
+
+import json
+import math
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+
+from experiments import probes, read, speed, study_page
+from experiments.study import StudyPlan, read_study
+from experiments.study_run import make_start
+from pipeline.config.model import ModelConfig
+from pipeline.data.format import DatasetIndex
+from pipeline.data.ledger import NonFinite, add_to_ledger
+from pipeline.errors import ConfigError, DataError
+from pipeline.model.encoder import EncoderModel, MaskedLanguageModel
+from pipeline.model.layers import Trace
+from pipeline.model.layout import padded, rows
+from pipeline.use.folder import load_trained
+from tests.experiments.test_study_plan import ARMS, plan_of, study_of
+from tests.finetune.result_folders import class_rows, write_run
+from tests.support.tiny_tasks import write_tiny_model
+
+# Folders as runs leave them
+
+
+def _finish(out: Path, name: str, loss: float, *, first_hash: int = 7) -> None:
+    """Leave what a run of 10 steps leaves."""
+    folder = read.runs_folder(out) / name
+    folder.mkdir(parents=True)
+    train = {"step": 10, "kind": "train", "loss": 1.0, "elapsed_s": 3.5, "tokens_per_s": 100.0}
+    held_out = {
+        "step": 10, "kind": "eval", "loss": loss, "accuracy": 1 / loss, "unigram_entropy": 6.0
+    }  # fmt: skip
+    lines = [train | {"step": 5, "elapsed_s": 1.0, "tokens_per_s": 300.0}, train, held_out]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    (folder / "attempts.jsonl").write_text(json.dumps({"torch": "9.9", "host": "h"}) + "\n")
+    rows = [f"{i}\t{4 * i}\t4\t32\t{i + 1}\t{first_hash + i:016x}\n" for i in range(10)]
+    (folder / "batches.tsv").write_text("batch\tcursor\tsequences\tseq_len\tstep\thash\n")
+    with (folder / "batches.tsv").open("a") as file:
+        file.writelines(rows)
+    (folder / "done.json").write_text(json.dumps({"step": 10, "unix_s": 1.0}))
+
+
+def _give_up(out: Path, name: str, code: int, said: str = "") -> Path:
+    folder = read.runs_folder(out) / name
+    (folder / "exit" / "local-1.0").mkdir(parents=True)
+    (folder / "exit" / "local-1.0" / "rank-00000").write_text(f"{code}\n")
+    (folder / "logs").mkdir()
+    (folder / "logs" / "rank-00000.log").write_text(said)
+    return folder
+
+
+def _readings(made: StudyPlan, out: Path) -> dict[str, read.Reading]:
+    return {name: read.read(made, run, out) for name, run in made.runs.items()}
+
+
+def test_an_outcome_tells_divergence_from_other_failures(tmp_path: Path) -> None:
+    def outcome(name: str) -> str:
+        return read.outcome(read.runs_folder(tmp_path) / name)
+
+    assert outcome("nothing") == "missing"
+    _give_up(tmp_path, "disk", 1, "no space left")
+    _give_up(tmp_path, "config", 2, "model.num_layers is wrong")
+    _give_up(tmp_path, "preempted", 75)
+    _give_up(tmp_path, "state", 2, "the state after step 3 is not finite: rank 0")
+    folder = _give_up(tmp_path, "loss", 2)
+    lost = {"batch": 3, "cursor": 12, "step": 4, "grad_norm": "nan", "ranks": {}, "samples": []}
+    add_to_ledger(folder, NonFinite(**lost, unix_s=1.0))
+    _finish(tmp_path, "done", 5.0)
+    names = ("disk", "config", "preempted", "state", "loss", "done")
+    expected = ["failed", "failed", "missing", "diverged", "diverged", "finished"]
+    assert [outcome(name) for name in names] == expected
+
+
+def test_page_and_json_say_what_the_runs_say(tmp_path: Path) -> None:
+    made = plan_of(study_of(presets={p: {"seeds": [1, 2, 3, 4]} for p in ("small", "gpu")}))
+    losses = {"plain": [5.0, 5.2, 4.9, 5.95], "sum": [4.8, 4.9, 4.75, None]}
+    for arm, of_arm in losses.items():
+        for seed, loss in enumerate(of_arm, start=1):
+            if loss is None:
+                _give_up(tmp_path, f"{arm}/seed-{seed}", 2, "is not finite")
+            else:
+                _finish(tmp_path, f"{arm}/seed-{seed}", loss, first_hash=seed)
+    found = _readings(made, tmp_path)
+    said = read.check_batches(made, tmp_path)
+    assert said.startswith("30 batches of 3 runs")
+    body = study_page.write(made, found, said, tmp_path / "results")
+    assert body == json.loads((tmp_path / "results" / "mine.json").read_bytes())
+    assert not body["partial"], "a run that diverged is a result"
+
+    pairs = np.array([4.8 - 5.0, 4.9 - 5.2, 4.75 - 4.9])
+    effect = next(e for e in body["effects"] if e["metric"] == "held_out_loss")
+    assert list(effect["pairs"]) == ["1", "2", "3"]
+    np.testing.assert_allclose(list(effect["pairs"].values()), pairs)
+    low, high = scipy.stats.ttest_1samp(pairs, 0.0).confidence_interval(0.95)
+    assert effect["interval"]["mean"] == pytest.approx(pairs.mean())
+    assert (effect["interval"]["low"], effect["interval"]["high"]) == pytest.approx((low, high))
+    assert (effect["lost"], effect["verdict"]) == (1, "better")
+    cells = {cell["cell"]["arm"]: cell for cell in body["cells"]}
+    assert (cells["sum"]["finished"], cells["sum"]["diverged"]) == (3, 1)
+    # 5.95 is 0.05 below the unigram entropy.
+    assert (cells["plain"]["stuck"], cells["sum"]["stuck"]) == (1, 0)
+    assert cells["plain"]["means"]["held_out_loss"] == pytest.approx(np.mean(losses["plain"]))
+    run = body["runs"]["plain/seed-1"]
+    assert (run["seconds"], run["values"]["tokens_per_s"]) == (3.5, 200.0)
+    assert run["versions"]["torch"] == "9.9"
+
+    text = (tmp_path / "results" / "mine.md").read_text()
+    assert text.startswith("# mine: which?\n")
+    for fact in ("better in 1 of 1 (-0.2167", "|  | sum | 3/4 | 1 | 0 |", "![one](mine-one.svg)"):
+        assert fact in text
+
+
+def test_a_mean_score_is_of_all_tasks_or_none(tmp_path: Path) -> None:
+    parts = {"one": {"asks": "?", "arms": list(ARMS), "tasks": ["a", "b"]}}
+    parts["one"]["metrics"] = ["mean_score", "a"]
+    tasks = {name: {"file": "fewclue-tnews"} for name in ("a", "b")}
+    made = plan_of(study_of(parts=parts, tasks=tasks))
+    for name in made.runs:
+        _finish(tmp_path, name, 5.0)
+    for task, score in (("a", 0.5), ("b", 0.75)):
+        found = _readings(made, tmp_path)["plain/seed-1"].values
+        assert "mean_score" not in found
+        folder = read.tasks_folder(tmp_path) / read.task_name("plain/seed-1", task)
+        folder.mkdir(parents=True)
+        (folder / "result.json").write_text(json.dumps({"mean": score}))
+        (folder / "metrics.jsonl").write_text('{"step": 1, "kind": "train", "loss": 0.25}\n')
+    found = _readings(made, tmp_path)["plain/seed-1"].values
+    assert found["mean_score"] == 0.625
+    assert (found["a"], found["train_loss.b"]) == (0.5, 0.25)
+    with pytest.raises(ConfigError, match="'mean_score' is not of metrics"):
+        study_of(parts={"one": parts["one"] | {"tasks": [], "metrics": ["mean_score"]}})
+
+
+def test_rows_of_tasks_count_and_stay_when_runs_are_not_there_any_more(tmp_path: Path) -> None:
+    parts = {"one": {"asks": "?", "arms": list(ARMS), "tasks": ["a", "b"]}}
+    parts["one"]["metrics"] = ["a", "b", "mean_score", "held_out_loss"]
+    study = study_of(parts=parts, tasks={name: {"file": "fewclue-tnews"} for name in ("a", "b")})
+    made = plan_of(study)
+    for number, name in enumerate(made.runs):
+        _finish(tmp_path, name, 5.0 - 0.1 * number, first_hash=made.runs[name].seed)
+        for task, num_rows in (("a", 40), ("b", 60)):
+            # Rows of b are drawn anew for each seed, as subsets of classes are.
+            shift = 0 if task == "a" else made.runs[name].seed
+            splits = {"test": class_rows(10 * number + num_rows, num_rows + shift, skill=1.0)}
+            folder = read.tasks_folder(tmp_path) / read.task_name(name, task)
+            write_run(folder, made.runs[name].seed, {"dev": splits["test"], **splits})
+            (folder / "metrics.jsonl").write_text('{"step": 1, "kind": "train", "loss": 0.25}\n')
+    body = study_page.write(made, _readings(made, tmp_path), "batches", tmp_path / "page")
+    effects = {effect["metric"]: effect for effect in body["effects"]}
+    methods = {metric: effect["interval"]["method"] for metric, effect in effects.items()}
+    assert methods == {"a": "rows and t", "b": "t", "mean_score": "rows and t",
+                       "held_out_loss": "t"}  # fmt: skip
+
+    # The rows' share: the covariance of the two seeds' differences, by moments of right and wrong.
+    def right(arm: str, seed: int) -> Any:
+        folder = read.tasks_folder(tmp_path) / read.task_name(f"{arm}/seed-{seed}", "a")
+        lines = (folder / "predictions-test.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
+        return np.array([row["gold"] == row["prediction"] for row in rows], float)
+
+    differences = [right("sum", seed) - right("plain", seed) for seed in (1, 2)]
+    expected = max(0.0, np.cov(differences)[0, 1] / 40)
+    variance, count = effects["a"]["rows"]
+    assert count == 40
+    assert variance == pytest.approx(expected, abs=0.1 * np.var(differences) / 40)
+    assert effects["mean_score"]["rows"] == [pytest.approx(variance / 4), 40]
+
+    stored, readings = read.read_page(tmp_path / "page" / "mine.json")
+    again = study_page.write(made, readings, stored["batches"], tmp_path / "again", stored)
+    assert again == body
+
+
+def test_figures_are_the_same_bytes_each_time(tmp_path: Path) -> None:
+    study = study_of(
+        conclusion="Use the sum.",
+        factors={"layers": {"1": {"model.num_layers": 1}, "2": {"model.num_layers": 2}}},
+        parts={"one": {"asks": "?", "arms": list(ARMS), "grid": ["layers"]}},
+    )
+    made = plan_of(study)
+    for number, name in enumerate(made.runs):
+        _finish(tmp_path, name, 5.0 - 0.1 * number, first_hash=made.runs[name].seed)
+    for folder in ("a", "b"):
+        study_page.write(made, _readings(made, tmp_path), "batches", tmp_path / folder)
+    one, other = ((tmp_path / folder / "mine-one.svg").read_bytes() for folder in "ab")
+    assert one == other
+    assert one.startswith(b"<?xml")
+    assert b"<dc:date>" not in one
+    assert (tmp_path / "a" / "mine.md").read_text().splitlines()[2] == "Use the sum."
+
+
+def test_partial_results_say_so_and_missing_numbers_are_named(tmp_path: Path) -> None:
+    made = plan_of(study_of())
+    _finish(tmp_path, "plain/seed-1", 5.0)
+    body = study_page.write(made, _readings(made, tmp_path), "batches", tmp_path)
+    assert body["partial"]
+    assert "**Partial results**: 3 runs" in (tmp_path / "mine.md").read_text()
+    assert "no pair" in body["verdicts"][0]
+    metrics = read.runs_folder(tmp_path) / "plain/seed-1/metrics.jsonl"
+    evaluated = '"step": %d, "kind": "eval"'
+    metrics.write_text(metrics.read_text().replace(evaluated % 10, evaluated % 9))
+    with pytest.raises(DataError, match="step 10"):
+        _readings(made, tmp_path)
+
+
+def test_runs_that_saw_other_batches_are_refused(tmp_path: Path) -> None:
+    made = plan_of(study_of())
+    _finish(tmp_path, "plain/seed-1", 5.0, first_hash=7)
+    _finish(tmp_path, "sum/seed-1", 5.0, first_hash=7)
+    assert read.check_batches(made, tmp_path).startswith("10 batches of 1 runs")
+    path = read.runs_folder(tmp_path) / "sum/seed-1/batches.tsv"
+    path.write_text(path.read_text().replace(f"{7 + 6:016x}", f"{99:016x}"))
+    with pytest.raises(DataError, match="saw other batches from batch 6 on"):
+        read.check_batches(made, tmp_path)
+
+
+# What is measured in a model
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch, dataset: DatasetIndex) -> EncoderModel:
+    """A random model that every run has."""
+    torch.manual_seed(0)
+    config = ModelConfig(
+        vocab_size=dataset.vocab_size, num_layers=3, hidden_size=16, num_heads=2, ffn_size=16,
+        init="unit", score_residual="sum", dropout=0.0, attention_dropout=0.0,
+    )  # fmt: skip
+    made = MaskedLanguageModel(config).eval()
+    monkeypatch.setattr(probes, "trained_model", lambda run: made)
+    return made
+
+
+def _run_config(dataset: DatasetIndex) -> Any:
+    words = [f"data.dir={dataset.folder}", "model.vocab_size=null", "monitor.eval_sequences=24"]
+    return next(iter(plan_of(study_of(), *words, "data.seq_len=24").runs.values())).config
+
+
+def test_sparsity_is_that_of_a_loop_over_rows(model: EncoderModel, dataset: DatasetIndex) -> None:
+    config = _run_config(dataset)
+    found = probes.sparsity(Path(), config, {})
+    batch = probes.held_out(config).spread(8)
+    trace = Trace()
+    layout = rows(batch.documents, batch.positions)
+    with torch.no_grad():
+        model.encoder(batch.input_ids, layout, trace=trace)
+    documents = batch.documents.numpy()
+    shares = [each.double().numpy() for each in trace.probabilities]
+    expected: dict[str, list[list[float]]] = {name: [] for name in found.maps}
+    for layer, share in enumerate(shares):
+        sums: dict[str, list[list[float]]] = {n: [] for n in ("entropy", "top5", "layers", "heads")}
+        for b, row in np.argwhere(documents > 0):
+            keys = np.flatnonzero(documents[b] == documents[b, row])
+            p = share[b, :, row][:, keys]
+            sums["entropy"].append([_entropy(of) / math.log(len(keys)) for of in p])
+            sums["top5"].append([float(np.sort(of)[-5:].sum()) for of in p])
+            if layer:
+                below = shares[layer - 1][b, :, row][:, keys]
+                sums["layers"].append([_js(p[n], below[n]) for n in range(len(p))])
+            sums["heads"].append([_js(p[i], p[j]) for i, j in combinations(range(len(p)), 2)])
+        expected["entropy"].append(np.mean(sums["entropy"], 0).tolist())
+        expected["top5"].append(np.mean(sums["top5"], 0).tolist())
+        expected["js_heads"].append(np.mean(sums["heads"], 0).tolist())
+        if layer:
+            expected["js_layers"].append(np.mean(sums["layers"], 0).tolist())
+    for name, of in expected.items():
+        np.testing.assert_allclose(found.maps[name], of, atol=2e-5, err_msg=name)
+        assert found.values[name] == pytest.approx(np.mean(of), abs=2e-5)
+    cosines = []
+    for x_BSD in trace.hidden[1:]:
+        x = x_BSD.double().numpy()[documents > 0]
+        lengths = np.linalg.norm(x, axis=-1)
+        pairs = combinations(range(len(x)), 2)
+        cosines.append(np.mean([x[i] @ x[j] / (lengths[i] * lengths[j]) for i, j in pairs]))
+    np.testing.assert_allclose(found.profiles["cosine"], cosines, atol=2e-5)
+
+
+def _entropy(p: np.ndarray) -> float:
+    p = p[p > 0]
+    return float(-(p * np.log(p)).sum())
+
+
+def _js(p: np.ndarray, q: np.ndarray) -> float:
+    return _entropy((p + q) / 2) - (_entropy(p) + _entropy(q)) / 2
+
+
+def test_lengths_predict_the_same_tokens(model: EncoderModel, dataset: DatasetIndex) -> None:
+    config = _run_config(dataset)
+    found = probes.lengths(Path(), config, {"lengths": [8, 16, 32]})
+    size = 4 * 6
+    of_length = replace(config, data=replace(config.data, seq_len=32))
+    texts = list(probes._long_texts(of_length, size))
+    assert len(texts) > 3
+    cls, sep = dataset.vocabulary.cls, dataset.vocabulary.sep
+    for length, width in ((8, 6), (16, 12), (32, 24)):
+        losses, hits = [], []
+        for ids, targets in texts:
+            for at in range(0, size, width):
+                window = torch.tensor([[cls, *ids[at : at + width].tolist(), sep]])
+                layout = padded(torch.tensor([width + 2]), width + 2)
+                places = [p for p in range(width) if int(targets[at + p]) >= 0]
+                with torch.no_grad():
+                    logits = model(window, layout, torch.tensor(places, dtype=torch.int64) + 1)
+                for of_place, place in zip(logits.double(), places, strict=True):
+                    target = int(targets[at + place])
+                    losses.append(float(of_place.logsumexp(-1) - of_place[target]))
+                    hits.append(int(of_place.argmax()) == target)
+        assert found.values[f"loss@{length}"] == pytest.approx(np.mean(losses), abs=1e-5)
+        assert found.values[f"accuracy@{length}"] == pytest.approx(np.mean(hits))
+
+
+def test_a_start_may_switch_on_the_carry_and_grow(tmp_path: Path) -> None:
+    source = write_tiny_model(tmp_path / "source")
+    before = load_trained(source).model
+    sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "ffn_size": 64}
+    base = {f"model.{name}": value for name, value in sizes.items()}
+    twice = {f"model.{n}": v * (1 if n == "num_layers" else 2) for n, v in sizes.items()}
+    arms = {
+        "plain": {"set": base},
+        "late": {"start": "plain", "set": {**base, "model.score_residual": "sum"}},
+        "wide": {"start": "plain", "grow": {"width": 2}, "set": twice},
+        "wrong": {"start": "plain", "grow": {"width": 2}, "set": base},
+    }
+    parts = {"one": {"asks": "?", "arms": [*arms], "other_batches": "x"}}
+    made = plan_of(study_of(arms=arms, parts=parts), "model.vocab_size=null")
+    runs = {run.cell.arm: run for run in made.runs.values() if run.seed == 1}
+    make_start(runs["late"], source, tmp_path / "late")
+    late = load_trained(tmp_path / "late").model
+    assert (before.config.score_residual, late.config.score_residual) == ("none", "sum")
+    for name, tensor in before.state_dict().items():
+        assert torch.equal(late.state_dict()[name], tensor), name
+    make_start(runs["wide"], source, tmp_path / "wide")
+    wide = load_trained(tmp_path / "wide").model
+    assert (wide.config.hidden_size, wide.config.num_heads) == (64, 4)
+    ids, layout = torch.arange(5, 12)[None], padded(torch.tensor([7]), 7)
+    logits = [model(ids, layout, torch.arange(7)) for model in (wide, before)]
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
+    with pytest.raises(Exception, match="does not fit the architecture"):
+        make_start(runs["wrong"], source, tmp_path / "wrong")
+
+
+def test_speed_compares_starts_of_the_same_kind() -> None:
+    _, study = read_study("speed")
+
+    def started(mine: list[float], theirs: list[float]) -> dict[str, dict[str, object]]:
+        return {
+            "ours/roberta-base/auto/plain/zero0": {"cases": {"s128 512": {"tokens_per_s": theirs}}},
+            "ours/roformer-base/auto/plain/zero0": {"cases": {"s128 512": {"tokens_per_s": mine}}},
+            "ours/roformer-base/auto/compile/zero0": {"error": "out of memory"},
+        }
+
+    starts = [started([130.0, 143.0], [100.0, 110.0]), started([136.5], [105.0])]
+    body = speed.analyse(study, [{"subjects": each} for each in starts])
+    rows = {row["model"]: row for row in body["rows"]}
+    assert rows["roformer-base"]["ratio"]["mean"] == pytest.approx(1.3)
+    assert rows["roformer-base"]["step"]["low"] == pytest.approx(1.3)
+    assert rows["roformer-base"]["median"] == 136.5
+    assert rows["roberta-base"]["step"] is None
+    absent = "ours/roformer-base/auto/compile/zero0, start"
+    assert body["absent"] == {f"{absent} {number}": "out of memory" for number in (1, 2)}
+    # One start that is slow as a whole widens the interval, however well its turns agree.
+    starts = [{"subjects": started([r] * 9, [100.0] * 9)} for r in (130.0, 131.0, 110.0)]
+    [_, row] = speed.analyse(study, starts)["rows"]
+    assert row["ratio"]["low"] < 1.0 < 1.23 < row["ratio"]["mean"] < 1.24
+    [_, row] = speed.analyse(study, starts[:1])["rows"]
+    case = "ours/roformer-base/auto/plain/zero0"
+    starts[0]["subjects"][case]["cases"]["s128 512"]["error"] = "x"
+    found = speed.analyse(study, starts[:1])["absent"]
+    assert found == {f"{absent} 1": "out of memory", f"{case}, s128 512, start 1": "x"}
+    assert "low" not in row["ratio"]
+    assert speed._shown(row["ratio"]) == "1.30"
+    fewer = [
+        {"subjects": {k.replace("-base", "-base+num_layers=4"): v for k, v in each.items()}}
+        for each in (started([130.0, 143.0], [100.0, 110.0]), started([136.5], [105.0]))
+    ]
+    assert speed.analyse(study, fewer, "+num_layers=4")["rows"] == [
+        {**row, "subject": row["subject"].replace("-base", "-base+num_layers=4")}
+        for row in body["rows"]
+    ]
+    with pytest.raises(ConfigError, match="unknown key 'round'"):
+        speed._config(study, "small", ["round=2"])

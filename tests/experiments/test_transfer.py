@@ -1,0 +1,50 @@
+"""The report on transfer: three models a task, resumed, with paired differences."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from experiments.transfer import markdown, transfer
+from pipeline.errors import ConfigError
+from tests.multitask.test_run import write_mix
+from tests.support.tiny_tasks import write_task
+
+
+@pytest.mark.usefixtures("processes")
+def test_each_task_is_tuned_from_three_models(tmp_path: Path, tiny_model: Path) -> None:
+    write_mix(tmp_path, tiny_model, train={"num_steps": 30, "lr": 5e-3})
+    settings = {
+        "run_dir": str(tmp_path / "out"), "mix": "mix.yaml", "tasks": ["classify"],
+        "overrides": ["train.epochs=1", "train.lr=1e-3"], "seeds": [1, 2],
+    }  # fmt: skip
+    (tmp_path / "transfer.yaml").write_text(yaml.safe_dump(settings))
+    body = transfer(str(tmp_path / "transfer.yaml"))
+    [line] = body["tasks"]
+    assert {arm: len(scores) for arm, scores in line["scores"].items()} == {
+        "start": 2, "all": 2, "without": 2,
+    }  # fmt: skip
+    # The stage has learned this very task, and the fine-tuning is too short to.
+    gain = line["differences"]["all - start"]
+    assert gain["low"] > 0
+    means = {arm: sum(scores) / 2 for arm, scores in line["scores"].items()}
+    assert gain["mean"] == pytest.approx(means["all"] - means["start"])
+    without = yaml.safe_load((tmp_path / "out/without-classify/multitask.yaml").read_text())
+    assert sorted(without["tasks"]) == ["regress", "tag"]
+    assert "| classify | accuracy |" in markdown(body)
+    results = sorted((tmp_path / "out").rglob("seed-*/result.json"))
+    times = [path.stat().st_mtime_ns for path in results]
+    again = transfer(str(tmp_path / "transfer.yaml"))
+    assert [path.stat().st_mtime_ns for path in results] == times, "nothing is trained again"
+    assert again["tasks"] == body["tasks"]
+
+
+def test_a_mix_that_nothing_can_be_left_out_of(tmp_path: Path, tiny_model: Path) -> None:
+    write_mix(tmp_path, tiny_model, ("classify", "tag"))
+    write_task(tmp_path, "pair")
+    path = tmp_path / "transfer.yaml"
+    path.write_text(yaml.safe_dump({"run_dir": str(tmp_path / "out"), "mix": "mix.yaml"}))
+    with pytest.raises(ConfigError, match="has 2 tasks; leaving one out needs at least 3"):
+        transfer(str(path))
+    with pytest.raises(ConfigError, match=r"tasks: pair are not of .*which has classify, tag"):
+        transfer(str(path), ("tasks=[pair]",))
