@@ -6,6 +6,8 @@ import pytest
 
 from benchmarks import prep_faults, reproductions
 
+pytestmark = pytest.mark.slow
+
 
 def test_findings_are_reproduced_and_a_failure_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -23,7 +25,6 @@ def test_findings_are_reproduced_and_a_failure_is_told(
 
 
 @pytest.mark.usefixtures("processes")
-@pytest.mark.slow
 def test_two_runs_that_contend_make_the_dataset_of_one(tmp_path: Path) -> None:
     campaign = prep_faults.Campaign(tmp_path, seed=3)
     campaign.round(2)

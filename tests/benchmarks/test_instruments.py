@@ -47,6 +47,7 @@ def test_steps_of_ours_and_of_a_peer(measured: dict[str, Any]) -> None:
     assert len(fills) == 1
 
 
+@pytest.mark.slow
 def test_flops_count_real_documents(measured: dict[str, Any], dataset: DatasetIndex) -> None:
     """Of both subjects: attention within documents, the head over what is predicted."""
     setting = Setting(str(dataset.folder), 1000, 2, tiny=True)

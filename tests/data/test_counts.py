@@ -2,8 +2,6 @@
 
 import logging
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +17,7 @@ from pipeline.errors import DataError
 from tests.support import reference_packing
 from tests.support.damage import flip
 from tests.support.large_index import plausible_counts, write_large_index
+from tests.support.processes import python
 
 
 @pytest.fixture
@@ -147,12 +146,7 @@ print(peak_mib() - before)
 
 @pytest.mark.usefixtures("processes")
 def test_a_dataset_of_80000_blocks_opens_in_little_memory_reading_no_shard(tmp_path: Path) -> None:
-
     index = write_large_index(tmp_path / "data", num_shards=400, blocks_per_shard=200)
     counts._keep(plausible_counts(index, 512), [index.folder / "packing-512.npz"], index, 512)
-    done = subprocess.run(
-        [sys.executable, "-c", _START, str(index.folder)], capture_output=True, text=True,
-        cwd=Path(__file__).parents[2], check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr  # the shards are holes: reading one would raise
-    assert int(done.stdout.splitlines()[-1]) < 300  # MiB, besides Python and torch
+    said = python("-c", _START, index.folder)  # the shards are holes: reading one would raise
+    assert int(said.splitlines()[-1]) < 300  # MiB, besides Python and torch

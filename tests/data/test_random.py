@@ -1,8 +1,6 @@
 """Philox against the published vectors, and the permutations drawn with it."""
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +9,7 @@ import pytest
 from pipeline.data import masking
 from pipeline.data.masking import philox_words
 from pipeline.data.random import Purpose, permutation, philox
+from tests.support.processes import python
 
 # Random123, tests/kat_vectors: philox4x32 with 10 rounds.
 KNOWN_ANSWERS = [
@@ -34,11 +33,7 @@ def test_kernel_runs_where_no_compiled_code_can_be_kept(tmp_path: Path) -> None:
     (tmp_path / "__pycache__").write_text("a file, so that no folder can be made")
     code = "import kernel, numpy as np; print(kernel.philox_words(*map(np.uint64, [0] * 6))[0])"
     environment = {"XDG_CACHE_HOME": "/dev/null/none", "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        [sys.executable, "-B", "-c", code], cwd=tmp_path, env=environment, text=True,
-        capture_output=True, check=True,
-    )  # fmt: skip
-    assert int(done.stdout) == 0x6627E8D5
+    assert int(python("-B", "-c", code, cwd=tmp_path, env=environment)) == 0x6627E8D5
 
 
 def test_philox_of_arrays_is_that_of_each_element_and_uniform() -> None:

@@ -9,7 +9,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from pipeline.data.staging import stage
 from pipeline.errors import ConfigError, DataError
 from pipeline.runtime import env
 from tests.support.damage import flip, needs_mount
+from tests.support.processes import wait_until
 from tests.support.ranks import CONFIG, Ranks
 from tests.support.steps import eval_loader, train_loader
 
@@ -54,13 +55,6 @@ def _staging(
             yield process
         finally:
             process.kill()
-
-
-def _wait_until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def _copies(stage_dir: Path) -> dict[str, bytes]:
@@ -120,7 +114,7 @@ def test_processes_share_the_work_and_wait(
     number = len(dataset.blocks)
     with _staging(dataset, tmp_path, "1") as first, _staging(dataset, tmp_path) as second:
         # The second copies all but the block that the first, stopped, has in work.
-        _wait_until(lambda: len(_copies(tmp_path)) == number - 1)
+        wait_until(lambda: len(_copies(tmp_path)) == number - 1)
         time.sleep(0.5)
         assert second.poll() is None
         assert len(_copies(tmp_path)) == number - 1

@@ -1,6 +1,6 @@
 """`python -m tests.distributed.engine_main FOLDER`: steps whose micro-batches change.
 
-Leaves in FOLDER/PRECISION, each as `save_state` writes it:
+The folder's name is the precision. Leaves in it, each as `save_state` writes it:
     straight/0 .. 6: the state before the first step and after each of them
     resumed/K: the last state of a fresh engine that loaded straight/K and took the other steps
     skipped: the state after straight/3 and a step with a NaN, of four micro-batches after one
@@ -164,5 +164,4 @@ def as_rank() -> Iterator[ProcessInfo]:
 
 if __name__ == "__main__":
     with as_rank() as this:
-        for each in ("fp32", "bf16"):
-            main(Path(sys.argv[1]) / each, each, this)
+        main(Path(sys.argv[1]), Path(sys.argv[1]).name, this)

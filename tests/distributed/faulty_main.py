@@ -6,6 +6,8 @@ clock: each look at the clock takes 1 s, and on rank 1 2 s: ranks that went by t
     would not agree.
 dying: rank 1 dies when it saves; its file is written by then, it has trained on, and nothing is
     published.
+flipping: FLIP is RANK STEP TIMES; after that step on that rank, the first so many times that it is
+    taken, a low bit of an element of FLIPPED differs.
 frozen: in the second step all ranks write the timeouts of their process groups to a file beside the
     run's folder; in the third, rank 1 stops itself with SIGSTOP when its gradient is computed,
     before the ranks add theirs.
@@ -13,6 +15,8 @@ poisoned: POISON_RANK computes a NaN in its POISON_CALLS-th micro-batches (separ
     `all`), as the loss, or in the gradients of POISON_PARAMETERS (separated by commas).
 saving: rank 1 waits for the file GATE before it ends a save; files of the save after SPOILED
     updates change on the disk after they were written and hashed.
+spiking: a step with a micro-batch whose hash is in SPIKE_HASHES (separated by commas) is taken with
+    a learning rate that is a thousand times as high, whichever step it is.
 slow: rank 1 says that it computed for days. What ranks measure of themselves is replaced, so no
     test depends on how fast they really were.
 """
@@ -35,11 +39,13 @@ from pipeline.checkpoints.background import Described, RankFiles
 from pipeline.checkpoints.manifest import state_file
 from pipeline.objectives.base import Sum, Sums
 from pipeline.objectives.mlm import MaskedLanguageModeling
+from pipeline.runtime import dist
 from pipeline.train.engine import Engine
 from pipeline.train.timing import Clock, LocalComputeTimer
 
 SLOW_S, FAST_S = 1e6, 1e3
 NAN = float("nan")
+FLIPPED = "encoder.token_embedding.weight"
 
 
 def _rank() -> int:
@@ -54,6 +60,34 @@ def _break(original: Callable[..., Any]) -> Callable[..., Any]:
         if any(batch.hash in wanted for batch in batches):
             parts[0].tensors["exp_avg"][3] = NAN
         return result
+
+    return train_step
+
+
+def _flip(original: Callable[..., Any]) -> Callable[..., Any]:
+    flips = 0
+
+    def train_step(self: Engine, *rest: Any) -> Any:
+        nonlocal flips
+        result = original(self, *rest)
+        rank, step, times = map(int, os.environ["FLIP"].split())
+        steps_taken = self.state_parts()[1]["global_steps"]
+        if rank == _rank() and steps_taken == step and flips < times:
+            flips += 1
+            flat = dict(self.replicas())[FLIPPED].view(-1)
+            bits = flat.view(torch.int32 if flat.dtype == torch.float32 else torch.int16)
+            bits[7] ^= 1 << 3
+        return result
+
+    return train_step
+
+
+def _spike(original: Callable[..., Any]) -> Callable[..., Any]:
+    def train_step(self: Engine, batches: Any, objective: Any, lr: float, *rest: Any) -> Any:
+        wanted = {int(text) for text in os.environ["SPIKE_HASHES"].split(",")}
+        if any(dist.gather(any(batch.hash in wanted for batch in batches))):
+            lr *= 1000
+        return original(self, batches, objective, lr, *rest)
 
     return train_step
 
@@ -148,9 +182,11 @@ FAULTS: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
     "breaking": [(Engine, "train_step", _break)],
     "clock": [(Clock, "__init__", _start_clock), (Clock, "read_s", _read_clock)],
     "dying": [(background, "_flush_and_describe", _die)],
+    "flipping": [(Engine, "train_step", _flip)],
     "frozen": [(LocalComputeTimer, "end", _freeze)],
     "poisoned": [(MaskedLanguageModeling, "__call__", _poison)],
     "saving": [(RankFiles, "write", _save)], "slow": [(LocalComputeTimer, "take_s", _slow_down)],
+    "spiking": [(Engine, "train_step", _spike)],
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""`python -m tests.distributed.lamb_main FOLDER`: steps of LAMB with given gradients.
+"""`python -m tests.distributed.lamb_main FOLDER CASE ...`: steps of LAMB with given gradients.
 
 Leaves in FOLDER/CASE, as `save_state` writes it:
     straight: the state after all steps
@@ -138,5 +138,5 @@ def main(folder: Path, case: Case, process: ProcessInfo) -> None:
 
 if __name__ == "__main__":
     with as_rank() as this:
-        for each in CASES:
-            main(Path(sys.argv[1]) / each.name, each, this)
+        for case in (case for case in CASES if case.name in sys.argv[2:]):
+            main(Path(sys.argv[1]) / case.name, case, this)

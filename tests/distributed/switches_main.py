@@ -1,9 +1,8 @@
-"""`python -m tests.distributed.switches_main FOLDER`: steps with switches that may change nothing.
+"""`python -m tests.distributed.switches_main FOLDER CASE ...`: switches that may change nothing.
 
-Leaves in FOLDER/CASE, by the name of each case in `CASES`, what `save_state` writes after
-the last step, and results-RANK.json: loss and gradient norm of each step. FOLDER/graphs-RANK.json
-has the number of graphs that the compiled case had made after each step. Stage 3 comes last, see
-`zero_main`.
+Leaves in FOLDER/CASE, by the name of each case, what `save_state` writes after the last step, and
+results-RANK.json: loss and gradient norm of each step. FOLDER/graphs-RANK.json has the number of
+graphs that the compiled case had made after each step. Stage 3 comes last, see `zero_main`.
 """
 
 import json
@@ -63,13 +62,17 @@ class Case:
         return replace(self, switch="plain")
 
 
+# Each stage and both precisions once, then the rest.
 SWITCHED = [
-    *(Case(stage, kind, "checkpointed") for stage in range(4) for kind in ("fp32", "bf16")),
+    *(Case(stage, kind, "checkpointed") for stage, kind in enumerate(["fp32", *["bf16"] * 3])),
     *(Case(stage, "bf16", "tuned") for stage in (1, 2, 3)),
-    # Compiled code draws other random numbers.
-    Case(2, "fp32", "compiled", dropout=0.0),
+    *(Case(stage, kind, "checkpointed") for stage, kind in enumerate(["bf16", *["fp32"] * 3])),
 ]
-CASES = sorted({*SWITCHED, *(case.without for case in SWITCHED)}, key=lambda c: (c.stage, c.name))
+COMPILED = Case(2, "fp32", "compiled", dropout=0.0)  # it draws other random numbers
+CASES = sorted(
+    {case for switched in (*SWITCHED, COMPILED) for case in (switched, switched.without)},
+    key=lambda case: (case.stage, case.name),
+)
 
 
 def main(folder: Path, case: Case, process: ProcessInfo) -> None:
@@ -114,5 +117,5 @@ def main(folder: Path, case: Case, process: ProcessInfo) -> None:
 
 if __name__ == "__main__":
     with as_rank() as this:
-        for each in CASES:
-            main(Path(sys.argv[1]), each, this)
+        for case in (case for case in CASES if case.name in sys.argv[2:]):
+            main(Path(sys.argv[1]), case, this)

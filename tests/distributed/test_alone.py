@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import pytest
 from pipeline.data.format import DatasetIndex
 from pipeline.errors import EXIT_FAILED_RETRY, EXIT_PREEMPTED
 from tests.support.grids import first_in_ci
+from tests.support.processes import python
 from tests.support.ranks import CONFIG, Ranks, losses
 
 pytestmark = pytest.mark.usefixtures("processes")
@@ -25,22 +24,11 @@ _NO_GROUP = {
 _SIX_STEPS = ("train.num_steps=6", "train.warmup_steps=2", "train.alpha_warmup_steps=2")
 
 
-def _start(
-    run_dir: Path, dataset: DatasetIndex, *words: str, launcher: tuple[str, ...] = ()
-) -> subprocess.Popen[str]:
+def _run(run_dir: Path, dataset: DatasetIndex, *words: str, launcher: tuple[str, ...] = ()) -> None:
     config = run_dir.with_suffix(".yaml")
     config.write_text(CONFIG)
-    command = [sys.executable, *launcher, "-m", "postnorm", "pretrain", str(config),
-               f"run_dir={run_dir}", f"data.dir={dataset.folder}", *words]  # fmt: skip
-    return subprocess.Popen(
-        command, env=_NO_GROUP, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-
-
-def _end(process: subprocess.Popen[str], code: int = 0) -> str:
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == code, output
-    return output
+    python(*launcher, "-m", "postnorm", "pretrain", config, f"run_dir={run_dir}",
+           f"data.dir={dataset.folder}", *words, env=_NO_GROUP, timeout=120)  # fmt: skip
 
 
 def _attempts(run_dir: Path) -> list[tuple[int, int | None]]:
@@ -53,7 +41,7 @@ def _attempts(run_dir: Path) -> list[tuple[int, int | None]]:
 def test_alone_is_as_a_launched_one(zero_stage: int, dataset: DatasetIndex, tmp_path: Path) -> None:
     words = (*_SIX_STEPS, f"train.zero_stage={zero_stage}")
     Ranks(tmp_path / "launched", dataset, *words, world_size=1).ended()
-    _end(_start(tmp_path / "alone", dataset, *words))
+    _run(tmp_path / "alone", dataset, *words)
     assert losses(tmp_path / "alone") == losses(tmp_path / "launched")
     assert len(losses(tmp_path / "alone")) == 6
     assert (tmp_path / "alone/exit/local-1/rank-00000").read_text() == "0\n"
@@ -79,6 +67,6 @@ def test_two_processes_do_not_share_a_folder(dataset: DatasetIndex, tmp_path: Pa
 
 def test_torchrun_starts_ranks_of_the_door(dataset: DatasetIndex, tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    _end(_start(tmp_path / "run", dataset, *_SIX_STEPS, launcher=launcher))
+    _run(tmp_path / "run", dataset, *_SIX_STEPS, launcher=launcher)
     assert _attempts(tmp_path / "run") == [(2, None)]
     assert len(losses(tmp_path / "run")) == 6

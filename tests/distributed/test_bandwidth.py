@@ -2,15 +2,14 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from launch.preflight.check import Bandwidth, read_bandwidth
 from pipeline.profile.bandwidth import bus_bandwidth, pairs_in_ring
+from tests.support import warm
 from tests.support.processes import free_port
 
 _NODES = ("b1", "b2", "b3")
@@ -22,24 +21,24 @@ class _Launch:
     def __init__(self, records: Path, nodes_of_ranks: dict[int, str], world_size: int,
                  timeout_s: float) -> None:  # fmt: skip
         self.records = records
-        port = free_port()
+        self._output, port = records.with_suffix(".out"), free_port()
         command = [sys.executable, "-m", "pipeline", "bandwidth", "--records", str(records),
                    "--nodes", " ".join(_NODES), "--megabytes", "4", "--timeout",
                    str(timeout_s)]  # fmt: skip
         names = list(nodes_of_ranks.values())
-        self._processes = []
+        self._ranks = []
         for number, (rank, node) in enumerate(nodes_of_ranks.items()):
             variables = {
                 **os.environ, "RANK": str(rank), "LOCAL_RANK": str(names[:number].count(node)),
                 "WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1", "SLURMD_NODENAME": node,
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
             }  # fmt: skip
-            pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-            self._processes.append(subprocess.Popen(command, env=variables, text=True, **pipes))
+            with self._output.open("a") as file:
+                self._ranks.append(warm.start(command, variables, file.fileno()))
 
     def wait(self) -> tuple[list[int], str]:
-        outputs = [process.communicate(timeout=120)[0] for process in self._processes]
-        return [process.returncode for process in self._processes], "".join(outputs)
+        codes = [rank.wait(timeout=120) for rank in self._ranks]
+        return codes, self._output.read_text()
 
     def read(self) -> dict[str, Bandwidth]:
         return {node: found for node in _NODES if (found := read_bandwidth(self.records, node))}
@@ -47,7 +46,7 @@ class _Launch:
 
 @pytest.mark.usefixtures("processes")
 def test_every_node_measures_with_both_neighbours(tmp_path: Path) -> None:
-    launch = _Launch(tmp_path, {0: "b1", 1: "b1", 2: "b2", 3: "b3"}, 4, timeout_s=100)
+    launch = _Launch(tmp_path / "records", {0: "b1", 1: "b1", 2: "b2", 3: "b3"}, 4, timeout_s=100)
     codes, output = launch.wait()
     assert codes == [0] * 4, output
     found = launch.read()

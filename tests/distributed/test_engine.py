@@ -16,6 +16,7 @@ from pipeline.data.loader import MicroBatch, document_bounds
 from pipeline.model.layout import rows
 from tests.distributed import engine_main as case
 from tests.distributed.plain_adamw import PlainAdamW, distance
+from tests.support.grids import first_in_ci
 from tests.support.ranks import Starter, assert_same_bits, finish
 
 NUM_STEPS = len(case.ACCUMULATION)
@@ -39,20 +40,17 @@ class Outcome:
         return found["global_steps"], found["skipped_steps"]
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids="{}-ranks".format)
-def ranks(
+@pytest.fixture(scope="module", params=first_in_ci(["2 bf16", "1 fp32", "2 fp32", "1 bf16"], 3))
+def outcome(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, start_command: Starter
-) -> Path:
-    folder = tmp_path_factory.mktemp("engine")
+) -> Outcome:
+    """Of a number of ranks in a precision."""
+    world_size, precision = request.param.split()
+    folder = tmp_path_factory.mktemp("engine") / precision
     command = [sys.executable, "-m", "tests.distributed.engine_main", str(folder)]
-    finish(start_command(command, request.param, folder / "output"), folder / "output")
-    return folder
-
-
-@pytest.fixture(params=["fp32", "bf16"])
-def outcome(request: pytest.FixtureRequest, ranks: Path) -> Outcome:
-    folder = ranks / request.param
-    return Outcome(folder, len(list(folder.glob("results-*.json"))), request.param)
+    output = folder.with_suffix(".out")
+    finish(start_command(command, int(world_size), output), output)
+    return Outcome(folder, int(world_size), precision)
 
 
 @dataclass(frozen=True)

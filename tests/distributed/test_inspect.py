@@ -15,6 +15,7 @@ from pipeline.data.reader import BlockReader
 from pipeline.data.record import read_batches
 from pipeline.tokenizer.load import load_tokenizer
 from tests.distributed.conftest import Train
+from tests.support import warm
 from tests.support.processes import without
 from tests.support.ranks import Ranks, assert_same_bits, losses, records
 
@@ -44,7 +45,7 @@ def train(tmp_path: Path, two_sources: DatasetIndex, start_ranks: type[Ranks]) -
 
 
 def _pipeline(*arguments: object, code: int = 0) -> str:
-    done = without("torch", *arguments)
+    done = warm.run("pipeline", *arguments)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout if not code else done.stdout + done.stderr
 
@@ -101,7 +102,9 @@ def test_a_killed_worker_ends_the_run_with_an_error(train: Train) -> None:
 
 @pytest.mark.parametrize("step", [3, 40, 60])
 def test_inspect_shows_what_was_given(straight: Path, step: int) -> None:
-    head, epochs, digest, *rest = _pipeline("inspect", straight, "--step", step).splitlines()
+    done = without("torch", "inspect", straight, "--step", step)
+    assert done.returncode == 0, done.stderr
+    head, epochs, digest, *rest = done.stdout.splitlines()
     record = next(record for record in read_batches(straight) if record.step == step)
     assert head.startswith(f"batch {record.batch} of {straight}: sequences {record.cursor} to ")
     assert epochs.startswith("epochs before it: large ")

@@ -1,11 +1,9 @@
 """A loss that jumps: the run goes back, leaves batches out, and is the run that never saw them."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
@@ -13,11 +11,13 @@ from pipeline.data.format import DatasetIndex
 from pipeline.data.ledger import Rewind, read_ledger
 from pipeline.data.record import read_batches
 from pipeline.data.run_order import DataRank
+from tests.distributed.conftest import Train
 from tests.support import warm
-from tests.support.ranks import CONFIG, Ranks, losses, newest_state, records
+from tests.support.processes import wait_until
+from tests.support.ranks import CONFIG, Ranks, assert_same_bits, losses, records
 from tests.support.steps import train_loader
 
-SPIKING = ("-m", "tests.distributed.spiking_main")
+SPIKING = ("-m", "tests.distributed.faulty_main", "spiking")
 OVERRIDES = (
     "train.num_steps=45", "monitor.log_every_steps=5", "checkpoint.every_steps=10",
     "checkpoint.keep=5", "spikes.window_steps=10", "spikes.steps_in_a_row=3",
@@ -44,8 +44,7 @@ def spiking(
     folder = tmp_path_factory.mktemp("rewind")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPIKE_HASHES", hashes_of(dataset, folder, range(FIRST_BAD, FIRST_BAD + 1)))
-        ranks = start_ranks(folder / "run", dataset, *OVERRIDES, module=SPIKING)
-        assert ranks.wait() == [0, 0], ranks.output
+        start_ranks(folder / "run", dataset, *OVERRIDES, module=SPIKING).ended()
     return folder / "run"
 
 
@@ -76,59 +75,45 @@ def test_run_goes_back_and_leaves_the_batches_out(spiking: Path) -> None:
 
 
 def test_commands_tell_what_was_left_out(spiking: Path) -> None:
-    lines = _pipeline("inspect", spiking, "--skip").splitlines()
+    lines = warm.run("pipeline", "inspect", spiking, "--skip").stdout.splitlines()
     assert [line.split(":")[0] for line in lines[:8]] == [f"batch {n}" for n in range(22, 30)]
     assert all("; left out when the run went back; epoch/sample 0/" in line for line in lines[:8])
     assert "back from step 30 to 20, without batches 22 to 29" in lines[8]
     assert "'train.skip_batches=[{first: 22, last: 29}]'" in lines[-1]
-    text = _pipeline("status", spiking)
+    text = warm.run("pipeline", "status", spiking).stdout
     assert "went back" in text
     assert "the run went back 1 times" in text
 
 
-def _pipeline(*arguments: object) -> str:
-    done = warm.run("pipeline", *arguments)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_a_run_that_left_them_out_from_the_start_is_the_same(
-    spiking: Path, dataset: DatasetIndex, tmp_path: Path, start_ranks: type[Ranks]
+    spiking: Path, tmp_path: Path, train: Train
 ) -> None:
     rewind = _rewind(spiking)
     left_out = f"train.skip_batches=[{{first: {rewind.first_batch}, last: {rewind.last_batch}}}]"
-    ranks = start_ranks(tmp_path / "run", dataset, *OVERRIDES, left_out)
-    assert ranks.wait() == [0, 0], ranks.output
+    train("run", *OVERRIDES, left_out)
     assert (tmp_path / "run/batches.tsv").read_bytes() == (spiking / "batches.tsv").read_bytes()
-    _require_equal(newest_state(tmp_path / "run"), newest_state(spiking))
+    assert_same_bits(tmp_path / "run", spiking)
     assert losses(tmp_path / "run")[45] == losses(spiking)[45]
 
 
 def test_killed_before_it_goes_back(
-    spiking: Path,
-    dataset: DatasetIndex,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    start_ranks: type[Ranks],
-) -> None:
-    monkeypatch.setenv(
-        "SPIKE_HASHES", hashes_of(dataset, tmp_path, range(FIRST_BAD, FIRST_BAD + 1))
-    )
-    run_dir = tmp_path / "run"
+    spiking: Path, dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    train: Train,
+) -> None:  # fmt: skip
+    bad = range(FIRST_BAD, FIRST_BAD + 1)
+    monkeypatch.setenv("SPIKE_HASHES", hashes_of(dataset, tmp_path, bad))
+    run_dir, given = tmp_path / "run", (*OVERRIDES, "checkpoint.every_steps=13")
     # This attempt ends in the middle of the spike, with a checkpoint that is in it.
-    ranks = start_ranks(run_dir, dataset, *OVERRIDES, "checkpoint.every_steps=13", module=SPIKING)
+    ranks = train.start("run", *given, module=SPIKING)
     ranks.wait_for_step(26)
     ranks.kill()
     assert not read_ledger(run_dir).rewinds
-    ranks = start_ranks(run_dir, dataset, *OVERRIDES, "checkpoint.every_steps=13", module=SPIKING)
-    deadline = time.monotonic() + 120
-    while not read_ledger(run_dir).rewinds and time.monotonic() < deadline:
-        time.sleep(0.001)
+    ranks = train.start("run", *given, module=SPIKING)
+    wait_until(lambda: read_ledger(run_dir).rewinds, *ranks.processes)
     ranks.kill()
     spoiled = run_dir / "checkpoints/step-00000026"
     killed_first = spoiled.exists()
-    ranks = start_ranks(run_dir, dataset, *OVERRIDES, "checkpoint.every_steps=13", module=SPIKING)
-    assert ranks.wait() == [0, 0], ranks.output
+    ranks = train("run", *given, module=SPIKING)
     if killed_first:
         assert (
             f"removing {spoiled}: it was trained on batches that are left out now" in ranks.output
@@ -136,22 +121,13 @@ def test_killed_before_it_goes_back(
     assert _rewind(run_dir).to_step == 13
     left_out = {record.batch for record in read_batches(run_dir) if record.step is None}
     assert left_out == set(range(22, 30))
-    _require_equal(newest_state(run_dir), newest_state(spiking))
+    assert_same_bits(run_dir, spiking)
 
 
 def test_a_loss_that_always_jumps_ends_the_run(
-    dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start_ranks: type[Ranks]
+    dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Train
 ) -> None:
     monkeypatch.setenv("SPIKE_HASHES", hashes_of(dataset, tmp_path, range(FIRST_BAD, 80)))
-    ranks = start_ranks(
-        tmp_path / "run", dataset, *OVERRIDES, "spikes.max_rewinds=1", module=SPIKING
-    )
-    assert ranks.wait() == [2, 2]
+    ranks = train("run", *OVERRIDES, "spikes.max_rewinds=1", module=SPIKING, code=2)
     assert "the run went back to step 20 1 times before (spikes.max_rewinds)" in ranks.output
     assert (tmp_path / "run/checkpoints/step-00000020").exists()
-
-
-def _require_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in found.items():
-        assert torch.equal(value, expected[name]), name

@@ -6,30 +6,45 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed import switches_main
-from tests.distributed.switches_main import Case
+from tests.distributed.switches_main import COMPILED, SWITCHED, Case
+from tests.support.grids import first_in_ci, selected
 from tests.support.ranks import Starter, assert_same_bits, finish, state_of
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, start_command: Starter) -> Path:
-    folder = tmp_path_factory.mktemp("switches")
-    command = [sys.executable, "-m", "tests.distributed.switches_main", str(folder)]
-    finish(start_command(command, 2, folder / "output"), folder / "output", timeout_s=600)
+def _train(start: Starter, folder: Path, cases: list[Case], ranks: int) -> Path:
+    """Train each case with its switch and without."""
+    names = {case.name for switched in cases for case in (switched, switched.without)}
+    command = [sys.executable, "-m", "tests.distributed.switches_main", str(folder), *names]
+    finish(start(command, ranks, folder / "output"), folder / "output", timeout_s=600)
     return folder
+
+
+@pytest.fixture(scope="module")
+def folder(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, start_command: Starter
+) -> Path:
+    """What the cases of the selected tests left."""
+    folder = tmp_path_factory.mktemp("switches")
+    return _train(start_command, folder, selected(request, "case"), ranks=2)
+
+
+@pytest.fixture(scope="module", params=first_in_ci([1, 2]))
+def compiled(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, start_command: Starter
+) -> Path:
+    """Layers that each rank has compiled, which takes it seconds."""
+    folder = tmp_path_factory.mktemp("compiled")
+    return _train(start_command, folder, [COMPILED], ranks=request.param)
 
 
 def _results(folder: Path, case: Case) -> list[list[list[float]]]:
     """Loss and norm by rank and step."""
-    paths = [folder / case.name / f"results-{rank}.json" for rank in range(2)]
+    paths = sorted((folder / case.name).glob("results-*.json"))
+    assert paths, "no rank has ended"
     return [json.loads(path.read_text()) for path in paths]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [case for case in switches_main.SWITCHED if case.switch != "compiled"],
-    ids=lambda case: case.name,
-)
+@pytest.mark.parametrize("case", first_in_ci(SWITCHED, 7), ids=lambda case: case.name)
 def test_nothing_changes_to_the_bit(folder: Path, case: Case) -> None:
     for of_rank, wanted in zip(_results(folder, case), _results(folder, case.without), strict=True):
         assert [loss for loss, _ in of_rank] == [loss for loss, _ in wanted]
@@ -39,18 +54,17 @@ def test_nothing_changes_to_the_bit(folder: Path, case: Case) -> None:
     assert_same_bits(folder / case.name, folder / case.without.name)
 
 
-def test_compiled_layers_train_as_eager_ones(folder: Path) -> None:
-    [case] = [case for case in switches_main.SWITCHED if case.switch == "compiled"]
-    found, expected = _results(folder, case), _results(folder, case.without)
-    for of_rank, wanted in zip(found, expected, strict=True):
+def test_compiled_layers_train_as_eager_ones(compiled: Path) -> None:
+    of_ranks = zip(_results(compiled, COMPILED), _results(compiled, COMPILED.without), strict=True)
+    for of_rank, wanted in of_ranks:
         for pair, numbers in zip(of_rank, wanted, strict=True):
             assert pair == pytest.approx(numbers, rel=5e-6)
-    state, reference = (state_of(folder / each.name) for each in (case, case.without))
+    state, reference = (state_of(compiled / case.name) for case in (COMPILED, COMPILED.without))
     assert state.keys() == reference.keys(), "names have changed"
 
 
-def test_a_layer_is_compiled_once_for_all_layers_steps_and_sequences(folder: Path) -> None:
-    for rank in range(2):
-        graphs = json.loads((folder / f"graphs-{rank}.json").read_text())
+def test_a_layer_is_compiled_once_for_all_layers_steps_and_sequences(compiled: Path) -> None:
+    for path in compiled.glob("graphs-*.json"):
         # The first layer has no carried scores; alpha and rate differ from step to step.
-        assert graphs == [2, 2, 2]
+        assert json.loads(path.read_text()) == [2, 2, 2]
+    assert list(compiled.glob("graphs-0.json"))

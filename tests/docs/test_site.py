@@ -1,26 +1,18 @@
 """The pages become a site without warnings, and their figure shows the study's numbers."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
-
 from experiments.figure import DATA, FIGURE, figure, run_of
-from tests.support.pages import PAGES, ROOT
+from tests.support.pages import PAGES
+from tests.support.processes import python
 
 _LARGEST_BYTES = 60_000
 
 
-@pytest.mark.smoke
 def test_site_has_every_page(processes: None, tmp_path: Path) -> None:
     """A warning is an error by mkdocs.yml: of links, of pages without a place, of docstrings."""
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path / "site")],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
+    python("-m", "mkdocs", "build", "--quiet", "--site-dir", tmp_path / "site")
     for page in PAGES:
         if page.parent.name == "docs":
             assert (tmp_path / "site" / f"{page.stem}.html").is_file()

@@ -120,7 +120,7 @@ def test_large_eps_is_differentiated_exactly() -> None:
     assert all(error(f, w) <= EXACT for f, w in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("size", [40, 768])
+@pytest.mark.parametrize("size", first_in_ci([768, 40]))
 def test_bf16_is_nearer_than_plain_pytorch(size: int) -> None:
     drawn = draw(9, size, dtype=torch.bfloat16)
     for alpha, keep in CASES:
@@ -181,8 +181,13 @@ def test_alpha_zero_is_the_identity_to_the_bit(dtype: torch.dtype) -> None:
         assert not d_update.any()
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize(
+    ("bad", "dropout"),
+    first_in_ci([
+        (torch.nan, 0.5), (torch.inf, 0.0), (-torch.inf, 0.5), (torch.nan, 0.0), (torch.inf, 0.5),
+        (-torch.inf, 0.0),
+    ], 2),
+)  # fmt: skip
 def test_what_is_not_finite_is_seen(bad: float, dropout: float) -> None:
     dropped = (~torch.from_numpy(kept_by_rule(SEED, 3, 40, 0.5)[1])).nonzero()
     column = int(dropped[0])  # even where dropout drops it
@@ -197,8 +202,9 @@ def test_what_is_not_finite_is_seen(bad: float, dropout: float) -> None:
             assert torch.equal(each[[0, 2]], other[[0, 2]])
 
 
-@pytest.mark.parametrize("size", [40, 768])
-@pytest.mark.parametrize("alpha", [1.0, 0.3])
+@pytest.mark.parametrize(
+    ("alpha", "size"), first_in_ci([(0.3, 768), (1.0, 40), (0.3, 40), (1.0, 768)], 2)
+)
 def test_dropout_is_what_its_seed_says(alpha: float, size: int) -> None:
     drawn = draw(9, size, dtype=torch.float32)
     factor = torch.from_numpy(kept_by_rule(SEED, 9, size, 0.25)) / 0.75
@@ -237,13 +243,12 @@ def test_dropout_looks_random() -> None:
     assert kept.mean((0, 1)).std() == pytest.approx(0.3 / np.sqrt(128), rel=0.2)
 
 
-def test_the_operator_is_registered_as_torch_wants_it() -> None:
+@pytest.mark.parametrize(("alpha", "dropout"), first_in_ci([(0.5, 0.25), (1.0, 0.0)]))
+def test_the_operator_is_registered_as_torch_wants_it(alpha: float, dropout: float) -> None:
     x, update, _ = draw(3, 5, 40, dtype=torch.float32)
-    for alpha, dropout in ((1.0, 0.0), (0.5, 0.25)):
-        x, update = x.clone().requires_grad_(), update.clone().requires_grad_()
-        tensor = torch.tensor(alpha)
-        seed = torch.tensor([SEED]) if dropout else None
-        torch.library.opcheck(OPERATOR, (x, update, tensor, seed, 1.5, dropout, EPS))
+    x, update = x.clone().requires_grad_(), update.clone().requires_grad_()
+    seed = torch.tensor([SEED]) if dropout else None
+    torch.library.opcheck(OPERATOR, (x, update, torch.tensor(alpha), seed, 1.5, dropout, EPS))
 
 
 def test_checkpointing_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,8 +334,9 @@ def test_evaluation_drops_nothing() -> None:
     assert error(_results(fused.train(), layout, 0.3)[0], wanted.double()) > 0.1
 
 
+@pytest.mark.slow  # by day: how often `CompiledLayer` compiles
 @pytest.mark.usefixtures("processes")  # Inductor's
-@pytest.mark.parametrize("backend", first_in_ci(["aot_eager", "inductor"]))
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_compiled_layer_is_one_graph(backend: str) -> None:
     config, layout = replace(CONFIG, dropout=0.2), _layouts()["rows"]
     model = _model(config, fused=True)
@@ -361,7 +367,7 @@ def test_lengths_and_alphas_do_not_compile_again(monkeypatch: pytest.MonkeyPatch
     assert len(graphs) <= 2, len(graphs)  # the second length makes the row length symbolic
 
 
-@pytest.mark.parametrize("group_size", [1, 3])
+@pytest.mark.parametrize("group_size", first_in_ci([3, 1]))
 def test_checkpointed_layers_of_a_model_have_the_same_bits(group_size: int) -> None:
     config, layout = replace(CONFIG, dropout=0.2), _layouts()["packed"]
     wanted = _results(_model(config, fused=True), layout, 0.3)

@@ -266,6 +266,7 @@ def test_the_followed_loss_and_what_does_not_fit() -> None:
         ObjectiveConfig(boundary_weight=2.0)
 
 
+@pytest.mark.long
 def test_a_run_learns_and_works_without_its_head(tmp_path: Path, dataset: DatasetIndex) -> None:
     config = tmp_path / "train.yaml"
     config.write_text(CONFIG)

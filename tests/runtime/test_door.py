@@ -2,7 +2,6 @@
 
 import json
 import shlex
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -164,18 +163,23 @@ def test_arguments_are_those_that_a_function_declares(capsys: pytest.CaptureFixt
         assert error in capsys.readouterr().err
 
 
-def _without_torch(*words: object) -> Iterator[str]:
-    """Runs the door and each package where torch and DeepSpeed cannot be imported."""
-    for module in ("postnorm", "pipeline"):
-        program = (
-            "import runpy, sys; sys.modules.update(dict.fromkeys(['torch', 'deepspeed'])); "
-            f"runpy.run_module('{module}', run_name='__main__')"
-        )
-        yield python("-c", program, *words)
+_WITHOUT_TORCH = """
+import contextlib, io, json, runpy, sys
+sys.modules.update(dict.fromkeys(["torch", "deepspeed"]))
+module, *commands = json.loads(sys.argv[1])
+told = []
+for words in commands:
+    sys.argv[1:] = words
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+        runpy.run_module(module, run_name="__main__")
+    told.append(out.getvalue())
+print(json.dumps(told))
+"""
 
 
 @pytest.mark.usefixtures("processes")
-def test_light_verbs_load_no_torch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("module", ["postnorm", "pipeline"])
+def test_light_verbs_load_no_torch(module: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     make_checkpoint(run, 10)
     (run / "resolved.yaml").write_text("run_dir: run\ndata: {dir: data}\n")
@@ -184,12 +188,15 @@ def test_light_verbs_load_no_torch(tmp_path: Path) -> None:
         "fingerprint": "0", "host": "here", "job": "local",
     }  # fmt: skip
     (run / "attempts.jsonl").write_text(f"{json.dumps(attempt)}\n")
-    assert all("pretrain" in text for text in _without_torch("--help"))
-    assert all("example:" in text for text in _without_torch("pretrain", "--help"))
-    assert all("run_dir: " in text for text in _without_torch("config", "configs/demo.yaml"))
-    model = "configs/model/roformer_v2-base.yaml"
-    assert all("parameters" in text for text in _without_torch("model", model))
-    assert all(str(run) in text for text in _without_torch("status", run))
+    expected = {
+        "--help": "pretrain", "pretrain --help": "example:", f"status {run}": str(run),
+        "config configs/demo.yaml": "run_dir: ",
+        "model configs/model/roformer_v2-base.yaml": "parameters",
+    }  # fmt: skip
+    asked = json.dumps([module, *(command.split() for command in expected)])
+    said = json.loads(python("-c", _WITHOUT_TORCH, asked))
+    for text, (command, words) in zip(said, expected.items(), strict=True):
+        assert words in text, command
 
 
 @pytest.mark.usefixtures("processes")

@@ -64,8 +64,8 @@ main()
 def test_data_preparation_says_how_to_continue(programs: Processes, tmp_path: Path) -> None:
     sources = []
     for name in "ab":
-        text = "".join(f"{json.dumps({'text': f'{name} {i} words'})}\n" for i in range(300_000))
-        (tmp_path / f"{name}.jsonl").write_text(text)
+        line = json.dumps({"text": f"{name} and other words"})
+        (tmp_path / f"{name}.jsonl").write_text(f"{line}\n" * 300_000)
         sources.append({"name": name, "inputs": [str(tmp_path / f"{name}.jsonl")]})
     config = tmp_path / "prep.yaml"
     config.write_text(json.dumps({"output_dir": str(tmp_path / "data"), "sources": sources}))

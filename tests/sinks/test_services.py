@@ -14,19 +14,26 @@ from pipeline.data.format import DatasetIndex
 from pipeline.sinks.base import tag_of
 from tests.support.ranks import Ranks, records
 
-_LENGTHS = ("train.num_steps=12", "train.num_steps=20")
 
-
-def _two_attempts(run_dir: Path, dataset: DatasetIndex, start_ranks: type[Ranks], sink: str) -> str:
-    """Trains a run in two attempts, and returns what it printed."""
-    for length in _LENGTHS:
-        sinks = f"monitor.sinks=[tensorboard, {sink}]"
-        ranks = start_ranks(run_dir, dataset, sinks, length, "monitor.eval_every_steps=10")
-        assert ranks.wait(240) == [0, 0], ranks.output
+@pytest.fixture(scope="module")
+def run_dir(
+    dataset: DatasetIndex, tmp_path_factory: pytest.TempPathFactory, start_ranks: type[Ranks]
+) -> Path:
+    """A run in two attempts that writes to those services that are installed."""
+    run_dir = tmp_path_factory.mktemp("services") / "run"
+    there = [name for name in ("wandb", "mlflow") if importlib.util.find_spec(name)]
+    sinks = f"monitor.sinks=[{', '.join(['tensorboard', *there])}]"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_MODE", "offline")
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+        for length in ("train.num_steps=12", "train.num_steps=20"):
+            ranks = start_ranks(run_dir, dataset, sinks, length, "monitor.eval_every_steps=10")
+            ranks.ended(timeout_s=240)
     assert "resumed from" in ranks.output
     assert "fails" not in ranks.output
     assert "lost" not in ranks.output
-    return ranks.output
+    return run_dir
 
 
 def _expected(run_dir: Path) -> dict[str, dict[int, float]]:
@@ -67,14 +74,9 @@ def _log_records(data: bytes) -> Iterator[bytes]:
 
 
 @_installed("wandb")
-def test_weights_and_biases_has_all_numbers_of_both_attempts(
-    dataset: DatasetIndex, tmp_path: Path, start_ranks: type[Ranks], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_and_biases_has_all_numbers_of_both_attempts(run_dir: Path) -> None:
     from wandb.proto import wandb_internal_pb2
 
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    run_dir = tmp_path / "run"
-    _two_attempts(run_dir, dataset, start_ranks, "wandb")
     run_id = (run_dir / "sinks" / "wandb").read_text().strip()
     files = sorted((run_dir / "wandb").glob("offline-run-*/run-*.wandb"))
     assert [path.name for path in files] == 2 * [f"run-{run_id}.wandb"]  # of rank 0 alone
@@ -83,7 +85,7 @@ def test_weights_and_biases_has_all_numbers_of_both_attempts(
         for data in _log_records(path.read_bytes()):
             record = wandb_internal_pb2.Record.FromString(data)
             if record.HasField("run"):
-                assert record.run.display_name == f"{tmp_path.name}/run"
+                assert record.run.display_name == f"{run_dir.parent.name}/run"
                 assert record.run.project == "postnorm"
             row = {
                 (item.key or "/".join(item.nested_key)): json.loads(item.value_json)
@@ -100,18 +102,16 @@ def test_weights_and_biases_has_all_numbers_of_both_attempts(
 
 @_installed("mlflow")
 def test_mlflow_has_all_numbers_of_both_attempts(
-    dataset: DatasetIndex, tmp_path: Path, start_ranks: type[Ranks], monkeypatch: pytest.MonkeyPatch
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import mlflow
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    run_dir = tmp_path / "run"
-    _two_attempts(run_dir, dataset, start_ranks, "mlflow")
     client = mlflow.MlflowClient((run_dir / "mlruns").as_uri())
     [run] = client.search_runs([client.get_experiment_by_name("postnorm").experiment_id])
     assert run.info.run_id == (run_dir / "sinks" / "mlflow").read_text().strip()
-    assert run.info.run_name == f"{tmp_path.name}/run"
+    assert run.info.run_name == f"{run_dir.parent.name}/run"
     assert run.info.status == "FINISHED"
     assert run.data.params["train.alpha_warmup_steps"] == "10"
     for tag, points in _expected(run_dir).items():
