@@ -61,7 +61,7 @@ def run_baseline(config: TaskConfig, *, name: str, out: Path) -> dict[str, Any] 
     Raises:
         DataError: see `read_task`.
     """
-    if config.task.kind == "qa":
+    if not config.kind.baseline:
         return None
     started_s = time.monotonic()
     data = read_task(config)
@@ -81,7 +81,7 @@ def run_baseline(config: TaskConfig, *, name: str, out: Path) -> dict[str, Any] 
             logger.info("%s is finished", out)
             return stored
         (out / RESULT).unlink()
-    predict = _Dictionary(data) if config.kind.gold == "spans" else _Ngrams(config, data)
+    predict = _BASELINES[config.kind.baseline](config, data)
     found = {}
     out.mkdir(parents=True, exist_ok=True)
     for split in SPLITS:
@@ -113,7 +113,7 @@ def _hash(data: TaskData) -> str:
 class _Dictionary:
     """Entities of train by their text."""
 
-    def __init__(self, data: TaskData) -> None:
+    def __init__(self, config: TaskConfig, data: TaskData) -> None:
         types: dict[str, Counter[str]] = defaultdict(Counter)
         for row in data.splits["train"]:
             for span in row.gold if isinstance(row.gold, tuple) else ():
@@ -146,7 +146,8 @@ class _Ngrams:
     def __init__(self, config: TaskConfig, data: TaskData) -> None:
         from sklearn.feature_extraction.text import TfidfVectorizer
 
-        self._kind, self._labels = config.task.kind, data.labels
+        self._loss, self._labels = config.kind.loss, data.labels
+        self._is_choice = config.kind.masks_scores
         train = data.splits["train"]
         pairs = [pair for row in train for pair in self._pairs(row)]
         self._has_second = any(second for _, second in pairs)
@@ -159,7 +160,7 @@ class _Ngrams:
         )
         self._vectorizer.fit(text for pair in pairs for text in dict.fromkeys(pair) if text)
         features = self._features(pairs)
-        if self._kind == "regress":
+        if self._loss == "regression":
             from sklearn.linear_model import Ridge
 
             self._models = [Ridge(alpha=_RIDGE).fit(features, [row.gold for row in train])]
@@ -170,19 +171,15 @@ class _Ngrams:
             golds = [row.gold if isinstance(row.gold, tuple) else (row.gold,) for row in train]
             wanted = np.array([[label in gold for label in self._labels] for gold in golds])
         # Of two classes one model is enough: the other's is its mirror image.
-        self._is_binary = len(self._labels) == 2 and self._kind != "multilabel"
+        self._is_binary = len(self._labels) == 2 and self._loss != "multi_label"
         self._models = [_fit(features, column) for column in wanted.T[int(self._is_binary) :]]
-
-    @property
-    def _is_choice(self) -> bool:
-        return self._kind in ("choice", "cloze")
 
     def _pairs(self, row: Example) -> list[tuple[str, str]]:
         """Return the texts that a score is given to: of the row, or of each of its choices."""
         if self._is_choice:
             context = "\n".join(filter(None, (row.text, row.text_b)))
             return [(context, choice) for choice in row.choices]
-        if self._kind == "coref":
+        if row.marks:  # the spans of coref
             return [(row.text, " ".join(row.text[start:end] for _, start, end in row.marks))]
         return [(row.text, row.text_b)]
 
@@ -200,7 +197,7 @@ class _Ngrams:
 
     def __call__(self, rows: Sequence[Example]) -> Predicted:
         features = self._features([pair for row in rows for pair in self._pairs(row)])
-        if self._kind == "regress":
+        if self._loss == "regression":
             return [(float(value), None) for value in self._models[0].predict(features)]
         values = np.stack([_logits(model, features) for model in self._models], axis=1)
         if self._is_choice:
@@ -212,7 +209,7 @@ class _Ngrams:
         return [(self._named(line), line.tolist()) for line in values]
 
     def _named(self, line: Floats) -> str | list[str]:
-        if self._kind == "multilabel":
+        if self._loss == "multi_label":
             return [label for label, value in zip(self._labels, line, strict=True) if value > 0]
         return self._labels[int(np.argmax(line))]
 
@@ -240,3 +237,6 @@ def _logits(model: Any, features: Any) -> Floats:
     if isinstance(model, float):
         return np.full(features.shape[0], model)
     return np.asarray(model.decision_function(features), dtype=np.float64)
+
+
+_BASELINES: dict[str, Any] = {"dictionary": _Dictionary, "ngrams": _Ngrams}

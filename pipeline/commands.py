@@ -13,7 +13,6 @@ from pipeline.checkpoints.commands import CHECKPOINT
 from pipeline.config.runs import PretrainConfig, load_run
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, ConfigError
 from pipeline.finetune.commands import TASKS
-from pipeline.multitask.commands import multitask
 from pipeline.runtime import cli, env
 from pipeline.runtime.cli import (
     CONFIG,
@@ -42,6 +41,30 @@ from pipeline.use.vector_commands import (
 )
 
 _OUT: Any = argument("folder to write", "OUT")
+
+
+@verb(
+    "multitask mix.yaml balance.method=gradient_norm train.num_steps=2000",
+    if_interrupted="The same command continues it.",
+)
+def _multitask(
+    config: str = argument("YAML file of the run, or the name of a shipped one"),
+    overrides: list[str] = cli.overrides("such as balance.method=equal train.num_steps=5000"),
+) -> int:
+    """Train one model on many tasks together."""
+    from pipeline.config.load import warn_of_unusual
+    from pipeline.multitask.config import load_mix
+
+    def work(rank: Rank) -> int:
+        mix = load_mix(config, tuple(overrides))
+        rank.run_dir = mix.config.folder.path
+        if rank.process.is_first:
+            warn_of_unusual(mix.config)
+        from pipeline.multitask.run import multitask
+
+        return multitask(mix, rank)
+
+    return run_as_rank(work, env.process_info_or_alone(), env.launched_run_dir())
 
 
 @verb('fill-mask runs/demo/train "The function returns a [MASK] of strings."')
@@ -346,7 +369,7 @@ def _pretrain(config: str = CONFIG, overrides: list[str] = OVERRIDES) -> int:
 _CONFIG = cli.config_verb(PretrainConfig, "config configs/demo.yaml --explain train.lr=1e-3")
 _RUNS = (_CONFIG, _model, _coverage, _pretrain, _status, _inspect, _compare)
 GROUPS: dict[str, tuple[Verb, ...]] = {
-    "train": (*_RUNS, CHECKPOINT, _profile, _bandwidth, multitask),
+    "train": (*_RUNS, CHECKPOINT, _profile, _bandwidth, _multitask),
     "tasks": TASKS,
     "use": (evaluate, _fill_mask, encode, whiten, similar, sts, _export, _convert, _grow),
 }

@@ -32,7 +32,7 @@ TORCH_FREE = {
     "pipeline.tokenizer",
     "pipeline.tasks", "pipeline.finetune.commands", "pipeline.finetune.result",
     "pipeline.finetune.can", "pipeline.finetune.rescore_command", "pipeline.finetune.submission",
-    "pipeline.multitask.balance", "pipeline.multitask.commands", "pipeline.multitask.config",
+    "pipeline.multitask.balance", "pipeline.multitask.config",
     "pipeline.multitask.draws", "pipeline.train.deepspeed",
 }  # fmt: skip
 DOORS = {"deepspeed": {"pipeline.train.engine"}, "triton": {"pipeline.kernels"},
