@@ -106,6 +106,20 @@ def test_activations_are_those_of_the_kernels_that_will_run(tmp_path: Path) -> N
     assert bytes_of["auto"] < bytes_of["norms"] < bytes_of["CPUs"] < bytes_of["fp32"]
 
 
+def test_without_torch_a_plan_says_what_it_does_not_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cost, "activation_bytes", lambda passes: None)
+    found, text = _plan(run_dir=tmp_path / "run", hardware=HardwareConfig(memory_gib=1))
+    assert found.activation_bytes is found.largest_micro_batch is None
+    assert found.problems == ()
+    assert "activations not known without torch: pip install 'postnorm[train]'" in text
+    mix = _mix(tmp_path)
+    assert "not known without torch" in "\n".join(
+        mix_text(plan_mix(mix, ClusterConfig()), mix, ClusterConfig())
+    )
+
+
 def test_zero_stages_divide_the_state(tmp_path: Path) -> None:
     state = {}
     for stage in (0, 1, 2):
