@@ -89,7 +89,6 @@ class TrainConfig:
     lamb_bias_correction: bool | None = param(
         None, "lamb: whether averages are corrected for their start at 0"
     )
-    adam_beta1: float = param(0.9, "decay of the gradient average", ge=0, lt=1)
     adam_beta2: float = param(
         0.98, "decay of the squared-gradient average", ge=0, lt=1, usual=(0.9, 1)
     )
@@ -299,12 +298,6 @@ class MonitorConfig:
     )
     probe_root: str | None = path_param(
         None, "data.root of the probes' tasks; null leaves each task's own"
-    )
-    straggler_factor: float = param(
-        1.25,
-        "warn of a rank whose own work took so many times as long as the other ranks' median in "
-        "each of three log intervals",
-        gt=1,
     )
     compare_replicas_every_steps: int = param(
         100,

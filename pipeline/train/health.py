@@ -1,8 +1,8 @@
 """Watches a run's health: norms by layer, and slow ranks.
 
 Straggler: in each of three log intervals in a row, a rank's own work (waiting for data, and forward
-and backward passes until the first collective) takes more than `monitor.straggler_factor` times the
-median of the other ranks, and at least a hundredth of the step longer.
+and backward passes until the first collective) takes more than 1.25 times
+the median of the other ranks, and at least a hundredth of the step longer.
 
 Norms of gradient, update and weights by group of layers: on each rank the optimizer's hooks see the
 summed and clipped gradient of its own part of the master weights. Sums of squares of the parts add
@@ -117,6 +117,9 @@ class LayerNorms:
             self.sums[group, column] += squared_norm(values[start:stop])
 
 
+_STRAGGLER_FACTOR = 1.25
+"""How many times the median of the other ranks a slow one takes. Below it, ranks that share a node
+with other work would be named."""
 _SLOW_INTERVALS = 3
 _LEAST_SHARE = 0.01
 
@@ -124,9 +127,8 @@ _LEAST_SHARE = 0.01
 class Stragglers:
     """Follows the ranks of one attempt, and warns of slow ones."""
 
-    def __init__(self, hosts: list[str], factor: float) -> None:
+    def __init__(self, hosts: list[str]) -> None:
         self._hosts = hosts
-        self._factor = factor
         self._slow = [0] * len(hosts)
         """Number of intervals in a row in which each rank was slow."""
 
@@ -147,7 +149,7 @@ class Stragglers:
         for rank, slow in enumerate(self._slow):
             others_s = float(np.median(np.delete(own_s, rank)))
             late_s = float(own_s[rank]) - others_s
-            is_slow = late_s > (self._factor - 1) * others_s and late_s > _LEAST_SHARE * step_s
+            is_slow = late_s > (_STRAGGLER_FACTOR - 1) * others_s and late_s > _LEAST_SHARE * step_s
             self._slow[rank] = slow + 1 if is_slow else 0
             if self._slow[rank] == _SLOW_INTERVALS:
                 factor = float(own_s[rank]) / others_s if others_s else float("inf")

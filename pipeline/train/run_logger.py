@@ -51,7 +51,7 @@ class RunLogger:
         if sinks and entropy is not None:
             self._doctor = PlateauDoctor(config, entropy, run.work.index.location)
         hosts = dist.gather(socket.gethostname())
-        self._stragglers = Stragglers(hosts, config.monitor.straggler_factor)
+        self._stragglers = Stragglers(hosts)
         known = limits(device_name(device)) if config.train.precision == "bf16" else None
         self._peak_flops = known.bf16_flops if known else None
         self._eta: _Eta | None = None

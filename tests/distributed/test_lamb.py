@@ -39,7 +39,7 @@ def reference(
 ) -> dict[str, Tensor]:
     """The weights after all steps, float64; the formulas of the paper's algorithm 2."""
     config = lamb_main.CASES[0].config()
-    beta1, beta2, eps = config.adam_beta1, config.adam_beta2, config.adam_eps
+    beta1, beta2, eps = 0.9, config.adam_beta2, config.adam_eps
 
     def trained(name: str, part: int, parts: int) -> Tensor:
         w = lamb_main.weights()[name].double().chunk(parts)[part]

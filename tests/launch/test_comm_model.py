@@ -79,7 +79,7 @@ def test_a_single_rank_exchanges_nothing(tmp_path: Path) -> None:
 def test_measured_bandwidths_take_the_place_of_data_sheets(tmp_path: Path) -> None:
     sheet = HardwareConfig(gpu="A100 80GB")
     assert bus_of(ClusterConfig(gpus_per_node=8, nodes=2, hardware=sheet)) == Bus(
-        160e9, "160 GB/s between nodes, 80% (hardware.bus_efficiency) of the data sheet's"
+        160e9, "160 GB/s between nodes, 80% of the data sheet's"
     )
     hardware = HardwareConfig(gpu="A100 80GB", intra_node_gb_per_s=231, inter_node_gb_per_s=42)
     # What preflight expects is of two nodes, or of the only one.
