@@ -76,7 +76,7 @@ def _shared_class_names() -> list[str]:
 
 # What is counted, and the most that there may be of it.
 COUNTED: dict[str, tuple[Callable[[], list[str]], int]] = {
-    "modules": (lambda: list(MODULES), 242),
+    "modules": (lambda: list(MODULES), 239),
     "lines": (_lines, 62_000),
     "crumbs": (_crumbs, 1),
     "long functions": (_long_functions, 0),

@@ -80,7 +80,7 @@ def test_dropout_of_what_comes_after_and_a_trace_are_as_without() -> None:
     assert len(trace.hidden) == CONFIG.num_layers + 1
 
 
-class _Storages(TorchDispatchMode):
+class Storages(TorchDispatchMode):
     """Remembers what operators made, without keeping it."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -112,7 +112,7 @@ def alive_bytes(
     if fused:
         model.encoder.fuse_attention()
         model.encoder.fuse_residual_norms()
-    with _Storages(model) as storages:
+    with Storages(model) as storages:
         loss = _loss(model)
         found = storages.alive_bytes()
     loss.backward()
@@ -167,7 +167,7 @@ def test_peak_of_a_step_is_what_cost_says(
     # Not the attention of short rows in bf16, which keeps its probabilities.
     monkeypatch.setattr(attention, "_SHORT", 0)
     monkeypatch.setattr(model.encoder, "_run_layers", sampled)
-    with _Storages(model) as storages, set_checkpoint_early_stop(False):
+    with Storages(model) as storages, set_checkpoint_early_stop(False):
         loss = _loss(model)
         del alive[:]
         loss.backward()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from pipeline.config.load import load
 from pipeline.config.model import ModelConfig
@@ -19,6 +20,7 @@ from pipeline.model.cost import TrainingPass
 from pipeline.model.encoder import EncoderModel
 from pipeline.objectives.activations import activation_bytes
 from pipeline.objectives.choose import make_objective
+from tests.model.test_checkpointing import Storages
 
 ROOT = Path(__file__).parents[2]
 FAMILIES = ("bert", "roformer", "realformer", "roformer_v2", "realformer_v2")
@@ -178,3 +180,37 @@ def test_a_generator_of_half_the_layers_is_counted_by_its_own_layers() -> None:
     assert sizes[1.0]["generator"] - sizes[0.5]["generator"] == 4 * per_layer > 0
     assert sizes[1.0]["attention"] == sizes[0.25]["attention"]
     assert activation_bytes(TrainingPass(config, 2, SEQ_LEN, objective=MLM))["generator"] == 0
+
+
+@pytest.mark.usefixtures("as_on_cpu")
+def test_a_generator_is_computed_again_when_what_the_encoder_kept_is_freed() -> None:
+    given = TrainingPass(
+        family("bert", num_layers=6), 3, SEQ_LEN, "fp32", MASKED_SHARE, 2,
+        objective=ObjectiveConfig(kind="rtd", generator_size=0.5),
+    )  # fmt: skip
+    model, run = real_step(given)
+    alive: dict[str, list[int]] = {"encoder": [], "generator": []}
+
+    def sampled(run_layers: Callable[..., Any], sizes: list[int]) -> Callable[..., Any]:
+        def run_and_look(*arguments: Any) -> Any:
+            result = run_layers(*arguments)
+            gradients = [each.grad for each in model.parameters() if each.grad is not None]
+            sizes.append(storages.alive_bytes() - sum(each.nbytes for each in gradients))
+            return result
+
+        return run_and_look
+
+    with (
+        Storages(model) as storages, set_checkpoint_early_stop(False),
+        pytest.MonkeyPatch.context() as patch,
+    ):  # fmt: skip
+        for encoder, sizes in zip(model.encoders, alive.values(), strict=True):
+            patch.setattr(encoder, "_run_layers", sampled(encoder._run_layers, sizes))
+        loss = run()
+        forward = {name: len(sizes) for name, sizes in alive.items()}
+        loss.backward()
+    encoder, generator = (max(alive[name][forward[name] :]) for name in alive)
+    counted = activation_bytes(given)
+    # Of the losses the gradient of the output matrix is left.
+    kept = counted["total"] - counted["head and loss"]
+    assert generator < kept <= encoder <= counted["total"] + 300 * 40 * 4
