@@ -32,7 +32,8 @@ from benchmarks.step_subjects import (
     read_batches,
     run_config,
 )
-from pipeline.model.cost import activation_bytes, flops_per_token, parameters, state_bytes
+from pipeline.model.cost import TrainingPass, flops_per_token, parameters, state_bytes
+from pipeline.objectives.activations import activation_bytes
 
 _UNTIMED = 2
 """Steps at the start of a turn, in which memory is taken again."""
@@ -115,8 +116,8 @@ class Worker:
         """What `python -m pipeline model` says of activations and state, at ZeRO stage 1."""
         seq_len, tokens = place
         config = model_config(self.subject, self.setting)
-        kept = activation_bytes(config, tokens, seq_len, fused=self.runner.choice)
-        return kept["total"] + state_bytes(config, 1)["total"]
+        passed = TrainingPass(config, tokens // seq_len, seq_len, fused=self.runner.choice)
+        return activation_bytes(passed)["total"] + state_bytes(config, 1)["total"]
 
     def _time(self, place: tuple[int, int], steps: int) -> dict[str, Any]:
         self._run(place, _UNTIMED)

@@ -7,7 +7,7 @@ defaults say that they are our own.
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from pipeline.config.schema import REQUIRED, param, path_param, section
 from pipeline.errors import ConfigError
@@ -201,7 +201,6 @@ class ShapeConfig:
 
     enabled: bool = param(False, "apply these rules")
     min_chars: int | None = _count(None, "shortest document", "characters")
-    max_chars: int | None = _count(None, "longest document", "characters")
     max_digit_share: float | None = _share(0.3, "digits among characters other than spaces")
     max_symbol_share: float | None = _share(
         0.4, "neither letters nor digits, among characters other than spaces"
@@ -256,9 +255,6 @@ class RepetitionConfig:
     max_duplicate_paragraphs: float | None = _share(0.30, "paragraphs equal to an earlier one")
     max_duplicate_line_chars: float | None = _share(0.20, "characters in duplicate lines")
     max_duplicate_paragraph_chars: float | None = _share(0.20, "characters in duplicate paragraphs")
-    max_duplicate_code_chars: float | None = _share(
-        0.8, "characters in duplicate lines, among those that `reads: prose` leaves out; our own"
-    )
     max_top_2gram: float | None = _share(0.20, "characters in the most frequent 2-gram")
     max_top_3gram: float | None = _share(0.18, "characters in the most frequent 3-gram")
     max_top_4gram: float | None = _share(0.16, "characters in the most frequent 4-gram")
@@ -279,13 +275,12 @@ class RepetitionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class C4Config:
-    """C4's rules. The first three drop lines, the others documents."""
+    """C4's rules. The first three drop lines, the others documents, as does 'lorem ipsum'."""
 
     enabled: bool = param(False, "apply these rules")
     terminal_punctuation: bool = param(False, "drop lines that do not end like a sentence")
     min_line_words: int | None = _count(None, "drop lines with fewer words (the paper: 5)")
     javascript_lines: bool = param(True, "drop lines with the word javascript")
-    lorem_ipsum: bool = param(True, "reject documents with 'lorem ipsum'")
     curly_bracket: bool = param(True, "reject documents with a '{'")
     min_sentences: int | None = _count(None, "fewest sentences (the paper: 3)", "sentences")
 
@@ -303,16 +298,25 @@ class BadWordsConfig:
             raise ConfigError("filters.bad_words is enabled without a file; set its path")
 
 
+MaskedKind = Literal["email", "phone", "chinese_id", "bank_card", "ipv4"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class MaskConfig:
     """Personal data to replace, such as by <EMAIL>."""
 
     enabled: bool = param(False, "mask personal data")
-    email: bool = param(True, "e-mail addresses: <EMAIL>")
-    phone: bool = param(True, "Chinese mobile numbers and numbers with +: <PHONE>")
-    chinese_id: bool = param(True, "18-digit identity numbers with a right checksum: <ID>")
-    bank_card: bool = param(True, "13 to 19 digits with a right Luhn checksum: <CARD>")
-    ipv4: bool = param(True, "public IPv4 addresses: <IP>")
+    kinds: tuple[MaskedKind, ...] = param(
+        get_args(MaskedKind),
+        "what is replaced: e-mail addresses, <EMAIL>; Chinese mobile numbers and numbers with +, "
+        "<PHONE>; 18-digit identity numbers with a right checksum, <ID>; 13 to 19 digits with a "
+        "right Luhn checksum, <CARD>; public IPv4 addresses, <IP>",
+    )
+
+    def recorded(self) -> dict[str, bool]:
+        """Return plain values as records have them, in which each kind was a switch."""
+        kinds = {kind: kind in self.kinds for kind in get_args(MaskedKind)}
+        return {"enabled": self.enabled, **kinds}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,9 +326,6 @@ class LanguageConfig:
     enabled: bool = param(False, "apply this rule; needs the package lingua-language-detector")
     languages: tuple[str, ...] = param(
         ("zh", "en"), "ISO 639-1 codes, of which the document has to be in one"
-    )
-    min_confidence: float = param(
-        0.5, "Lingua's confidence in these languages together, out of all it knows", ge=0, le=1
     )
 
     def __post_init__(self) -> None:

@@ -16,6 +16,7 @@ from data_prep.stage import Done, StageTask, make_key
 from data_prep.tokenizer.existing_tokenizer import GivenTokenizer, read_given
 from data_prep.types import InputFile, InputPiece
 from data_prep.word_boundaries import JIEBA, Words, read_words
+from pipeline.config.schema import as_recorded
 from pipeline.config.strict_yaml import read_file
 from pipeline.errors import DataError
 
@@ -62,7 +63,7 @@ class Corpus:
     @property
     def key(self) -> str:
         """Hash of everything that the dataset depends on."""
-        settings = asdict(self.config)
+        settings = as_recorded(self.config)
         del settings["workers"], settings["output_dir"]
         settings["piece_mb"] = self.piece_mb
         given = self.tokenizer and self.tokenizer.sha256

@@ -402,7 +402,8 @@ def run_plan(config: PretrainConfig, preset: str = "gpu") -> RunPlan:
     if size is None and (Path(config.data.dir) / INDEX_FILE).is_file():
         size = read_index(config.data.dir).vocab_size
     config = replace(config, model=replace(config.model, vocab_size=size or _VOCABULARY))
-    return plan_run(config, ClusterConfig(hardware=_HARDWARE[preset]))
+    profile = ClusterConfig(hardware=_HARDWARE[preset])
+    return plan_run(config, profile, counts_activations=False)
 
 
 def _words(values: Values) -> list[str]:

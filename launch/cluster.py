@@ -144,7 +144,6 @@ class PreflightConfig:
     min_free_gb: float = param(
         20.0, "free in the folder of the run and in data.stage_dir", unit="GB", ge=0
     )
-    min_free_inodes: int = param(10_000, "files that can still be created in both", ge=0)
     min_shm_gb: float = param(
         1.0, "free in /dev/shm, which NCCL uses; a container may have 64 MB", unit="GB", ge=0
     )
@@ -252,7 +251,7 @@ class HardwareConfig:
     intra_node_gb_per_s: float | None = param(
         None,
         "bus bandwidth of an all-reduce over the GPUs of a node, as preflight or nccl-tests "
-        "measure it; null takes the GPU's NVLink times bus_efficiency",
+        "measure it; null takes the GPU's NVLink times 0.8",
         unit="GB/s",
         gt=0,
     )
@@ -260,22 +259,8 @@ class HardwareConfig:
         None,
         "the same over nodes, all network cards together; null takes "
         "preflight.bandwidth_gb_per_s, else one card a GPU as in DGX nodes (A100 25 GB/s, H100 and "
-        "H200 50 GB/s) times bus_efficiency",
+        "H200 50 GB/s) times 0.8",
         unit="GB/s",
-        gt=0,
-    )
-    bus_efficiency: float = param(
-        0.8,
-        "share of a data sheet's bandwidth that an all-reduce reaches: 8 A100 have 230 of 300 GB/s",
-        gt=0,
-        le=1,
-    )
-    node_mtbf_hours: float = param(
-        # What Llama 3's 16,384 GPUs had: 419 interruptions in 54 days.
-        6000.0,
-        "mean time between failures of one node; the default is what Llama 3's 16,384 GPUs had, "
-        "419 interruptions in 54 days (arXiv 2407.21783, section 3.3.4), on nodes of 8",
-        unit="hours",
         gt=0,
     )
     write_gb_per_s: float = param(
@@ -399,9 +384,6 @@ class ClusterConfig:
         "interpreter, on a path that all nodes see; in the image, if there is one",
     )
     modules: tuple[str, ...] = param((), "for `module load`, such as cuda/13.0")
-    module_purge: bool = param(
-        False, "`module purge` first, so that the modules of a login shell have no effect"
-    )
     network: tuple[str, ...] = param(
         (), "NAME=value variables for all ranks, such as NCCL_SOCKET_IFNAME=ib0; taken literally"
     )

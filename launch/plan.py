@@ -1,7 +1,8 @@
 """The plan of a run: its time, memory, jobs and disk, before it starts. Pure; needs no SLURM.
 
-Time and memory come from the closed forms of `pipeline.model.cost`; speeds of the cluster come from
-`hardware` of its profile, and the text names each assumption.
+Time and state come from the closed forms of `pipeline.model.cost`, bytes of
+activations from a layer that runs in another process (`cost.activation_bytes`, some 5 s); speeds of
+the cluster come from `hardware` of its profile, and the text names each assumption.
 
 A multi-task run is planned without its data, so every row counts as long as its task allows, and an
 example as one row, also where it has more (choices, candidates, windows). `postnorm benchmark` and
@@ -27,7 +28,6 @@ from pathlib import Path
 from launch.cluster import ClusterConfig
 from pipeline.config.data import DataConfig
 from pipeline.config.model import ModelConfig
-from pipeline.config.objective import ObjectiveConfig
 from pipeline.config.runs import PretrainConfig, RunConfig, TaskRunConfig, load_run
 from pipeline.data.format import INDEX_FILE
 from pipeline.data.objects import find_index
@@ -40,6 +40,9 @@ from pipeline.multitask.draws import shares
 from pipeline.runtime.run_folder import RunFolder
 from pipeline.runtime.summary import table
 
+NODE_MTBF_HOURS = 6000.0
+"""Mean time between failures of a node of 8 GPUs: what Llama 3's 16,384 GPUs had, 419 interruptions
+in 54 days (arXiv 2407.21783, section 3.3.4)."""
 _CHECKPOINT_BYTES = 12
 """Bytes of a parameter: fp32 master weights and two fp32 averages."""
 _MEMORY_SHARE = 0.9
@@ -48,6 +51,8 @@ _FREE_SHARE = 1.05
 _DIVIDE_MORE = (2, 3)
 """ZeRO stages without a closed form here: they take less than stage 1."""
 _GRADIENT_BYTES = 4
+BUS_EFFICIENCY = 0.8
+"""Share of a data sheet's bandwidth that an all-reduce reaches: 8 A100 have 230 of 300 GB/s."""
 _KEPT_ELEMENTS = 1e9
 """Stage 3 keeps weights whose next use is nearer than this (stage3_max_reuse_distance)."""
 _STAGE_1 = "; the state is that of ZeRO stage 1, yours takes less"
@@ -81,7 +86,8 @@ class RunPlan:
     largest_micro_batch: int | None
     """The largest that fits, of those that divide a rank's share."""
     state_bytes: int
-    activation_bytes: int
+    activation_bytes: int | None
+    """Bytes of the micro-batch's activations; None: not counted."""
     fused: tuple[str, ...]
     """Parts whose activations are taken as those of fused kernels."""
     gpu_bytes: float | None
@@ -102,8 +108,13 @@ class RunPlan:
     """Why the run cannot start as configured; each says what to change."""
 
 
-def plan(config: PretrainConfig, cluster: ClusterConfig) -> RunPlan:
-    """Compute the plan of a run, which needs `model.vocab_size` or a prepared dataset."""
+def plan(
+    config: PretrainConfig, cluster: ClusterConfig, *, counts_activations: bool = True
+) -> RunPlan:
+    """Compute the plan of a run, which needs `model.vocab_size` or a prepared dataset.
+
+    `counts_activations` is what takes seconds; without, no micro-batch is said to fit or not to.
+    """
     ranks, hardware = cluster.num_ranks, cluster.hardware
     config.batches.require_split(ranks)
     index = find_index(config.data.dir)
@@ -120,9 +131,7 @@ def plan(config: PretrainConfig, cluster: ClusterConfig) -> RunPlan:
     slots, flops, sent = _work(config, model, parameters, ranks)
     bus = bus_of(cluster)
     exchange_s = sent / bus.bytes_per_s if bus else None
-    train_s = None
-    if flops_per_s:
-        train_s = flops / (flops_per_s * ranks) + (exchange_s or 0.0)
+    train_s = flops / (flops_per_s * ranks) + (exchange_s or 0.0) if flops_per_s else None
     step_s = train_s / steps if train_s is not None else None
     usable_s = cluster.time_limit_s - cluster.stop_before_end_s - hardware.start_s
     last = config.batches.stretches[-1]
@@ -132,11 +141,15 @@ def plan(config: PretrainConfig, cluster: ClusterConfig) -> RunPlan:
     state = cost.state_bytes(model, divided_by, config.objective)["total"]
     checkpoint = _CHECKPOINT_BYTES * parameters
     save_s = checkpoint / (hardware.write_gb_per_s * 1e9)
-    failure_s = hardware.node_mtbf_hours * 3600 / cluster.nodes
+    failure_s = NODE_MTBF_HOURS * 3600 / cluster.nodes
     best_s = best_interval_s(save_s, failure_s)
     every_s = config.checkpoint.every_steps * step_s if step_s is not None else None
     gpu_bytes = hardware.memory_bytes
     fused = _fused(config, cluster)
+    activations, largest = None, None
+    if counts_activations:
+        room = None if gpu_bytes is None else _MEMORY_SHARE * gpu_bytes - state
+        activations, largest = _activations(config, model, fused, share, room)
     result = RunPlan(
         parameters=parameters,
         ranks=ranks,
@@ -152,11 +165,9 @@ def plan(config: PretrainConfig, cluster: ClusterConfig) -> RunPlan:
         sequences_per_rank=share,
         micro_batch=last.micro_batch,
         accumulation=share // last.micro_batch,
-        largest_micro_batch=_largest_micro_batch(config, model, share, state, gpu_bytes, fused),
+        largest_micro_batch=largest,
         state_bytes=state,
-        activation_bytes=_activations(
-            config, model, last.micro_batch, last.seq_len, fused, _head(config)
-        ),
+        activation_bytes=activations,
         fused=cost.fused_parts(config.model, fused),
         gpu_bytes=gpu_bytes,
         checkpoint_bytes=checkpoint,
@@ -214,12 +225,8 @@ def plan_text(result: RunPlan, config: PretrainConfig, cluster: ClusterConfig) -
         f"{result.micro_batch} in a forward pass"
         + (f"; {largest} would fit" if largest and largest != result.micro_batch else "")
     )
-    of = f" of {result.gpu_bytes / 2**30:,.0f}" if result.gpu_bytes else ""
-    needed = result.state_bytes + result.activation_bytes
-    yield (
-        f"memory       {needed / 2**30:,.1f}{of} GiB a rank: state "
-        f"{result.state_bytes / 2**30:,.1f}, activations {result.activation_bytes / 2**30:,.1f}"
-        + (f", with fused kernels for {' and '.join(result.fused)}" if result.fused else "")
+    yield _memory_line(result) + (
+        (f", with fused kernels for {' and '.join(result.fused)}" if result.fused else "")
         + (_STAGE_1 if config.train.zero_stage in _DIVIDE_MORE else "")
     )
     every = f" ({_time(result.every_s)})" if result.every_s is not None else ""
@@ -231,7 +238,7 @@ def plan_text(result: RunPlan, config: PretrainConfig, cluster: ClusterConfig) -
     lost = f"; as configured {result.lost_share:.2%} are lost" if result.lost_share else ""
     yield (
         f"             Young and Daly: every {_time(result.best_every_s)}{best}, if a node fails "
-        f"every {hardware.node_mtbf_hours:,.0f} h{lost}"
+        f"every {NODE_MTBF_HOURS:,.0f} h{lost}"
     )
     shards = (
         f", shards {result.shards_bytes / 1e9:,.1f} GB" if result.shards_bytes is not None else ""
@@ -240,6 +247,19 @@ def plan_text(result: RunPlan, config: PretrainConfig, cluster: ClusterConfig) -
     yield f"disk         checkpoints {result.checkpoints_bytes / 1e9:,.1f} GB{shards}{free}"
     for problem in result.problems:
         yield f"problem      {problem}"
+
+
+def _memory_line(result: RunPlan) -> str:
+    of = f" of {result.gpu_bytes / 2**30:,.0f}" if result.gpu_bytes else ""
+    needed = (result.state_bytes + (result.activation_bytes or 0)) / 2**30
+    return (
+        f"memory       {needed:,.1f}{of} GiB a rank: state {result.state_bytes / 2**30:,.1f}, "
+        + _activations_text(result.activation_bytes)
+    )
+
+
+def _activations_text(num_bytes: int | None) -> str:
+    return _NO_ACTIVATIONS if num_bytes is None else f"activations {num_bytes / 2**30:,.1f}"
 
 
 def _exchange_line(result: RunPlan, step_s: float) -> str:
@@ -289,8 +309,8 @@ class MixPlan:
     state_bytes: int
     gradients_bytes: int
     """What the rule of balance keeps beside the state: gradients of tasks, fp32."""
-    activation_bytes: int
-    """Bytes of the activations of the largest forward pass."""
+    activation_bytes: int | None
+    """Bytes of the activations of the largest forward pass; None: not counted."""
     checkpoint_bytes: int
 
 
@@ -298,6 +318,7 @@ _NO_EXCHANGE = (
     "exchange     not known, and not in the time: name hardware.gpu, or "
     "hardware.intra_node_gb_per_s and hardware.inter_node_gb_per_s in the profile"
 )
+_NO_ACTIVATIONS = "activations not known without torch: pip install 'postnorm[train]'"
 _KEEP_ALL = ("pcgrad", "cagrad", "mgda", "main_and_helpers")
 """Rules that keep the gradient of each task of a step."""
 
@@ -321,7 +342,7 @@ def plan_mix(mix: TaskMix, cluster: ClusterConfig) -> MixPlan:
         kernels=config.kernels,
     )
     fused = _fused(run, cluster)
-    tasks, activations = [], 0
+    tasks, passes = [], []
     for name, share in _shares(mix).items():
         member, length = mix.members[name], data.seq_len
         if name != MLM:
@@ -333,10 +354,9 @@ def plan_mix(mix: TaskMix, cluster: ClusterConfig) -> MixPlan:
         tasks.append(TaskPlan(name, share, examples, length, examples * length * each.total))
         rows = mix.batch_of(name) // (ranks * member.parts)
         # With an MLM head for tasks, too: theirs are not known here, and smaller.
-        activations = max(
-            activations,
-            _activations(run, model, rows, length, fused, (data.mask_prob, ObjectiveConfig())),
-        )
+        of_one = _one_row(run, model, length, fused)
+        passes.append(replace(of_one, rows=rows, masked_share=data.mask_prob))
+    counted = cost.activation_bytes(passes)
     flops = sum(task.flops for task in tasks)
     speed = hardware.flops_per_rank
     parameters = cost.parameters(model)["total"]
@@ -359,7 +379,7 @@ def plan_mix(mix: TaskMix, cluster: ClusterConfig) -> MixPlan:
         exchange_s=exchange_s,
         state_bytes=cost.state_bytes(model, ranks if config.train.zero_stage else 1)["total"],
         gradients_bytes=kept * 4 * parameters,
-        activation_bytes=activations,
+        activation_bytes=None if counted is None else max(kept["total"] for kept in counted),
         checkpoint_bytes=_CHECKPOINT_BYTES * parameters,
     )
 
@@ -448,11 +468,13 @@ def mix_text(result: MixPlan, mix: TaskMix, cluster: ClusterConfig) -> Iterator[
                 f"step, with balance.method={mix.config.balance.method}"
             )
         yield exchange
-    sizes = result.state_bytes, result.gradients_bytes, result.activation_bytes
-    state, gradients, activations = (f"{size / 2**30:,.1f}" for size in sizes)
+    activations = result.activation_bytes
+    sizes = result.state_bytes, result.gradients_bytes, activations or 0
     yield (
-        f"memory       {sum(sizes) / 2**30:,.1f} GiB a rank: state {state}, gradients of tasks "
-        f"{gradients}, activations {activations} at most"
+        f"memory       {sum(sizes) / 2**30:,.1f} GiB a rank: state {sizes[0] / 2**30:,.1f}, "
+        f"gradients of tasks {sizes[1] / 2**30:,.1f}, "
+        + _activations_text(activations)
+        + (" at most" if activations is not None else "")
     )
     yield f"checkpoints  {result.checkpoint_bytes / 1e9:,.2f} GB each"
 
@@ -476,7 +498,11 @@ def _problems(
             f"{result.jobs} jobs are more than max_restarts={cluster.max_restarts} allows: raise "
             "it, or time_limit, or nodes"
         )
-    if result.gpu_bytes is not None and config.train.zero_stage not in _DIVIDE_MORE:
+    if (
+        result.gpu_bytes is not None
+        and result.activation_bytes is not None
+        and config.train.zero_stage not in _DIVIDE_MORE
+    ):
         room = _MEMORY_SHARE * result.gpu_bytes
         needed = result.state_bytes + result.activation_bytes
         if needed > room:
@@ -556,8 +582,8 @@ def bus_of(cluster: ClusterConfig) -> Bus | None:
             speed = known * 1e9
             origin = "of the profile's hardware" if measured else "of the profile's preflight"
         elif sheet:
-            speed = sheet * hardware.bus_efficiency
-            origin = f"{hardware.bus_efficiency:.0%} (hardware.bus_efficiency) of the data sheet's"
+            speed = sheet * BUS_EFFICIENCY
+            origin = f"{BUS_EFFICIENCY:.0%} of the data sheet's"
         else:
             return None
         buses.append(Bus(speed, f"{speed / 1e9:,.0f} GB/s {where}, {origin}"))
@@ -600,49 +626,41 @@ def _fused(config: RunConfig, cluster: ClusterConfig) -> Choice:
     return expected_on_gpu(config.kernels, config.model, config.train.precision)
 
 
-def _head(config: PretrainConfig) -> tuple[float, ObjectiveConfig]:
-    return config.data.mask_prob, config.objective
+def _one_row(
+    config: RunConfig, model: ModelConfig, seq_len: int, fused: Choice
+) -> cost.TrainingPass:
+    return cost.TrainingPass(
+        model,
+        1,
+        seq_len,
+        config.train.precision,
+        checkpoint_layers=config.train.activation_checkpoint_layers,
+        fused=fused,
+    )
 
 
 def _activations(
-    config: RunConfig,
-    model: ModelConfig,
-    micro_batch: int,
-    seq_len: int,
-    fused: Choice,
-    head: tuple[float, ObjectiveConfig],
-) -> int:
-    """Count the bytes of a micro-batch; `head`: share of tokens that it predicts, and its kind."""
-    value = 2 if config.train.precision == "bf16" else 4
-    masked_share, objective = head
-    return cost.activation_bytes(
-        model,
-        micro_batch * seq_len,
-        seq_len,
-        cost.Sizes(value),
-        masked_share,
-        checkpoint_layers=config.train.activation_checkpoint_layers,
-        fused=fused,
-        objective=objective,
-    )["total"]
+    config: PretrainConfig, model: ModelConfig, fused: Choice, share: int, room: float | None
+) -> tuple[int | None, int | None]:
+    """Count the bytes of a micro-batch, and find the largest of a rank's share that fits a room.
 
-
-def _largest_micro_batch(
-    config: PretrainConfig,
-    model: ModelConfig,
-    share: int,
-    state: int,
-    gpu_bytes: float | None,
-    fused: Choice,
-) -> int | None:
-    if gpu_bytes is None:
-        return None
-    seq_len = config.batches.stretches[-1].seq_len
-    sizes = [size for size in range(1, share + 1) if share % size == 0]
-    room = _MEMORY_SHARE * gpu_bytes - state
-    given = seq_len, fused, _head(config)
-    fits = [size for size in sizes if _activations(config, model, size, *given) <= room]
-    return max(fits, default=None)
+    Both are None where torch is not installed, the second where the room is not known, too.
+    """
+    last = config.batches.stretches[-1]
+    given = replace(
+        _one_row(config, model, last.seq_len, fused),
+        masked_share=config.data.mask_prob,
+        objective=config.objective,
+    )
+    sizes = [] if room is None else [size for size in range(1, share + 1) if share % size == 0]
+    counted = cost.activation_bytes(
+        [replace(given, rows=size) for size in (last.micro_batch, *sizes)]
+    )
+    if counted is None:
+        return None, None
+    configured, *others = (kept["total"] for kept in counted)
+    fits = [size for size, kept in zip(sizes, others, strict=True) if kept <= (room or 0.0)]
+    return configured, max(fits, default=None)
 
 
 def _free_bytes(run_dir: Path) -> int | None:

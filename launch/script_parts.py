@@ -204,11 +204,8 @@ def setup_lines(cluster: ClusterConfig) -> list[str]:
     empty environment: that comes as SLURM_EXPORT_ENV=NONE, which srun obeys, so it is overwritten.
     """
     lines = ["export SLURM_EXPORT_ENV=ALL"]
-    if cluster.modules or cluster.module_purge:
-        lines.append("type module >/dev/null 2>&1 || . /etc/profile")
-    if cluster.module_purge:
-        lines.append(_or_end("module purge", "module_purge"))
     if cluster.modules:
+        lines.append("type module >/dev/null 2>&1 || . /etc/profile")
         lines.append(_or_end(f"module load {' '.join(cluster.modules)}", "modules"))
     for text in cluster.network:
         name, _, value = text.partition("=")

@@ -109,7 +109,9 @@ def prepare_training(
     A run that could not start or not end is an error: it should not wait in a queue first.
     """
     require_data(config, source.work_dir)
-    problems = plan(config, cluster).problems
+    # Counting activations takes seconds, and finds nothing where the size of the GPU is not known.
+    knows_memory = cluster.hardware.memory_bytes is not None
+    problems = plan(config, cluster, counts_activations=knows_memory).problems
     if problems:
         lines = "".join(f"\n  {line}" for line in problems)
         raise ConfigError(f"this run cannot start as configured:{lines}")

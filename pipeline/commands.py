@@ -6,6 +6,7 @@ at once.
 
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +28,6 @@ from pipeline.runtime.cli import (
 )
 from pipeline.runtime.files import write_atomic
 from pipeline.runtime.rank import Rank, run_as_rank
-from pipeline.use.evaluate_command import evaluate
 from pipeline.use.pretrain import train_as_rank
 from pipeline.use.vector_commands import (
     MAX_LENGTH,
@@ -64,6 +64,53 @@ def _multitask(
 
         return multitask(mix, rank)
 
+    return run_as_rank(work, env.process_info_or_alone(), env.launched_run_dir())
+
+
+@verb(
+    "evaluate runs/demo/train",
+    "evaluate runs/demo/train --all --sequences 512",
+    "evaluate models/bert --data data/mine --seq-len 128 --json",
+    "torchrun --standalone --nproc-per-node 8 -m postnorm evaluate runs/mine --step 100000",
+    "evaluate runs/other data.masking=token data.mask_prob=0.15",
+)
+def _evaluate(
+    source: Path = argument("run folder, or model folder", "SOURCE"),
+    step: int | None = option(
+        "this checkpoint of the run; default: newest good one", "N", one_of="which"
+    ),
+    every: bool = option("every kept checkpoint, oldest first", flag="--all", one_of="which"),
+    data: str | None = option("other data of the same tokenizer", "DIR"),
+    sequences: int | None = option("at most so many; default: all held-out text", "N"),
+    seq_len: int | None = option("default: the run's; at most 512 for a model", "N"),
+    micro_batch: int | None = option("of a forward pass; default: the run's, or 8", "N"),
+    precision: Literal["bf16", "fp32"] | None = option("default: the run's; fp32 for a model"),
+    as_json: bool = option("one JSON object a line in place of the table", flag="--json"),
+    overrides: list[str] = cli.overrides(
+        "other masks than the run's, such as data.mask_prob=0.15, or another data.stage_dir",
+        "data.MASKS=VALUE",
+    ),
+) -> int:
+    """Held-out loss of checkpoints or of a model, on any number of ranks.
+
+    Held-out loss and accuracy of a run's checkpoint or of a model folder, on one process or on many
+    ranks. Objective, text, masks and precision are the run's: with --sequences set to
+    monitor.eval_sequences the numbers are those that the run logged. A model folder is evaluated at
+    masked tokens. The run may go on training meanwhile. Each result of a run is also appended to
+    RUN/evaluations.jsonl.
+    """
+
+    def work(rank: Rank) -> int:
+        # Importing torch takes seconds.
+        from pipeline.use.evaluate import EvaluateArguments, evaluate_as_rank
+
+        asked = EvaluateArguments(
+            source, step, every, data, sequences, seq_len, micro_batch, precision, overrides
+        )
+        return evaluate_as_rank(asked, rank, partial(print, flush=True), as_json=as_json)
+
+    # An evaluation that a person starts is not an attempt of the run, whose own exit record may
+    # lie there.
     return run_as_rank(work, env.process_info_or_alone(), env.launched_run_dir())
 
 
@@ -371,6 +418,6 @@ _RUNS = (_CONFIG, _model, _coverage, _pretrain, _status, _inspect, _compare)
 GROUPS: dict[str, tuple[Verb, ...]] = {
     "train": (*_RUNS, CHECKPOINT, _profile, _bandwidth, _multitask),
     "tasks": TASKS,
-    "use": (evaluate, _fill_mask, encode, whiten, similar, sts, _export, _convert, _grow),
+    "use": (_evaluate, _fill_mask, encode, whiten, similar, sts, _export, _convert, _grow),
 }
 VERBS: tuple[Verb, ...] = tuple(verb for verbs in GROUPS.values() for verb in verbs)

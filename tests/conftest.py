@@ -3,6 +3,7 @@
 import json
 import pydoc_data.topics
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from data_prep.config import PrepConfig
 from data_prep.run import run
 from pipeline.config.load import load
 from pipeline.data.format import DatasetIndex, read_index
+from pipeline.model import cost
 from pipeline.runtime import env
 from tests.support import warm
 from tests.support.browser import Browser, find_browser
@@ -35,6 +37,34 @@ def forked_scripts() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(env, "run_script", warm.run_script)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def counted_here() -> Iterator[None]:
+    """Activations of plans are counted in this process; in others `cost` starts one, 5 s."""
+
+    @lru_cache
+    def count(given: cost.TrainingPass) -> dict[str, int]:
+        from pipeline.objectives.activations import activation_bytes
+
+        return activation_bytes(given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cost, "activation_bytes", lambda passes: [count(each) for each in passes])
+        yield
+
+
+@pytest.fixture
+def as_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Activations are counted as on a CPU, whose dropout keeps a factor, not a byte, a value."""
+    import torch
+
+    from pipeline.objectives import activations
+
+    def dropout(x: torch.Tensor, p: float, training: bool, inplace: bool = False) -> torch.Tensor:
+        return x * torch.empty_like(x) if training and p else x
+
+    monkeypatch.setattr(activations, "_dropout", dropout)
 
 
 @pytest.fixture(scope="session")

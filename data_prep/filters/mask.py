@@ -21,7 +21,7 @@ import re
 from collections import Counter
 from typing import Literal
 
-from data_prep.config import MaskConfig
+from data_prep.config import MaskConfig, MaskedKind
 
 Kind = Literal["EMAIL", "PHONE", "ID", "CARD", "IP"]
 
@@ -72,20 +72,20 @@ _ADDRESS_TAIL = re.compile(
 )
 _ID_WEIGHTS = (7, 9, 10, 5, 8, 4, 2, 1, 6, 3, 7, 9, 10, 5, 8, 4, 2)
 _ID_CHECKS = "10X98765432"
+_PLACEHOLDERS: dict[MaskedKind, str] = {
+    "email": "EMAIL",
+    "phone": "PHONE",
+    "chinese_id": "ID",
+    "bank_card": "CARD",
+    "ipv4": "IP",
+}
 
 
 class Masker:
     """Replaces the kinds of personal data that a config selects."""
 
     def __init__(self, config: MaskConfig) -> None:
-        wanted = {
-            "EMAIL": config.email,
-            "PHONE": config.phone,
-            "ID": config.chinese_id,
-            "CARD": config.bank_card,
-            "IP": config.ipv4,
-        }
-        self._kinds = {kind for kind, on in wanted.items() if on}
+        self._kinds = {_PLACEHOLDERS[kind] for kind in config.kinds}
 
     def __call__(self, text: str) -> tuple[str, dict[str, int]]:
         """Return the text with placeholders, and the number of each kind."""

@@ -38,7 +38,7 @@ are
 
 Rules that read prose count its lines and words, but take their shares of the whole text: a line
 "Output:" before each of ten listings is not a repetition of half a document. What is left out may
-repeat itself, but not nearly all of it (`repetition.max_duplicate_code_chars`).
+repeat itself, but not nearly all of it (`_MAX_DUPLICATE_CODE_CHARS`).
 
 Normalisation takes the spaces off the beginning of lines, so indented code is prose here.
 
@@ -49,7 +49,7 @@ last. The first rule that fails is the reason.
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import groupby
 from operator import itemgetter
@@ -61,6 +61,7 @@ from data_prep.filters.mask import Masker
 from data_prep.filters.text_stats import DIGIT, HAN, KANA, LATIN, LETTER, SYMBOL, NGrams, TextStats
 from data_prep.plugins import Languages, OwnDocument, OwnRule, digest
 from data_prep.types import Document
+from pipeline.config.schema import as_recorded
 from pipeline.errors import ConfigError
 
 _STOP_WORDS = re.compile(r"\b(?:the|be|to|of|and|that|have|with)\b", re.IGNORECASE | re.ASCII)
@@ -75,6 +76,10 @@ _ELLIPSES = ("...", "…", "。。。")
 _LINE_ENDS = (".", "!", "?", '"', "”", "。", "！", "？", "…", "」", "』")
 _JAVASCRIPT = "javascript"
 _FEW_LINES = 12  # of code repeat without being spam
+# Share of code in repeated lines; our own. Above it a page is one snippet over and over.
+_MAX_DUPLICATE_CODE_CHARS = 0.8
+# Confidence of Lingua in the wanted languages together, out of all that it knows.
+_MIN_CONFIDENCE = 0.5
 _PARAGRAPH = re.compile("\n\n+")
 _CJK = re.compile("[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]")
 _LETTERS = "a-z0-9_\u00df-\u024f"
@@ -287,7 +292,7 @@ class Filters:
         if config.c4.enabled:
             if config.c4.curly_bracket and "{" in text:
                 return Dropped("c4: curly bracket")
-            if config.c4.lorem_ipsum and "lorem ipsum" in lower:
+            if "lorem ipsum" in lower:
                 return Dropped("c4: lorem ipsum")
             shortened = _without_lines(config.c4, text, lower)
             if shortened is not text:
@@ -319,8 +324,7 @@ class Filters:
         if config.c4.enabled:
             if config.c4.curly_bracket:
                 checks.append(("c4: curly bracket", float(text.count("{")), 0.0, False))
-            if config.c4.lorem_ipsum:
-                checks.append(("c4: lorem ipsum", float(lower.count("lorem ipsum")), 0.0, False))
+            checks.append(("c4: lorem ipsum", float(lower.count("lorem ipsum")), 0.0, False))
             text = _without_lines(config.c4, text, lower)
         checks += [check for check in self._checks(text, every=True) if check[2] is not None]
         if config.bad_words.enabled:
@@ -337,7 +341,6 @@ class Filters:
         shape, c4 = config.shape, config.c4
         if shape.enabled:
             yield "shape: too short", len(text), shape.min_chars, True
-            yield "shape: too long", len(text), shape.max_chars, False
         if c4.enabled and c4.min_sentences:
             yield "c4: few sentences", len(_SENTENCE_END.findall(text)), c4.min_sentences, True
         if self._measures:
@@ -349,10 +352,9 @@ class Filters:
                 yield from self._repeated_lines(seen, every=every)
                 yield from self._repeated_ngrams(seen, every=every)
         if self._languages:
-            least = config.language.min_confidence
             # Code is no language that Lingua knows: pages with much of it were rejected.
             words = prose(text)[0].strip() or text
-            yield "language: low confidence", self._languages(words), least, True
+            yield "language: low confidence", self._languages(words), _MIN_CONFIDENCE, True
 
     def _make_up(self, seen: _RuleView) -> Iterator[Check]:
         shape, script, counts = self._config.shape, self._config.script, seen.measured.kind_counts
@@ -413,8 +415,7 @@ class Filters:
         rules = self._config.repetition
         if len(seen.code) >= _FEW_LINES:
             _, chars = _duplicates(seen.code)
-            limit = rules.max_duplicate_code_chars
-            yield "repetition: duplicate code characters", chars, limit, False
+            yield "repetition: duplicate code characters", chars, _MAX_DUPLICATE_CODE_CHARS, False
         share, chars = _duplicates(seen.lines)
         if share == 0 and not every:
             return  # without a repeated line, paragraphs cannot repeat either
@@ -478,7 +479,7 @@ class Chain:
 
 def key_parts(config: FiltersConfig) -> list[Any]:
     """Return plain values on which the results depend: the config, and the files that it names."""
-    parts: list[Any] = [asdict(config)]
+    parts: list[Any] = [as_recorded(config)]
     if config.bad_words.enabled:
         words = "\n".join(read_words(config.bad_words.file))
         parts.append(sha256(words.encode()).hexdigest())

@@ -12,7 +12,7 @@ import types
 import typing
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar, Union
+from typing import Any, Literal, NamedTuple, TypeVar, Union
 
 from pipeline.config.strict_yaml import YamlNode, parse, refuse
 from pipeline.errors import ConfigError
@@ -42,7 +42,7 @@ OTHER_NAMES = {
     "clip": "max_grad_norm gradient_clipping gradient_clip_val grad_clip",
     "weight_decay": "wd l2 decay",
     "adam_beta1": "beta1 beta_1 betas adam_betas",
-    "adam_beta2": "beta2 beta_2",
+    "adam_beta2": "beta2 beta_2 betas adam_betas",
     "adam_eps": "adam_epsilon epsilon eps",
     "beta2": "adam_beta2 beta_2 betas adam_betas",
     "eps": "adam_epsilon adam_eps epsilon",
@@ -76,6 +76,43 @@ OTHER_NAMES = {
     "optimizer": "optim optimizer_type optimizer_name",
 }
 """Our names of fields, and those that other trainers have for them."""
+
+
+class Retired(NamedTuple):
+    """A setting that is no longer one."""
+
+    value: Any
+    """The value that it is fixed at."""
+    instead: str = ""
+    """What to write for another value, if anything."""
+
+
+_KINDS = "filters.mask.kinds lists the kinds that are masked"
+RETIRED = {
+    "MonitorConfig": {"straggler_factor": Retired(1.25)},
+    "BalanceConfig": {"asymmetry": Retired(1.5), "caution": Retired(0.5)},
+    "HardwareConfig": {
+        "bus_efficiency": Retired(
+            0.8,
+            "hardware.intra_node_gb_per_s and hardware.inter_node_gb_per_s are what was measured",
+        ),
+        "node_mtbf_hours": Retired(6000.0),
+    },
+    "PreflightConfig": {"min_free_inodes": Retired(10_000)},
+    "ClusterConfig": {
+        "module_purge": Retired(False, "`module purge` and `module load NAME` are lines of setup")
+    },
+    "LanguageConfig": {"min_confidence": Retired(0.5)},
+    "RepetitionConfig": {"max_duplicate_code_chars": Retired(0.8)},
+    "C4Config": {"lorem_ipsum": Retired(True)},
+    "ShapeConfig": {"max_chars": Retired(None, "quality.max_words has a limit in words")},
+    "MaskConfig": {
+        name: Retired(True, _KINDS)
+        for name in ("email", "phone", "chinese_id", "bank_card", "ipv4")
+    },
+}
+"""Settings that no run needed, by the class that had them. Records of old runs still name them:
+with the value that they are fixed at they are read as before, with another one they are refused."""
 
 
 def param(
@@ -150,7 +187,10 @@ def _build(cls: type[Any], node: YamlNode, path: str, mistakes: list[str]) -> An
     fields = {field.name: field for field in dataclasses.fields(cls)}
     near = set()
     for key, child in node.value.items():
-        if key not in fields:
+        if retired := RETIRED.get(cls.__name__, {}).get(key):
+            if child.plain() != retired.value:
+                mistakes.append(_retired_text(retired, f"{path}.{key}" if path else key, child))
+        elif key not in fields:
             meant = _near(cls, key)
             near |= set(meant)
             mistakes.append(_unknown_key_text(cls, path, key, child, meant))
@@ -246,6 +286,36 @@ def _unknown_key_text(cls: type, path: str, key: str, child: YamlNode, near: dic
         f"unknown key {dotted!r} = {child.plain()!r} ({child.origin}); {meant}"
         f"keys of {path or 'the top level'}: {', '.join(names)}"
     )
+
+
+def _retired_text(retired: Retired, path: str, child: YamlNode) -> str:
+    value = "null" if retired.value is None else str(retired.value).lower()
+    return (
+        f"{path} = {child.plain()!r} ({child.origin}): it is no longer a setting and fixed at "
+        f"{value}; leave it out" + (f": {retired.instead}" if retired.instead else "")
+    )
+
+
+def as_recorded(value: Any) -> Any:
+    """Return a config as plain values under which hashes of earlier versions stay equal.
+
+    As `dataclasses.asdict`, and with the settings that were retired since. A class whose values
+    were once others says which in `recorded`.
+    """
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        if hasattr(value, "recorded"):
+            return value.recorded()
+        retired = RETIRED.get(type(value).__name__, {})
+        own = {
+            field.name: as_recorded(getattr(value, field.name))
+            for field in dataclasses.fields(value)
+        }
+        return own | {name: each.value for name, each in retired.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_recorded(item) for item in value]
+    if isinstance(value, dict):
+        return {key: as_recorded(item) for key, item in value.items()}
+    return value
 
 
 def _filled_in(value: Any, path: str) -> Any:

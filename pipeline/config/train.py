@@ -300,12 +300,6 @@ class MonitorConfig:
     probe_root: str | None = path_param(
         None, "data.root of the probes' tasks; null leaves each task's own"
     )
-    straggler_factor: float = param(
-        1.25,
-        "warn of a rank whose own work took so many times as long as the other ranks' median in "
-        "each of three log intervals",
-        gt=1,
-    )
     compare_replicas_every_steps: int = param(
         100,
         "compare the bits of what every rank has a copy of, then and before each save, and go back "

@@ -1,32 +1,35 @@
 """The cost of a model before it is made, and the limits of GPUs that it is measured against.
 
-Parameters, FLOPs, and bytes of activations and state are closed forms of `ModelConfig`, without
-torch. `tests/model/test_cost.py` compares them with the real module: its parameters, torch's count
-of its FLOPs, and the tensors that autograd keeps. All functions need `vocab_size`. Letters: D
-hidden size, E embedding width, F feed-forward size, N heads, H head size, V vocabulary, T tokens of
-a forward pass, S its sequence length, M its masked positions.
+Parameters, FLOPs and bytes of state are closed forms of `ModelConfig`, without torch;
+`tests/model/test_cost.py` compares them with the real module and with torch's count of its FLOPs.
+Bytes of activations have no formula: they are counted on a real layer, in another process. All
+functions need `vocab_size`. Letters: D hidden size, E embedding width, V vocabulary, S sequence
+length.
 
 What an objective adds to masked language modelling: replaced-token detection a generator, which is
 all that has an MLM head, and a head of the discriminator on every token; span boundaries a head of
 their own on the masked tokens, whose output is the token embedding again; pairs of segments a head
-of two logits a pair, whose FLOPs and activations, once in a document, are not counted, nor are
-those of the pooler below it.
+of two logits a pair, whose FLOPs, once in a document, are not counted, nor are those of the pooler
+below it.
 """
 
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+import json
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 
 from pipeline.config.model import ModelConfig
 from pipeline.config.objective import MLM, ObjectiveConfig, generator_of
-from pipeline.kernels.choose import REFERENCE, Choice, padded_width
+from pipeline.kernels.choose import REFERENCE, Choice
+from pipeline.runtime import env
 
 WHOLE_STATE_BYTES = {"bf16 weights": 2, "bf16 gradient": 2, "fp32 gradient sum": 4}
 """Bytes per parameter that every rank holds."""
 DIVIDED_STATE_BYTES = {"fp32 master weights": 4, "fp32 Adam moments": 8}
 """Bytes per parameter that are divided by the number of ranks."""
 
-_FP32, _INT32, _INT64 = 4, 4, 8
-_SEED = _INT64
+_COUNTER = "pipeline.objectives.activations"
 _PAIRS = ("mlm_nsp", "mlm_sop")
 _PLACES, _PLACE_WIDTH = 20, 200
 """Size of the table of places in a span, for the boundary head."""
@@ -196,83 +199,51 @@ def state_bytes(
     return _with_total(whole | divided)
 
 
-class Sizes(NamedTuple):
-    """Bytes of what is kept."""
+@dataclass(frozen=True)
+class TrainingPass:
+    """A forward pass with its loss over a micro-batch, in training, on a GPU."""
 
-    value: int = 2
-    """Bytes of a weight or an activation: 2 for bf16, 4 for fp32."""
-    mask: int = 1
-    """Bytes of dropout's mask for each value: a bool on a GPU; PyTorch on a CPU keeps a factor in
-    the dtype of the activations."""
+    config: ModelConfig
+    rows: int
+    """Sequences of the micro-batch."""
+    seq_len: int
+    precision: str = "bf16"
+    masked_share: float = 0.15
+    """Share of the tokens that go through the head."""
+    checkpoint_layers: int | None = None
+    """Layers of a group, `train.activation_checkpoint_layers`; None keeps everything."""
+    fused: Choice = REFERENCE
+    objective: ObjectiveConfig = MLM
 
 
-BF16_ON_GPU = Sizes()
+def activation_bytes(passes: Sequence[TrainingPass]) -> list[dict[str, int]] | None:
+    """Count the bytes that autograd keeps between forward and backward pass, by group.
 
-
-def activation_bytes(
-    config: ModelConfig,
-    tokens: int,
-    seq_len: int,
-    sizes: Sizes = BF16_ON_GPU,
-    masked_share: float = 0.15,
-    checkpoint_layers: int | None = None,
-    fused: Choice = REFERENCE,
-    objective: ObjectiveConfig = MLM,
-) -> dict[str, int]:
-    """Count bytes that autograd keeps between a forward pass with its loss and backward, by group.
-
-    Each storage counts once if any part of it is kept: values, which are a view of the product of
-    queries, keys and values, keep all three. Parameters are not counted. Tokens are in rows
-    (`layout.rows`), in training mode.
-
-    Attention without carried scores counts as a fused kernel that keeps queries, keys, values, its
-    output and one fp32 sum for each query and head, whatever its dropout. PyTorch's
-    memory-efficient kernel, and the CPU's, also keep the mask in the dtype of the queries,
-    num_layers * T * S times the size of a value, which is not included; a CPU with attention
-    dropout has no fused kernel.
+    Another process runs one layer of each model and looks, `pipeline.objectives.activations`, which
+    says what is counted: this one, such as that of a plan, never loads torch.
 
     With activation checkpointing the inputs of groups of layers are kept, and the activations of
     one group at a time, when backward has computed them again. The total is then a little above the
     peak, because head and loss are freed by that time.
 
-    Temporary memory is not included: in backward mainly the gradient of the carried scores (T * N *
-    S fp32 values), in the loss the logits of a chunk of rows (up to 256 MiB, and an fp32 copy of
-    them without the fused kernel) and a sum in fp32 of V * E values; nor the allocator's rounding.
-
-    Args:
-        config: the model.
-        tokens: T of the micro-batch.
-        seq_len: S.
-        sizes: of values and masks.
-        masked_share: M / T.
-        checkpoint_layers: layers of a group, `train.activation_checkpoint_layers`; None keeps all.
-        fused: whether `pipeline/kernels/carried.py` computes carried scores instead of the plain
-            PyTorch of `pipeline/kernels/attention.py`, and `pipeline/kernels/norm.py` residuals and
-            norms.
-        objective: what is trained.
-
     Returns:
-        Bytes of `embeddings`, `layer inputs` (of checkpointed groups), `attention` (with the linear
-        layers around it), `carried scores`, `feed-forward`, `norms and residuals`, `head`, `loss`,
-        of the `generator` below the head, of `discriminator head` and `boundary head` with their
-        losses where there are any, and their `total`.
+        For each pass the bytes of `embeddings`, `layer inputs` (of checkpointed groups),
+        `attention` (with the linear layers around it), `carried scores`, `feed-forward`, `norms
+        and residuals`, `generator`, `head and loss`, `discriminator head`, `boundary head` and
+        `pair head`, each 0 where there is none, and their `total`. None: torch is not installed.
     """
-    kept = _Kept(config, tokens, seq_len, *sizes, fused)
-    masked = masked_share * tokens
-    groups = kept.body(checkpoint_layers)
-    if objective.kind == "rtd":
-        generator = replace(kept, config=generator_of(config, objective))
-        groups |= {
-            "generator": sum(generator.body(checkpoint_layers).values()),
-            "head": generator.head(masked),
-            "loss": generator.loss(masked),
-            "discriminator head": kept.discriminator_head(),
-        }
-    else:
-        groups |= {"head": kept.head(masked), "loss": kept.loss(masked)}
-    if objective.kind == "mlm_sbo":
-        groups["boundary head"] = kept.boundary_head(masked)
-    return _with_total({name: round(size) for name, size in groups.items()})
+    if find_spec("torch") is None:
+        return None
+    done = subprocess.run(
+        env.module_command(_COUNTER),
+        input=json.dumps([asdict(each) for each in passes]),
+        env=env.child_environment(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1"),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    counted: list[dict[str, int]] = json.loads(done.stdout)
+    return counted
 
 
 def fused_parts(config: ModelConfig, fused: Choice) -> tuple[str, ...]:
@@ -282,163 +253,6 @@ def fused_parts(config: ModelConfig, fused: Choice) -> tuple[str, ...]:
         "residuals and norms": fused.residual_norm,
     }
     return tuple(part for part, is_fused in parts.items() if is_fused)
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """Bytes kept by each part; the input that a linear layer keeps counts with that layer."""
-
-    config: ModelConfig
-    tokens: int
-    seq_len: int
-    value: int
-    mask: int
-    fused: Choice
-
-    def body(self, checkpoint_layers: int | None) -> dict[str, float]:
-        """Count an encoder by group."""
-        layers, inputs = self.config.num_layers, 0
-        if checkpoint_layers is not None:
-            inputs = self.group_inputs(-(-layers // checkpoint_layers))
-            layers = min(layers, checkpoint_layers)
-        return {
-            "embeddings": self.embeddings(),
-            "layer inputs": inputs,
-            "attention": layers * self.attention() + self.shared_by_layers(),
-            "carried scores": layers * self.scores(),
-            "feed-forward": layers * self.feed_forward(),
-            "norms and residuals": self.residuals_and_norms(layers),
-        }
-
-    def embeddings(self) -> float:
-        config, width = self.config, self.config.embedding_width
-        num_ids = 2 if config.positions == "learned" else 1
-        ids = self.tokens * num_ids * _INT64
-        projected = self.tokens * width * self.value if width != config.hidden_size else 0
-        return ids + self._dropout(self.tokens * width) + self.norm(self.tokens, width) + projected
-
-    def shared_by_layers(self) -> int:
-        """Count rotary tables, the queries' scale, and windows for fused kernels, made once."""
-        tables = self.config.head_size * _FP32 if self.config.positions == "rotary" else 0
-        scale = self.value if self.config.attention_scale == "entropy_invariant" else 0
-        bounds = self.tokens // self.seq_len + 1
-        windows = _INT32 * (4 * self.tokens + bounds) if self._carries_fused else 0
-        return self.tokens * (tables + scale) + windows
-
-    def group_inputs(self, num_groups: int) -> int:
-        """Count hidden states, and the carried scores of all groups but the first."""
-        hidden = self.tokens * self.config.hidden_size * self.value
-        carries = self.config.score_residual != "none"
-        scores = self.tokens * self.seq_len * self.config.num_heads * _FP32 if carries else 0
-        if self._carries_fused:
-            scores = self._fused_scores()
-        return num_groups * hidden + (num_groups - 1) * scores
-
-    def attention(self) -> int:
-        """Count inputs of both linear layers, queries, keys and values, without scores."""
-        config, one = self.config, self.tokens * self.config.hidden_size * self.value
-        # The product of all three, kept by the values; queries that were scaled; keys that turned.
-        # Values that turned do not keep the product.
-        qkv = 3 if config.rotary_value else 5 if config.positions == "rotary" else 4
-        if config.score_residual == "none":
-            return (2 + qkv) * one + self.tokens * config.num_heads * _FP32
-        if self._carries_fused:
-            return (2 + self._fused_qkv()) * one + self.tokens * config.num_heads * _FP32
-        # torch.matmul copies what it cannot view as one batch of matrices, and keeps the copies;
-        # queries and keys are cast to fp32 before.
-        copies = self.tokens > self.seq_len and config.num_heads > 1
-        if self.value == _FP32 and not copies:
-            return (2 + qkv) * one
-        values = 1 if copies or config.rotary_value else 3
-        return (2 + values) * one + 2 * self.tokens * config.hidden_size * _FP32
-
-    def scores(self) -> int:
-        """Count one layer's carried scores. Backward reads the softmax in fp32, the same in the
-        values' dtype after dropout, dropout's mask, the mask; or fused, the scores and a seed.
-        """
-        if self.config.score_residual == "none":
-            return 0
-        drops = self.config.attention_dropout > 0
-        if self._carries_fused:
-            return self._fused_scores() + (_SEED if drops else 0)
-        cast = self.value if drops or self.value != _FP32 else 0
-        each = _FP32 + cast + (self.mask if drops else 0)
-        return self.tokens * self.seq_len * (self.config.num_heads * each + 1)
-
-    @property
-    def _carries_fused(self) -> bool:
-        return self.fused.attention and self.config.score_residual != "none"
-
-    def _fused_scores(self) -> int:
-        """Count one layer's scores in 16 bits or fp32."""
-        return self.config.num_heads * self.tokens * padded_width(self.seq_len) * self.value
-
-    def _fused_qkv(self) -> int:
-        """Count queries, keys and values; queries and keys again if they are turned or scaled."""
-        config = self.config
-        again = config.positions == "rotary" or config.attention_scale == "entropy_invariant"
-        return 5 if again else 3
-
-    def feed_forward(self) -> int:
-        # relu keeps its result, which the next layer keeps anyway; gelu keeps its input; swiglu
-        # keeps gate and value, silu(gate), and the product for the next layer.
-        config = self.config
-        inner = {"relu": 1, "swiglu": 4}.get(config.activation, 2) * config.ffn_size
-        return self.tokens * (config.hidden_size + inner) * self.value
-
-    def residuals_and_norms(self, layers: int) -> float:
-        """Count residuals and norms of all sub-layers, and the last norm."""
-        config, size = self.config, self.tokens * self.config.hidden_size
-        if self.fused.residual_norm:
-            # The last output is not the input of a linear layer, which would count it.
-            seed = _SEED if config.dropout > 0 else 0
-            return 2 * layers * (self.tokens * _FP32 + seed) + size * self.value
-        norm = self.norm(self.tokens, config.hidden_size)
-        gained = size * self.value if config.residual == "rezero" else 0
-        last = norm if config.norm_placement == "pre" else 0
-        return 2 * layers * (self._dropout(size) + gained + norm) + last
-
-    def norm(self, rows: float, width: int) -> float:
-        """Count a norm without its output."""
-        if self.config.norm == "layernorm":
-            return rows * (width * self.value + 2 * _FP32)
-        gained = width * self.value if self.config.norm_affine else 0
-        return rows * (width * _FP32 + _FP32 + gained)
-
-    def head(self, masked: float) -> float:
-        config, width = self.config, self.config.embedding_width
-        index = masked * _INT64
-        dense = masked * config.hidden_size * self.value
-        if config.mlm_head == "linear":
-            projected = dense if width != config.hidden_size else 0
-            return index + projected + self._dropout(masked * width)
-        # relu's result is the input that the norm keeps, unless that keeps an fp32 copy.
-        shares = config.norm == "layernorm" or self.value == _FP32
-        activation = 0 if config.activation == "relu" and shares else masked * width * self.value
-        return index + dense + activation + self.norm(masked, width)
-
-    def discriminator_head(self) -> float:
-        """Count inputs of both linear layers and of gelu, and of the loss with its bool mask."""
-        hidden = self.tokens * self.config.hidden_size * self.value
-        # The fused norm keeps its output, which is the first layer's input.
-        layers = 2 if self.fused.residual_norm else 3
-        return layers * hidden + self.tokens * (2 * _FP32 + 1)
-
-    def boundary_head(self, masked: float) -> float:
-        """Count three indices, inputs of both linear layers, of gelu and of norms, and the loss."""
-        d, e = self.config.hidden_size, self.config.embedding_width
-        dense = masked * (2 * d + _PLACE_WIDTH + d + d + e) * self.value
-        norms = self.norm(masked, d) + self.norm(masked, e)
-        return 3 * masked * _INT64 + dense + norms + self.loss(masked)
-
-    def loss(self, masked: float) -> float:
-        """Count gradients of the output layer's inputs, weights and bias; see `vocabulary_loss`."""
-        config, size = self.config, _vocabulary(self.config)
-        bias = size if config.mlm_head == "bert" and config.bias else 0
-        return ((masked + size) * config.embedding_width + bias) * self.value
-
-    def _dropout(self, size: float) -> float:
-        return size * self.mask if self.config.dropout > 0 else 0
 
 
 def _vocabulary(config: ModelConfig) -> int:

@@ -176,20 +176,24 @@ def _flops(plan: TrainingSetup, configs: list[ModelConfig]) -> list[str]:
 
 
 def _memory(plan: TrainingSetup, configs: list[ModelConfig]) -> list[str]:
-    tokens = plan.micro_batch * plan.seq_len
-    kept = [
-        cost.activation_bytes(
-            config,
-            tokens,
-            plan.seq_len,
-            masked_share=plan.masked_share,
-            checkpoint_layers=plan.checkpoint_layers,
-            fused=plan.fused,
-            objective=plan.objective,
-        )
-        for config in configs
-    ]
+    passed = cost.TrainingPass(
+        plan.config,
+        plan.micro_batch,
+        plan.seq_len,
+        masked_share=plan.masked_share,
+        checkpoint_layers=plan.checkpoint_layers,
+        fused=plan.fused,
+        objective=plan.objective,
+    )
+    kept = cost.activation_bytes([replace(passed, config=config) for config in configs])
     states = [cost.state_bytes(config, plan.num_ranks, plan.objective) for config in configs]
+    state = [
+        "",
+        f"MiB of state on each of {_count(plan.num_ranks, 'rank')}, bf16",
+        *_rows(states, 2.0**20, 1),
+    ]
+    if kept is None:
+        return ["", "activations: not known without torch: pip install 'postnorm[train]'", *state]
     both = [
         {"activations and state": activations["total"] + state["total"]}
         for activations, state in zip(kept, states, strict=True)
@@ -203,9 +207,7 @@ def _memory(plan: TrainingSetup, configs: list[ModelConfig]) -> list[str]:
         "",
         f"MiB of activations kept for backward, bf16, {batch}",
         *_rows(kept, 2.0**20, 1),
-        "",
-        f"MiB of state on each of {_count(plan.num_ranks, 'rank')}, bf16",
-        *_rows(states, 2.0**20, 1),
+        *state,
         *_rows(both, 2.0**20, 1),
     ]
 

@@ -153,9 +153,9 @@ class Encoder(nn.Module):
             self.alpha = wide.to(self.alpha.device)
         return self
 
-    # Carried scores are the input of each group, so pairs need less than single layers: base, 8 x
-    # 512 tokens, 3308 MiB without, 1444, 1104 and 1172 with groups of 1, 2 and 3; fused 1847, 794,
-    # 620, 663 (`cost.activation_bytes`, which tests hold against what autograd keeps).
+    # Carried scores are the input of each group, so pairs need less than single layers: RealFormer
+    # base, 8 x 512 tokens, 3452 MiB without, 1450, 1122 and 1202 with groups of 1, 2 and 3; fused
+    # 1847, 788, 614, 657 (`cost.activation_bytes`).
     def checkpoint_activations(self, group_size: int | None) -> None:
         """Make training passes keep the inputs of groups of layers and not what is inside.
 

@@ -58,7 +58,7 @@ def uncertainty_slope(log_variances: Floats, losses: Floats) -> Floats:
 
 
 def gradnorm_slope(
-    logits: Floats, norms: Floats, ratios: Floats, asymmetry: float
+    logits: Floats, norms: Floats, ratios: Floats, asymmetry: float = 1.5
 ) -> tuple[Floats, Floats]:
     """GradNorm: weights w = n softmax(logits), and the slope of their own loss by the logits.
 
@@ -69,7 +69,8 @@ def gradnorm_slope(
         logits: (n,).
         norms: (n,) of the gradients of the last shared layer, without weights.
         ratios: (n,) losses over first losses.
-        asymmetry: 0 makes all weighted norms equal; larger ones help the slower tasks.
+        asymmetry: 0 makes all weighted norms equal; larger ones help the slower tasks. For NYUv2
+            the paper takes 1.5.
     """
     shares = softmax(logits)
     weights = len(logits) * shares
@@ -163,7 +164,7 @@ def pcgrad(gram: Floats, seed: int, step: int) -> Floats:
     return total
 
 
-def cagrad(gram: Floats, caution: float, iterations: int = 500) -> Floats:
+def cagrad(gram: Floats, caution: float = 0.5, iterations: int = 500) -> Floats:
     """Stay within `caution` of the mean gradient, and lower the loss that falls least.
 
     Minimises g_w . g_0 + caution |g_0| |g_w| over the simplex of w by mirror descent; g_0 is the

@@ -230,7 +230,7 @@ class StepWeighing:
         if config.method == "pcgrad":
             found = rules.pcgrad(products, seed, self.step) / len(names)
         elif config.method == "cagrad":
-            found = rules.cagrad(products, config.caution)
+            found = rules.cagrad(products)
         else:
             # Of a step that draws no main task, all are.
             main = [name in config.main for name in names]
@@ -303,8 +303,7 @@ class StepWeighing:
     ) -> rules.Floats:
         norms = np.array([float(self._norms[name]) for name in names])
         ratios = losses / self._remembered("first_loss", names, 1.0)
-        asymmetry = self.balancer.config.asymmetry
-        return rules.gradnorm_slope(values, norms, ratios, asymmetry)[1]
+        return rules.gradnorm_slope(values, norms, ratios)[1]
 
     def _follow_means(self, losses: Mapping[str, float]) -> None:
         """Add to the means of losses; after `interval` steps they take the place of the last."""

@@ -114,8 +114,6 @@ class BalanceConfig:
     temperature: float = param(2.0, "of dwa: large ones make the weights equal", gt=0)
     interval: int = param(100, "of dwa: steps that a task's mean loss is taken over", ge=1)
     lr: float = param(0.025, "of the weights that uncertainty and gradnorm learn", gt=0)
-    asymmetry: float = param(1.5, "of gradnorm: how much slow tasks are helped", ge=0)
-    caution: float = param(0.5, "of cagrad: how far from the mean gradient", ge=0, lt=1)
     main: tuple[str, ...] = param((), "of main_and_helpers: the tasks that are not helpers")
 
     @property

@@ -18,6 +18,7 @@ import torch
 from pipeline.checkpoints.state import TrainState
 from pipeline.config.data import BatchPlan, DataConfig, EvalDataConfig, TrainDataConfig
 from pipeline.config.runs import TaskRunConfig
+from pipeline.config.schema import as_recorded
 from pipeline.data.format import FORMAT_VERSION, DatasetIndex
 from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.data.objects import open_index
@@ -187,7 +188,7 @@ class MultiTaskWork:
                     for name, member in mix.members.items()
                 },
                 "corrupt": asdict(config.corrupt),
-                "balance": asdict(config.balance),
+                "balance": as_recorded(config.balance),
             },
         }
         folder = config.folder.path

@@ -1,7 +1,7 @@
 """What a run shows: the numbers of each interval and evaluation, and what to make of them.
 
 Straggler: in each of three log intervals in a row, a rank's own work (waiting for data, and forward
-and backward passes until the first collective) takes more than `monitor.straggler_factor` times the
+and backward passes until the first collective) takes more than 1.25 times the
 median of the other ranks, and at least a hundredth of the step longer.
 """
 
@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 _SHORT = {"accuracy": "acc"}
 _MOST_MEANS = 6
+_STRAGGLER_FACTOR = 1.25
+"""How many times the median of the other ranks a slow one takes. Below it, ranks that share a node
+with other work would be named."""
 _SLOW_INTERVALS = 3
 _LEAST_SHARE = 0.01
 
@@ -58,7 +61,7 @@ class RunLogger:
         if sinks and entropy is not None:
             self._doctor = PlateauDoctor(config, entropy, run.work.index.location)
         hosts = dist.gather(socket.gethostname())
-        self._stragglers = Stragglers(hosts, config.monitor.straggler_factor)
+        self._stragglers = Stragglers(hosts)
         known = limits(device_name(device)) if config.train.precision == "bf16" else None
         self._peak_flops = known.bf16_flops if known else None
         self._eta: _Eta | None = None
@@ -241,9 +244,8 @@ class _Eta:
 class Stragglers:
     """Follows the ranks of one attempt, and warns of slow ones."""
 
-    def __init__(self, hosts: list[str], factor: float) -> None:
+    def __init__(self, hosts: list[str]) -> None:
         self._hosts = hosts
-        self._factor = factor
         self._slow = [0] * len(hosts)
         """Number of intervals in a row in which each rank was slow."""
 
@@ -264,7 +266,7 @@ class Stragglers:
         for rank, slow in enumerate(self._slow):
             others_s = float(np.median(np.delete(own_s, rank)))
             late_s = float(own_s[rank]) - others_s
-            is_slow = late_s > (self._factor - 1) * others_s and late_s > _LEAST_SHARE * step_s
+            is_slow = late_s > (_STRAGGLER_FACTOR - 1) * others_s and late_s > _LEAST_SHARE * step_s
             self._slow[rank] = slow + 1 if is_slow else 0
             if self._slow[rank] == _SLOW_INTERVALS:
                 factor = float(own_s[rank]) / others_s if others_s else float("inf")

@@ -5,6 +5,11 @@ and TensorFlow 1 checkpoints of BERT, RealFormer, RoFormer and RoFormerV2. What 
 refused by name; the report lists what is left out (heads of other tasks, optimizer state), what
 each key of the config was for, and what was assumed (`foreign_config`). Where there is no MLM head,
 as in a fine-tuned model, one is made new.
+
+Sources of the names of tensors: transformers 5.23 `models/{bert,roberta,roformer}/modeling_*.py`;
+JunnYu/RoFormer_pytorch for RoFormerV2 (roformer's names without biases and norms);
+google-research/bert `modeling.py` and `run_pretraining.py`, bojone/bert4keras
+`bert4keras/models.py` for TensorFlow.
 """
 
 import json
@@ -14,7 +19,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,7 +31,6 @@ from pipeline.model.encoder import EncoderModel, without_storage
 from pipeline.runtime import tensors
 from pipeline.runtime.files import sha256_file, write_atomic
 from pipeline.tokenizer.fast import FastTokenizer, ForeignSplitterError, build_tokenizer_json
-from pipeline.use import names
 from pipeline.use.folder import (
     MADE_NEW,
     TrainedModel,
@@ -39,6 +43,42 @@ from pipeline.use.foreign_config import Family, ForeignCheckpoint, Translated, c
 from pipeline.use.tf_checkpoint import TfCheckpoint
 
 logger = logging.getLogger(__name__)
+
+Style = Literal["bert", "roberta", "roformer"]
+"""Families whose parameters are named alike; RealFormer's are BERT's, RoFormerV2's RoFormer's."""
+
+HEAD_BIAS = "head_bias"
+
+_LAYER = {
+    "attention.qkv": ("attention.self.query", "attention.self.key", "attention.self.value"),
+    "attention.output": ("attention.output.dense",),
+    "attention_norm": ("attention.output.LayerNorm",),
+    "feed_forward.inner": ("intermediate.dense",),
+    "feed_forward.output": ("output.dense",),
+    "feed_forward_norm": ("output.LayerNorm",),
+}
+_ENCODER = {
+    "token_embedding": "embeddings.word_embeddings",
+    "segment_embedding": "embeddings.token_type_embeddings",
+    "position_embedding": "embeddings.position_embeddings",
+    "embedding_norm": "embeddings.LayerNorm",
+    "embedding_projection": "embeddings_project",
+    "pooler": "pooler.dense",
+}
+_HEADS = {
+    "bert": {
+        "head_dense": "cls.predictions.transform.dense",
+        "head_norm": "cls.predictions.transform.LayerNorm",
+    },
+    "roberta": {"head_dense": "lm_head.dense", "head_norm": "lm_head.layer_norm"},
+}
+_TIED = {
+    "cls.predictions.decoder.weight": "embeddings.word_embeddings.weight",
+    "lm_head.decoder.weight": "embeddings.word_embeddings.weight",
+    "cls.predictions.decoder.bias": "cls.predictions.bias",
+    "lm_head.decoder.bias": "lm_head.bias",
+}
+"""Copies in a Hugging Face checkpoint, and (the end of) the name of what they must equal."""
 
 _CONFIG_FILES = ("config.json", "bert_config.json")
 _SEGMENTS, _SEGMENT_ROWS = "token_type_embeddings", "type_vocab_size"
@@ -216,7 +256,7 @@ def _read(source: Path) -> _Source:
     if not is_tensorflow:
         return _Source(config, config_path, tensors.read_tensors(folder), is_tensorflow)
     checkpoint = TfCheckpoint(source)
-    wanted = [name for name in checkpoint.names() if not names.is_ignored(name)]
+    wanted = [name for name in checkpoint.names() if not _is_ignored(name)]
     read = {name: torch.from_numpy(checkpoint.read(name)) for name in wanted}
     return _Source(config, config_path, read, is_tensorflow)
 
@@ -261,13 +301,13 @@ def _check_family(read: _Source, family: Family | None) -> Family:
     return family
 
 
-def _style(family: Family) -> names.Style:
+def _style(family: Family) -> Style:
     if family == "roberta":
         return "roberta"
     return "roformer" if family.startswith("roformer") else "bert"
 
 
-def _strip(read: _Source, style: names.Style) -> dict[str, Tensor]:
+def _strip(read: _Source, style: Style) -> dict[str, Tensor]:
     """Rename tensors as today's transformers names those of a masked language model."""
     if read.is_tensorflow:
         return read.tensors
@@ -284,13 +324,13 @@ def _strip(read: _Source, style: names.Style) -> dict[str, Tensor]:
 
 def _own_part(given: dict[str, Tensor], is_tensorflow: bool) -> tuple[dict[str, Tensor], list[str]]:
     """Drop tensors that our models do not have, with their names, and copies of tied tensors."""
-    left_out = sorted(name for name in given if names.is_other_head(name))
+    left_out = sorted(name for name in given if is_other_head(name))
     kept = {
         name: tensor
         for name, tensor in given.items()
-        if not names.is_ignored(name) and not names.is_other_head(name)
+        if not _is_ignored(name) and not is_other_head(name)
     }
-    for copy, original in () if is_tensorflow else names.TIED.items():
+    for copy, original in () if is_tensorflow else _TIED.items():
         if copy not in kept:
             continue
         same = next((kept[name] for name in kept if name.endswith(original)), None)
@@ -307,12 +347,12 @@ def _own_part(given: dict[str, Tensor], is_tensorflow: bool) -> tuple[dict[str, 
 
 
 def _weights(
-    config: ModelConfig, given: dict[str, Tensor], style: names.Style, read: _Source, source: Path
+    config: ModelConfig, given: dict[str, Tensor], style: Style, read: _Source, source: Path
 ) -> dict[str, Tensor]:
     """Put our parameters together from theirs; without an MLM head where they have none."""
     model = without_storage(config)
     theirs_of: Callable[[str], tuple[str, ...]] = (
-        names.tensorflow if read.is_tensorflow else lambda name: names.hugging_face(name, style)
+        _tensorflow if read.is_tensorflow else lambda name: hugging_face(name, style)
     )
     wanted = {name: theirs_of(name) for name in model.state_dict()}
     nameless = [name for name, theirs in wanted.items() if not theirs]
@@ -376,3 +416,71 @@ def _check(
                 "check the sizes in the config, and that the file belongs to it"
             )
         tensors.require_weights({name: tensor}, str(source))
+
+
+def hugging_face(name: str, style: Style) -> tuple[str, ...]:
+    """Translate the name of one of our parameters to those in a Hugging Face checkpoint.
+
+    Returns:
+        One name, or the three of queries, keys and values, whose rows follow each other in ours;
+        none if their architecture has no such parameter.
+    """
+    head = _HEADS["roberta" if style == "roberta" else "bert"]
+    if name == HEAD_BIAS:
+        return (f"{'lm_head' if style == 'roberta' else 'cls.predictions'}.bias",)
+    module, _, kind = name.rpartition(".")
+    if module in head:
+        return (f"{head[module]}.{kind}",)
+    inside = module.removeprefix("encoder.")
+    if inside in _ENCODER:
+        return (f"{style}.{_ENCODER[inside]}.{kind}",)
+    layers, number, rest = (*inside.split(".", 2), "", "")[:3]
+    if layers != "layers" or rest not in _LAYER:
+        return ()
+    return tuple(f"{style}.encoder.layer.{number}.{part}.{kind}" for part in _LAYER[rest])
+
+
+def _tensorflow(name: str) -> tuple[str, ...]:
+    """Translate a name to those in a Google or bert4keras TensorFlow checkpoint.
+
+    All families use BERT's names there.
+
+    Kernels of dense layers, named `.../kernel`, are stored as (in, out).
+    """
+    if name == HEAD_BIAS:
+        return ("cls/predictions/output_bias",)
+    return tuple(_to_tensorflow(theirs) for theirs in hugging_face(name, "bert"))
+
+
+def _to_tensorflow(name: str) -> str:
+    module, _, kind = name.rpartition(".")
+    if module.endswith("_embeddings"):
+        leaf = ""  # an embedding's variable has its module's name
+    elif module.endswith("LayerNorm"):
+        leaf = "/gamma" if kind == "weight" else "/beta"
+    else:
+        leaf = "/kernel" if kind == "weight" else "/bias"
+    return module.replace(".layer.", ".layer_").replace(".", "/") + leaf
+
+
+def _is_ignored(name: str) -> bool:
+    """Return whether a foreign tensor is not a weight: position numbers, optimizer state."""
+    return name.endswith(
+        (".position_ids", ".embed_positions.weight", "/adam_m", "/adam_v", "/lamb_m", "/lamb_v")
+    ) or name.startswith("global_step")
+
+
+def is_other_head(name: str) -> bool:
+    """Return whether a foreign tensor belongs to another head than that of masked tokens.
+
+    Those are BERT's for next sentences, and transformers' for tasks.
+    """
+    return name.startswith(
+        (
+            "cls.seq_relationship.",
+            "cls/seq_relationship/",
+            "classifier.",
+            "qa_outputs.",
+            "sequence_summary.",
+        )
+    )

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from pipeline.config.model import ModelConfig
 from pipeline.errors import ConfigError
+from pipeline.use.convert import HEAD_BIAS
 from pipeline.use.folder import (
     MADE_NEW,
     build_model,
@@ -34,7 +35,6 @@ from pipeline.use.folder import (
     tokenizer_folder,
     write_model,
 )
-from pipeline.use.names import HEAD_BIAS
 
 _OF_EMBEDDING_WIDTH = (
     "encoder.token_embedding",

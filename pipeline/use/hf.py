@@ -29,7 +29,7 @@ from pipeline.model.architecture import CONFIG_FILE, WEIGHTS_FILE, read_config
 from pipeline.model.layout import Layout
 from pipeline.runtime import env, tensors
 from pipeline.runtime.files import write_atomic, write_json_atomic
-from pipeline.use import names
+from pipeline.use.convert import Style, hugging_face, is_other_head
 from pipeline.use.folder import (
     MADE_NEW,
     ExportReport,
@@ -229,7 +229,7 @@ def write_files(
     folder: Path,
     trained: TrainedModel,
     weights: dict[str, Tensor],
-    family: names.Style | None,
+    family: Style | None,
     head: HFTaskHead,
 ) -> None:
     """Write weights and config.json for transformers.
@@ -254,7 +254,7 @@ def write_files(
     write_json_atomic(folder / CONFIG_FILE, {**body, **head.settings})
 
 
-def native_family(config: ModelConfig) -> names.Style | None:
+def native_family(config: ModelConfig) -> Style | None:
     """Find the transformers family that computes exactly this architecture; None if none does."""
     values = asdict(config)
     if any(values[name] != value for name, value in _NATIVE.items()):
@@ -272,18 +272,18 @@ def native_family(config: ModelConfig) -> names.Style | None:
     return "roberta" if config.activation == "gelu" else None
 
 
-def native_head(family: names.Style, auto: str, pool: str) -> bool:
+def native_head(family: Style, auto: str, pool: str) -> bool:
     """Return whether a family's own class computes what our head does."""
     pools = auto in ("SequenceClassification", "MultipleChoice")
     return family in _NATIVE_HEADS[auto] and (pool == "pooler" or not pools)
 
 
-def native_class(family: names.Style, auto: str) -> str:
+def native_class(family: Style, auto: str) -> str:
     """Name the class."""
     return f"{_CLASSES[family]}For{auto}"
 
 
-def native_config(trained: TrainedModel, family: names.Style, auto: str) -> dict[str, Any]:
+def native_config(trained: TrainedModel, family: Style, auto: str) -> dict[str, Any]:
     """Write config.json of transformers' own class as plain values."""
     config, tokenizer = trained.model.config, trained.tokenizer
     body = {
@@ -316,11 +316,11 @@ def native_config(trained: TrainedModel, family: names.Style, auto: str) -> dict
     return body
 
 
-def native_tensors(weights: dict[str, Tensor], family: names.Style) -> dict[str, Tensor]:
+def native_tensors(weights: dict[str, Tensor], family: Style) -> dict[str, Tensor]:
     """Rename our parameters as transformers does; queries, keys and values are separate there."""
     written: dict[str, Tensor] = {}
     for name, tensor in weights.items():
-        theirs = names.hugging_face(name, family)
+        theirs = hugging_face(name, family)
         written |= dict(zip(theirs, tensor.chunk(len(theirs)), strict=True))
     return written
 
@@ -393,7 +393,7 @@ def load_own_hf(folder: Path) -> TrainedModel:
     weights = tensors.read_file(folder / "model.safetensors")
     # Earlier exports have the prefix of the encoder on the head, too.
     own = {name.removeprefix("postnorm."): tensor for name, tensor in weights.items()}
-    left_out = sorted(name for name in own if names.is_other_head(name))
+    left_out = sorted(name for name in own if is_other_head(name))
     own = {name: tensor for name, tensor in own.items() if name not in left_out}
     if left_out:
         logger.info("%s: left out %s", folder, ", ".join(left_out))

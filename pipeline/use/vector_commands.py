@@ -51,8 +51,8 @@ def encode(
     line that is not UTF-8 is named and ends nothing. With --out, rows are written as they come; the
     same command on the same lines goes on after a kill.
     """
-    from pipeline.use.encode_lines import TextLines, encode_lines
     from pipeline.use.model import load
+    from pipeline.use.vectors import TextLines, encode_lines
 
     model, whitening = load(source), _whitening(whiten)
     # An empty line is a text too, so that line N has vector N.
@@ -154,7 +154,7 @@ def sts(
     .txt file of these three columns without a header.
     """
     from pipeline.use.model import load
-    from pipeline.use.sts import evaluate, read_pairs
+    from pipeline.use.vectors import evaluate_pairs, read_pairs
 
     read = read_pairs(pairs, split, overrides)
     model = load(source)
@@ -163,7 +163,7 @@ def sts(
         poolings += [each for each in get_args(Pooling) if each != "pooler" or model.config.pooler]
     else:
         poolings.append(pooling)
-    evaluation = evaluate(
+    evaluation = evaluate_pairs(
         model,
         read,
         poolings,
@@ -191,7 +191,7 @@ def similar(
     `data.similar` puts in place of [MASK]. Tokens that begin a word are compared with such tokens
     only, and pieces within words with such pieces.
     """
-    from pipeline.use.similar import write_table
+    from pipeline.use.vectors import write_similar
 
-    num = write_table(source, data, out, top)
+    num = write_similar(source, data, out, top)
     print(f"{out}: {top} tokens for each of {num:,}")

@@ -28,7 +28,7 @@ TORCH_FREE = {
     "pipeline.model.architecture", "pipeline.model.cost", "pipeline.model.describe",
     "pipeline.data.format", "pipeline.data.objects", "pipeline.data.workers",
     "pipeline.data.ledger", "pipeline.data.record", "pipeline.inspect",
-    "pipeline.use.evaluate_command", "pipeline.use.pretrain", "pipeline.data.reader",
+    "pipeline.use.pretrain", "pipeline.data.reader",
     "pipeline.tokenizer",
     "pipeline.tasks", "pipeline.finetune.commands", "pipeline.finetune.result",
     "pipeline.finetune.can", "pipeline.finetune.rescore_command", "pipeline.finetune.submission",

@@ -14,8 +14,9 @@ import pytest
 
 from benchmarks.training_report import planned_gb, report
 from pipeline.data.format import DatasetIndex
-from pipeline.model.cost import activation_bytes, state_bytes
+from pipeline.model.cost import TrainingPass, state_bytes
 from pipeline.model.describe import read_plan
+from pipeline.objectives.activations import activation_bytes
 from tests.support.processes import write_program
 from tests.support.triton import NEEDS_TRITON
 
@@ -145,8 +146,8 @@ def test_training_once_on_a_cpu(kit: Path, tmp_path: Path, dataset: DatasetIndex
 def test_planned_memory_is_that_of_the_model_command() -> None:
     config = ROOT / "benchmarks/gpu/train.yaml"
     plan = read_plan(config)
-    tokens = plan.micro_batch * plan.seq_len
-    kept = activation_bytes(plan.config, tokens, plan.seq_len, fused=plan.fused)["total"]
+    passed = TrainingPass(plan.config, plan.micro_batch, plan.seq_len, fused=plan.fused)
+    kept = activation_bytes(passed)["total"]
     state = state_bytes(plan.config, 1)["total"]
     assert planned_gb(config) == pytest.approx((kept + state) / 1e9, rel=1e-4)
 

@@ -1,6 +1,8 @@
 """Strict YAML, overrides, includes, ranges, explanation."""
 
 import dataclasses
+import hashlib
+import json
 import os
 import re
 import typing
@@ -10,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from data_prep.config import FiltersConfig, PrepConfig
+from data_prep.config import FiltersConfig, MaskConfig, PrepConfig
 from experiments.study import StudyConfig
 from experiments.transfer import TransferConfig
 from launch.cluster import ClusterConfig
 from pipeline.config import strict_yaml
 from pipeline.config.load import build, explain, load, resolved_text, warn_of_unusual
 from pipeline.config.runs import PretrainConfig
-from pipeline.config.schema import OTHER_NAMES, unusual
+from pipeline.config.schema import OTHER_NAMES, RETIRED, as_recorded, unusual
 from pipeline.errors import ConfigError
-from pipeline.multitask.config import is_mix, load_mix
+from pipeline.multitask.config import BalanceConfig, MultiTaskConfig, is_mix, load_mix
 from pipeline.tasks.task import SuiteConfig, TaskConfig
 from tests.support.processes import python
 
@@ -225,6 +227,59 @@ def test_every_name_that_is_suggested_exists() -> None:
     classes = (*roots, *filter(dataclasses.is_dataclass, sections))
     known = {field.name for cls in classes for field in dataclasses.fields(cls)}
     assert set(OTHER_NAMES) - known == set()
+
+
+_WITH_RETIRED = {
+    "MonitorConfig": (PretrainConfig, "monitor"), "PreflightConfig": (ClusterConfig, "preflight"),
+    "BalanceConfig": (MultiTaskConfig, "balance"), "HardwareConfig": (ClusterConfig, "hardware"),
+    "ClusterConfig": (ClusterConfig, ""), "LanguageConfig": (PrepConfig, "filters.language"),
+    "RepetitionConfig": (PrepConfig, "filters.repetition"), "C4Config": (PrepConfig, "filters.c4"),
+    "ShapeConfig": (PrepConfig, "filters.shape"), "MaskConfig": (PrepConfig, "filters.mask"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [(name, key) for name, keys in RETIRED.items() for key in keys]
+)
+def test_a_retired_setting_is_read_at_its_value_and_refused_at_another(name: str, key: str) -> None:
+    root, section = _WITH_RETIRED[name]
+    retired, dotted = RETIRED[name][key], f"{section}.{key}".strip(".")
+    value = "null" if retired.value is None else str(retired.value).lower()
+    other = "false" if retired.value is True else "true" if retired.value is False else "7"
+    with pytest.raises(ConfigError) as without:
+        build(root, {"surely": "not known"}, "here")
+    for given, refused in ((value, False), (other, True)):
+        with pytest.raises(ConfigError) as caught:
+            build(root, {"surely": "not known"}, "here", [f"{dotted}={given}"])
+        more = str(caught.value).count("\n") - str(without.value).count("\n")
+        assert bool(more) == refused
+        assert (f"{dotted} = " in str(caught.value)) == refused
+        assert (f"fixed at {value}" in str(caught.value)) == refused
+    # Nobody has a field of that name again: its old value would then mean something else.
+    assert key not in {field.name for field in dataclasses.fields(_class_at(root, section))}
+
+
+def _class_at(cls: type, section: str) -> type:
+    for part in filter(None, section.split(".")):
+        hint = typing.get_type_hints(cls)[part]
+        cls = (typing.get_args(hint) or (hint,))[0]
+    return cls
+
+
+def test_hashes_of_configs_do_not_know_that_settings_were_retired() -> None:
+    # Of revision 1bc9fe7, where all of them were fields.
+    prep = load(PrepConfig, ROOT / "configs/prep/web.yaml").config
+    balance = BalanceConfig(method="main_and_helpers", main=("a",))
+    hashes = [
+        hashlib.sha256(json.dumps(as_recorded(each), sort_keys=True).encode()).hexdigest()[:16]
+        for each in (prep, balance)
+    ]
+    assert hashes == ["4f6de7120a560076", "2e019f98906e85dd"]
+    no_ip = build(MaskConfig, {"kinds": ["phone", "email", "bank_card", "chinese_id"]}, "here")
+    assert as_recorded(no_ip) == {
+        "enabled": False, "email": True, "phone": True, "chinese_id": True, "bank_card": True,
+        "ipv4": False,
+    }  # fmt: skip
 
 
 def test_unusual_values_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

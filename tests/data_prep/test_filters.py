@@ -9,12 +9,12 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
-from data_prep.config import FiltersConfig, PrepConfig, rule_sets
+from data_prep.config import FiltersConfig, MaskedKind, PrepConfig, rule_sets
 from data_prep.filters import mask as filter_mask
 from data_prep.filters import text_stats as filter_units
 from data_prep.filters.rules import Dropped, Filters, Kept, key_parts
@@ -144,7 +144,6 @@ def ellipses(text: str) -> int:
 
 RULES: dict[tuple[str, str], Callable[[str], float | None]] = {
     ("shape", "min_chars"): len,
-    ("shape", "max_chars"): len,
     ("shape", "max_digit_share"): lambda t: share(t, str.isdecimal),
     ("shape", "max_symbol_share"): lambda t: share(t, is_symbol),
     ("quality", "min_words"): lambda t: len(units(t)),
@@ -309,7 +308,7 @@ def test_c4_rules() -> None:
     assert apply(min_line_words=6) == Dropped("c4: no line left")
     assert apply(min_sentences=4) == text
     assert apply(min_sentences=5) == Dropped("c4: few sentences", "4 < 5")
-    curly = Filters(only("c4", curly_bracket=True, lorem_ipsum=True))
+    curly = Filters(only("c4", curly_bracket=True))
     assert curly.apply("a { b") == Dropped("c4: curly bracket")
     assert curly.apply("Lorem IPSUM dolor") == Dropped("c4: lorem ipsum")
     assert curly.apply("lorem, ipsum") == Kept("lorem, ipsum")
@@ -405,8 +404,12 @@ def test_mask(text: str, masked: str | None) -> None:
     assert isinstance(outcome, Kept)
     assert outcome.text == (text if masked is None else masked)
     assert outcome.masked == Counter(re.findall(r"<([A-Z]+)>", masked or ""))
-    off = dict.fromkeys(("email", "phone", "chinese_id", "bank_card", "ipv4"), False)
-    assert Filters(only("mask", **off)).apply(text) == Kept(text)
+    assert Filters(only("mask", kinds=())).apply(text) == Kept(text)
+    for kind in get_args(MaskedKind):
+        alone = Filters(only("mask", kinds=(kind,))).apply(text)
+        assert isinstance(alone, Kept)
+        assert alone.masked.items() <= outcome.masked.items()
+        assert len(alone.masked) <= 1
 
 
 def masked(text: str) -> str:

@@ -16,7 +16,7 @@ class PlainAdamW:
         self._optimizer = torch.optim.AdamW(
             [{"params": matrices, "weight_decay": config.weight_decay},
              {"params": others, "weight_decay": 0.0}],
-            betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps,
+            betas=(0.9, config.adam_beta2), eps=config.adam_eps,
         )  # fmt: skip
 
     def step(self, clip: float, lr: float) -> float:

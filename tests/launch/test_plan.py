@@ -114,7 +114,7 @@ def test_a_single_rank_exchanges_nothing(tmp_path: Path) -> None:
 def test_measured_bandwidths_take_the_place_of_data_sheets(tmp_path: Path) -> None:
     sheet = HardwareConfig(gpu="A100 80GB")
     assert bus_of(ClusterConfig(gpus_per_node=8, nodes=2, hardware=sheet)) == Bus(
-        160e9, "160 GB/s between nodes, 80% (hardware.bus_efficiency) of the data sheet's"
+        160e9, "160 GB/s between nodes, 80% of the data sheet's"
     )
     hardware = HardwareConfig(gpu="A100 80GB", intra_node_gb_per_s=231, inter_node_gb_per_s=42)
     # What preflight expects is of two nodes, or of the only one.
@@ -194,6 +194,20 @@ def test_activations_are_those_of_the_kernels_that_will_run(tmp_path: Path) -> N
         assert ("with fused kernels" in text) == bool(parts)
         bytes_of[name] = found.activation_bytes
     assert bytes_of["auto"] < bytes_of["norms"] < bytes_of["CPUs"] < bytes_of["fp32"]
+
+
+def test_without_torch_a_plan_says_what_it_does_not_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cost, "activation_bytes", lambda passes: None)
+    found, text = _plan(run_dir=tmp_path / "run", hardware=HardwareConfig(memory_gib=1))
+    assert found.activation_bytes is found.largest_micro_batch is None
+    assert found.problems == ()
+    assert "activations not known without torch: pip install 'postnorm[train]'" in text
+    mix = _mix(tmp_path)
+    assert "not known without torch" in "\n".join(
+        mix_text(plan_mix(mix, ClusterConfig()), mix, ClusterConfig())
+    )
 
 
 def test_zero_stages_divide_the_state(tmp_path: Path) -> None:

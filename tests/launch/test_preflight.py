@@ -33,7 +33,7 @@ from tests.support.tiny_tasks import write_task
 
 ROOT = Path(__file__).parents[2]
 # What any machine has that can run these tests.
-EASY = PreflightConfig(min_free_gb=0.001, min_free_inodes=1, min_shm_gb=0.001, min_open_files=64)
+EASY = PreflightConfig(min_free_gb=0.001, min_shm_gb=0.001, min_open_files=64)
 
 
 # As the real one: values are divided by comma and space, what a GPU does not have is `[N/A]`, and
@@ -237,8 +237,9 @@ def test_full_disk(tmp_path: Path) -> None:
         free_gb, found = checks.check_folder(EASY, "run_dir", folder / "run", "all")
         assert free_gb is not None
         assert free_gb < 0.0011
-        assert found == []
-        strict = replace(EASY, min_free_gb=1.0, min_free_inodes=1000)
+        assert [f.check for f in found] == ["run_dir inodes"]
+        assert "expected 10000; remove files" in found[0].text
+        strict = replace(EASY, min_free_gb=1.0)
         _, found = checks.check_folder(strict, "run_dir", folder, "all")
         assert [f.check for f in found] == ["run_dir space", "run_dir inodes"]
         assert "preflight.min_free_gb=1" in found[0].text

@@ -47,7 +47,7 @@ def test_options_of_a_run(fields: dict[str, object], lines: list[str]) -> None:
 
 def test_setup_comes_in_order_and_values_stay_as_they_are() -> None:
     cluster = ClusterConfig(
-        modules=("gcc/13", "cuda/13.0"), module_purge=True, scratch="$NODE_DISK/${WHO}/x",
+        modules=("gcc/13", "cuda/13.0"), scratch="$NODE_DISK/${WHO}/x",
         network=("NCCL_IB_HCA=mlx5_0,mlx5_1", "ODD=it's $HOME `id` \"", "EMPTY="),
         setup=("user=$POSTNORM_SCRATCH",),
     )  # fmt: skip
@@ -55,7 +55,7 @@ def test_setup_comes_in_order_and_values_stay_as_they_are() -> None:
     show = 'printf "%s\\n" "$NCCL_IB_HCA" "$ODD" "<$EMPTY>" "$user" "$SLURM_EXPORT_ENV"'
     done = _bash([module, *parts.setup_lines(cluster), show], NODE_DISK="/disk", WHO="me")
     assert done.stdout.splitlines() == [
-        "module purge", "module load gcc/13 cuda/13.0", "mlx5_0,mlx5_1", "it's $HOME `id` \"", "<>",
+        "module load gcc/13 cuda/13.0", "mlx5_0,mlx5_1", "it's $HOME `id` \"", "<>",
         "/disk/me/x", "ALL",
     ], done.stderr  # fmt: skip
     inside = _bash([module, *parts.setup_lines(cluster), "env"], NODE_DISK="/disk", WHO="me")

@@ -8,12 +8,15 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from pipeline.config.model import ModelConfig
-from pipeline.model import cost
+from pipeline.kernels import attention
+from pipeline.model.cost import TrainingPass
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layers import Trace
 from pipeline.model.layout import rows
+from pipeline.objectives import activations
 from tests.support.grids import first_in_ci
 
 CONFIG = ModelConfig(
@@ -77,7 +80,7 @@ def test_dropout_of_what_comes_after_and_a_trace_are_as_without() -> None:
     assert len(trace.hidden) == CONFIG.num_layers + 1
 
 
-class _Storages(TorchDispatchMode):
+class Storages(TorchDispatchMode):
     """Remembers what operators made, without keeping it."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -109,30 +112,70 @@ def alive_bytes(
     if fused:
         model.encoder.fuse_attention()
         model.encoder.fuse_residual_norms()
-    with _Storages(model) as storages:
+    with Storages(model) as storages:
         loss = _loss(model)
         found = storages.alive_bytes()
     loss.backward()
     return found
 
 
-@pytest.mark.parametrize(
-    ("score_residual", "group_size", "dtype"),
-    first_in_ci([
-        ("sum", 2, torch.bfloat16), ("none", 1, torch.float32), ("sum", 1, torch.float32),
-        ("none", 2, torch.bfloat16),
-    ], 2),
-)  # fmt: skip
+PASSES = first_in_ci([
+    ("sum", 2, torch.bfloat16), ("none", 1, torch.float32), ("sum", 1, torch.float32),
+    ("none", 2, torch.bfloat16),
+], 2)  # fmt: skip
+
+
+def _counted(config: ModelConfig, dtype: torch.dtype, group_size: int | None) -> dict[str, int]:
+    precision = "bf16" if dtype == torch.bfloat16 else "fp32"
+    share = NUM_MASKED / (BATCH * SEQ_LEN)
+    return activations.activation_bytes(
+        TrainingPass(config, BATCH, SEQ_LEN, precision, share, group_size)
+    )
+
+
+@pytest.mark.usefixtures("as_on_cpu")
+@pytest.mark.parametrize(("score_residual", "group_size", "dtype"), PASSES)
 def test_memory_is_what_cost_says(score_residual: str, group_size: int, dtype: torch.dtype) -> None:
     config = replace(CONFIG, score_residual=score_residual)  # type: ignore[arg-type]
-    formula = cost.activation_bytes(
-        config, BATCH * SEQ_LEN, SEQ_LEN, cost.Sizes(dtype.itemsize, dtype.itemsize),
-        NUM_MASKED / (BATCH * SEQ_LEN), group_size,
-    )  # fmt: skip
-    lasting = sum(formula[name] for name in ("embeddings", "layer inputs", "head", "loss"))
+    counted = _counted(config, dtype, group_size)
+    lasting = sum(counted[name] for name in ("embeddings", "layer inputs", "head and loss"))
+    # The input of the group that is computed again counts with what it computes.
+    lasting += BATCH * SEQ_LEN * config.hidden_size * dtype.itemsize
     # What all layers share: the rotary tables in fp32, the mask, and four int32 of the layout.
     shared = BATCH * SEQ_LEN * (config.head_size * 4 + SEQ_LEN + 4 * 4)
     assert alive_bytes(config, dtype, group_size) == pytest.approx(lasting + shared, abs=300)
-    sizes = cost.Sizes(dtype.itemsize)
-    everything = cost.activation_bytes(config, BATCH * SEQ_LEN, SEQ_LEN, sizes)["total"]
-    assert formula["total"] < everything
+    assert counted["total"] < _counted(config, dtype, None)["total"]
+
+
+@pytest.mark.usefixtures("as_on_cpu")
+@pytest.mark.parametrize(("score_residual", "group_size", "dtype"), PASSES)
+def test_peak_of_a_step_is_what_cost_says(
+    score_residual: str, group_size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A CPU has no fused attention with dropout.
+    drops = CONFIG.attention_dropout if score_residual != "none" else 0.0
+    config = replace(CONFIG, score_residual=score_residual, attention_dropout=drops)
+    model, alive = _model(config, dtype, group_size), []
+    run_layers = model.encoder._run_layers
+
+    def sampled(*given: Any) -> Any:
+        result = run_layers(*given)
+        gradients = [each.grad for each in model.parameters() if each.grad is not None]
+        alive.append(storages.alive_bytes() - sum(each.nbytes for each in gradients))
+        return result
+
+    # Not the attention of short rows in bf16, which keeps its probabilities.
+    monkeypatch.setattr(attention, "_SHORT", 0)
+    monkeypatch.setattr(model.encoder, "_run_layers", sampled)
+    with Storages(model) as storages, set_checkpoint_early_stop(False):
+        loss = _loss(model)
+        del alive[:]
+        loss.backward()
+    counted, tokens = _counted(config, dtype, group_size), BATCH * SEQ_LEN
+    # Head and loss are freed by then; what they leave is the gradient of the output matrix.
+    kept = counted["total"] - counted["head and loss"] + 300 * config.hidden_size * dtype.itemsize
+    # The layout; the output of a group and its gradient, and those of the scores, in fp32.
+    passing = tokens * (SEQ_LEN + 16) + 2 * tokens * config.hidden_size * dtype.itemsize
+    if score_residual != "none":
+        passing += 2 * tokens * config.num_heads * SEQ_LEN * 4
+    assert kept <= max(alive) <= kept + passing

@@ -1,7 +1,5 @@
 """The cost of replaced-token detection against the real module, as `test_cost` for MLM."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -12,11 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from pipeline.config.model import ModelConfig
 from pipeline.config.objective import ObjectiveConfig
 from pipeline.data.loader import MicroBatch, document_bounds
-from pipeline.kernels.choose import REFERENCE
 from pipeline.model import cost
 from pipeline.objectives.rtd import ReplacedTokenDetection, ReplacedTokenModel
-from tests.model.test_cost import BERT, ODD, RANDOM, TINY, group_of, kept_by
-from tests.support.grids import first_in_ci
+from tests.model.test_cost import RANDOM, group_of
 
 RTD = ObjectiveConfig(kind="rtd", generator_size=0.5, generator_layers=0.4)
 ROWS, SEQ_LEN, NUM_MASKED = 3, 24, 10
@@ -48,7 +44,7 @@ def _loss(model: ReplacedTokenModel) -> Tensor:
     return sums["loss"].total + 50 * sums["discriminator"].total
 
 
-@pytest.mark.parametrize("config", first_in_ci(RANDOM[:30], 6))
+@pytest.mark.parametrize("config", RANDOM[:4])
 def test_parameters(config: ModelConfig) -> None:
     with torch.device("meta"):
         model = ReplacedTokenModel(config, RTD)
@@ -60,7 +56,7 @@ def test_parameters(config: ModelConfig) -> None:
     assert {name: number for name, number in counted.items() if number} == found
 
 
-@pytest.mark.parametrize("config", first_in_ci(RANDOM[:8], 2))
+@pytest.mark.parametrize("config", RANDOM[:2])
 def test_flops_equal_those_torch_counts(config: ModelConfig) -> None:
     model = ReplacedTokenModel(config, RTD)
     with sdpa_kernel(SDPBackend.MATH):
@@ -73,23 +69,6 @@ def test_flops_equal_those_torch_counts(config: ModelConfig) -> None:
     drawing = 2 * NUM_MASKED * config.embedding_width * 300
     assert forward.get_total_flops() - drawing == pytest.approx(flops.forward * tokens, rel=1e-12)
     assert total.get_total_flops() - drawing == pytest.approx(flops.total * tokens, rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("dropout", "dtype"), first_in_ci([(0.1, torch.bfloat16), (0.0, torch.float32)])
-)
-@pytest.mark.parametrize("changes", [{}, BERT, ODD], ids=["v2", "bert", "odd"])
-def test_kept_activations(changes: dict[str, object], dropout: float, dtype: torch.dtype) -> None:
-    config = replace(
-        TINY, **changes, score_residual="sum", dropout=dropout, attention_dropout=dropout
-    )  # type: ignore[arg-type]
-    model = ReplacedTokenModel(config, RTD).to(dtype).train()
-    _, others = kept_by(model, lambda: _loss(model), SEQ_LEN)
-    sizes, tokens = cost.Sizes(dtype.itemsize, dtype.itemsize), ROWS * SEQ_LEN
-    formula = cost.activation_bytes(
-        config, tokens, SEQ_LEN, sizes, NUM_MASKED / tokens, None, REFERENCE, RTD
-    )
-    assert formula["total"] == pytest.approx(others, rel=0.01)
 
 
 def test_a_small_generator_is_cheap_and_head_and_body_are_where_they_are_said_to_be() -> None:

@@ -18,8 +18,7 @@ from pipeline.errors import CheckpointError
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layers import Trace
 from pipeline.model.layout import packed, padded
-from pipeline.use import names
-from pipeline.use.convert import convert
+from pipeline.use.convert import convert, hugging_face
 from pipeline.use.folder import load_model
 from pipeline.use.hf import export_hf
 from tests.support.grids import first_in_ci
@@ -208,7 +207,7 @@ def test_pre_norm_is_roberta_prelayernorm(tmp_path: Path) -> None:
     state = {key.replace("_prelayernorm.", "."): value for key, value in theirs_state.items()}
     weights = {}
     for key in mine.state_dict():
-        found = names.hugging_face(key, "roberta")
+        found = hugging_face(key, "roberta")
         for ours_, theirs_ in moved.items():
             if f".{ours_}." in key:
                 number, kind = key.split(".")[2], key.rpartition(".")[2]

@@ -13,7 +13,7 @@ def _look(stragglers: Stragglers, *own_s: float, wait_s: float = 0.0) -> list[tu
 
 
 def test_slow_in_three_intervals_in_a_row_is_told_once() -> None:
-    stragglers = Stragglers(["a", "a", "b", "b"], 1.25)
+    stragglers = Stragglers(["a", "a", "b", "b"])
     slow = (0.5, 0.5, 0.5, 0.7)
     assert [_look(stragglers, *slow) for _ in range(5)] == [[], [], [(3, 1.4)], [], []]
     assert _look(stragglers, 0.5, 0.5, 0.5, 0.6) == []  # as fast as the others again
@@ -21,7 +21,7 @@ def test_slow_in_three_intervals_in_a_row_is_told_once() -> None:
 
 
 def test_text_names_host_cause_and_cost() -> None:
-    stragglers = Stragglers(["a", "b"], 1.25)
+    stragglers = Stragglers(["a", "b"])
     waits, computes = np.array([0.01, 0.41]), np.array([0.39, 0.19])
     [[], [], [(rank, factor, text)]] = [stragglers.look(waits, computes, 1.0) for _ in range(3)]
     assert (rank, round(factor, 6)) == (1, 1.5)
@@ -30,9 +30,9 @@ def test_text_names_host_cause_and_cost() -> None:
 
 
 def test_what_costs_nothing_or_has_no_others_is_not_told() -> None:
-    trifle = Stragglers(["a", "b"], 1.25)
+    trifle = Stragglers(["a", "b"])
     assert not any(_look(trifle, 0.001, 0.009) for _ in range(9))
-    alone = Stragglers(["a"], 1.25)
+    alone = Stragglers(["a"])
     assert not any(_look(alone, 0.9) for _ in range(9))
-    together = Stragglers(["a", "b", "c"], 1.25)
+    together = Stragglers(["a", "b", "c"])
     assert not any(_look(together, 0.9, 0.95, 0.9) for _ in range(9))

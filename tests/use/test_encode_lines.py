@@ -17,9 +17,9 @@ from pipeline.errors import DataError
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.runtime import cli
 from pipeline.tokenizer.fast import build_tokenizer_json
-from pipeline.use.encode_lines import TextLines, encode_lines
 from pipeline.use.folder import write_model
 from pipeline.use.model import Model, batches_of, load
+from pipeline.use.vectors import TextLines, encode_lines
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "two", "dogs"]
 BAD = 9

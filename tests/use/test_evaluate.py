@@ -17,6 +17,7 @@ import torch
 from data_prep.config import PrepConfig
 from data_prep.run import run as prepare
 from pipeline import errors
+from pipeline.commands import VERBS
 from pipeline.config.load import load
 from pipeline.config.model import ModelConfig
 from pipeline.data.counts import sequences_at
@@ -26,9 +27,7 @@ from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.runtime import cli, stop
 from pipeline.runtime.stop import StopRequest
 from pipeline.train.evaluate import EvalResult, EvalScore
-from pipeline.use import evaluate_command
-from pipeline.use.evaluate import TextEvaluation
-from pipeline.use.evaluate_command import Report
+from pipeline.use.evaluate import Report, TextEvaluation
 from pipeline.use.folder import export, write_model
 from tests.support.ranks import Ranks, records, start
 
@@ -68,7 +67,8 @@ def evaluate(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         # The command sets them for its group of one; this way pytest takes them back.
         monkeypatch.setenv(name, "")
-    parser = cli.parser_of("test", "", {"use": [evaluate_command.evaluate]})
+    verbs = [verb for verb in VERBS if verb.name == "evaluate"]
+    parser = cli.parser_of("test", "", {"use": verbs})
 
     def command(source: Path, *arguments: object) -> list[dict[str, Any]]:
         found = cli.parse(parser, ["evaluate", str(source), *map(str, arguments), "--json"])

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from pipeline.use.similar import nearest
+from pipeline.use.vectors import nearest
 
 
 def test_nearest_are_those_of_all_cosines_within_a_group() -> None:

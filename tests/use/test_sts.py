@@ -16,7 +16,7 @@ from pipeline.data.format import DatasetIndex
 from pipeline.errors import CheckpointError, ConfigError, DataError, PostnormError
 from pipeline.runtime import cli
 from pipeline.use.model import load
-from pipeline.use.sts import TextPairs, cosines, evaluate, read_pairs
+from pipeline.use.vectors import TextPairs, cosines, evaluate_pairs, read_pairs
 from pipeline.use.whiten import Whitening
 from tests.use.test_model import BERT, write
 
@@ -77,7 +77,7 @@ def test_cosines_are_those_of_numpy_and_zeros_are_counted() -> None:
 def test_scores_are_those_of_scipy(pooling: Any, binary: bool, folder: Path) -> None:
     model = load(folder)
     first, second, gold = _columns(binary)
-    found = evaluate(model, _pairs(binary), [pooling])
+    found = evaluate_pairs(model, _pairs(binary), [pooling])
     expected, _ = cosines(model.encode(first, pooling), model.encode(second, pooling))
     [score] = found.scores
     # Vectors depend on the batch in their last bits, and so may the cosines of equal texts.
@@ -94,7 +94,7 @@ def test_vectors_of_zeros_are_said(folder: Path) -> None:
     model = load(folder)
     whitening = model.fit_whitening([row[0] for row in ROWS], 2)
     nothing = Whitening(**{**vars(whitening), "weight": whitening.weight * 0})
-    found = evaluate(model, _pairs(), whitening=nothing)
+    found = evaluate_pairs(model, _pairs(), whitening=nothing)
     scores = [(score.spearman != 0, score.num_zero) for score in found.scores]
     assert scores == [(True, 0), (False, 8)]
     assert len(found.notes) == 1
@@ -106,7 +106,7 @@ def test_a_model_that_has_diverged_has_no_score(folder: Path) -> None:
     with torch.no_grad():
         model.module.encoder.token_embedding.weight.fill_(math.nan)
     with pytest.raises(CheckpointError, match=r"the vector of texts\[0\] is not finite"):
-        evaluate(model, _pairs())
+        evaluate_pairs(model, _pairs())
     with pytest.raises(CheckpointError, match="take an earlier checkpoint"):
         model.fit_whitening(_pairs().first)
 

@@ -1,6 +1,5 @@
 """Whatever opens a run says the same about a folder that is none, and what it takes instead."""
 
-import argparse
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,18 +9,11 @@ from pipeline.checkpoints.commands import at_step, resolve, rows
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, RunFolderError
 from pipeline.inspect.run import open_run
 from pipeline.inspect.status import run_status
-from pipeline.use.evaluate_command import evaluate, evaluate_config
+from pipeline.use.evaluate import EvaluateArguments, evaluate_config
 from pipeline.use.folder import export, initial_weights
 from pipeline.use.grow import grow
 from pipeline.use.model import load
 from tests.support.run_folder import RunFolder
-
-
-def _evaluate(folder: Path) -> None:
-    parser = argparse.ArgumentParser()
-    evaluate.add_arguments(parser)
-    evaluate_config(parser.parse_args([str(folder)]))
-
 
 _RUN = "a started run"
 _COPY = "checkpoint.copy_to"
@@ -32,7 +24,7 @@ COMMANDS: dict[str, tuple[Callable[[Path], object], str]] = {
     "checkpoint list": (rows, _COPY),
     "checkpoint verify": (lambda folder: at_step(folder, 1), _COPY),
     "checkpoint diff": (lambda folder: resolve(str(folder)), _COPY),
-    "evaluate": (_evaluate, _MODEL),
+    "evaluate": (lambda folder: evaluate_config(EvaluateArguments(folder)), _MODEL),
     "export": (lambda folder: export(folder, folder.with_name("out")), _MODEL),
     "load": (load, _MODEL),
     "grow": (
