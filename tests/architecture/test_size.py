@@ -92,12 +92,12 @@ def _conditions_on_kinds_of_tasks() -> list[str]:
 
 # What is counted, and the most that there may be of it.
 COUNTED: dict[str, tuple[Callable[[], list[str]], int]] = {
-    "modules": (lambda: list(MODULES), 264),
-    "lines": (_lines, 66_500),
-    "crumbs": (_crumbs, 1),
+    "modules": (lambda: list(MODULES), 261),
+    "lines": (_lines, 66_150),
+    "crumbs": (_crumbs, 0),
     "long functions": (_long_functions, 0),
     "long files": (_long_files, 0),
-    "fmt: skip": (_fmt_skip, 39),
+    "fmt: skip": (_fmt_skip, 36),
     "modules that know MLM": (_modules_that_know_mlm, 11),
     "conditions on kinds of tasks": (_conditions_on_kinds_of_tasks, 2),
     "class names of several modules": (_shared_class_names, 0),
