@@ -65,13 +65,17 @@ class TaskHead(nn.Module, ABC):
         return heads.pool(pool, hidden, heads.masked_documents(mask_BS), encoder)
 
 
-class OnTokens(TaskHead):
-    """A linear layer on each token."""
+class LinearOutputs(TaskHead):
+    """A linear layer."""
 
     def __init__(self, config: ModelConfig, spec: HeadSpec) -> None:
         super().__init__(config, spec)
         num_outputs = len(self.kind.outputs(spec))
         self.linear = heads.LinearHead(config, num_outputs, spec.dropout)
+
+
+class OnTokens(LinearOutputs):
+    """A linear layer on each token."""
 
     def scores(
         self, encoder: Encoder, input_ids: Tensor, layout: Layout, inputs: dict[str, Tensor]

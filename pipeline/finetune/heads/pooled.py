@@ -2,21 +2,14 @@
 
 from torch import Tensor
 
-from pipeline.config.model import ModelConfig
-from pipeline.finetune.heads.base import TaskHead
+from pipeline.finetune.heads.base import LinearOutputs
 from pipeline.model import heads
 from pipeline.model.encoder import Encoder
 from pipeline.model.layout import Layout
-from pipeline.tasks.types import HeadSpec
 
 
-class PooledHead(TaskHead):
+class PooledHead(LinearOutputs):
     """A linear layer on the vector of a row."""
-
-    def __init__(self, config: ModelConfig, spec: HeadSpec) -> None:
-        super().__init__(config, spec)
-        num_outputs = len(self.kind.outputs(spec))
-        self.linear = heads.LinearHead(config, num_outputs, spec.dropout)
 
     def scores(
         self, encoder: Encoder, input_ids: Tensor, layout: Layout, inputs: dict[str, Tensor]
