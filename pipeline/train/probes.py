@@ -141,9 +141,8 @@ class Probes:
         """Fit on train and score on dev; NaN where the vectors are not finite."""
         rows = task.rows
         x_RD = torch.cat([self._vectors(each) for each in task.passes]).double()
-        own_R, labels_R = torch.tensor(
-            [task.own, [rows.labels[number] for number in task.own]], device=self._device
-        ).long()
+        labels = [rows.labels[number] for number in task.own]
+        own_R, labels_R = torch.tensor([task.own, labels]).long().to(self._device)
         train_R = own_R < rows.num_train
         y_RK = F.one_hot(labels_R, rows.num_classes).double()
         table = torch.cat((torch.ones_like(x_RD[:, :1]), x_RD, y_RK), dim=1)
