@@ -218,6 +218,7 @@ def test_a_pair_has_the_same_lengths_and_ends_with_either_label() -> None:
     assert all(of_label[0][place] == of_label[1][place] for place in both)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("corpus", pair_leaks.SENTENCES)
 def test_classifiers_of_lengths_and_ends_guess(corpus: str, kind: PairKind) -> None:

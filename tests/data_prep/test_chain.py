@@ -184,6 +184,7 @@ def _texts(folder: Path) -> dict[str, tuple[int, ...]]:
     return found
 
 
+@pytest.mark.long
 def test_files_of_many_tasks_are_in_folders(
     whole: Path, prep_config: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,6 +223,7 @@ def test_files_of_many_tasks_are_in_folders(
     assert {path.name for path in folder.rglob("*.tar")} == set(tars[0])
 
 
+@pytest.mark.long
 def test_tars_of_a_large_piece_are_several(
     prep_config: Path, whole: Path, source: Path, tmp_path: Path
 ) -> None:

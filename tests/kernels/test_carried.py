@@ -26,6 +26,7 @@ CASES = [(90, 512, 128, 0.1), (80, 64, 64, 0.1), (90, 64, 64, 0.1), (80, 512, 12
          (80, 64, 128, 0.1)]  # fmt: skip
 
 
+@pytest.mark.long
 @NEEDS_TRITON
 @pytest.mark.skipif(sys.platform != "linux", reason="ptxas is Linux's")
 @pytest.mark.parametrize(("capability", "longest", "head_size", "dropout"), first_in_ci(CASES, 2))

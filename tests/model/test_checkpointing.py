@@ -147,6 +147,7 @@ def test_memory_is_what_cost_says(score_residual: str, group_size: int, dtype: t
     assert counted["total"] < _counted(config, dtype, None)["total"]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("as_on_cpu")
 @pytest.mark.parametrize(("score_residual", "group_size", "dtype"), PASSES)
 def test_peak_of_a_step_is_what_cost_says(

@@ -182,6 +182,7 @@ def test_a_generator_of_half_the_layers_is_counted_by_its_own_layers() -> None:
     assert activation_bytes(TrainingPass(config, 2, SEQ_LEN, objective=MLM))["generator"] == 0
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("as_on_cpu")
 def test_a_generator_is_computed_again_when_what_the_encoder_kept_is_freed() -> None:
     given = TrainingPass(
