@@ -324,7 +324,7 @@ def put_text(
         token = np.int64(text[i])
         to_tokens[i] = token
         to_maskable[i] = (
-            # [UNK] stands in texts and is no target: nobody can say what it was.
+            # [UNK] stands in texts and is not a target: nobody can say what it was.
             (token != pad) & (token != unk) & (token != cls) & (token != sep) & (token != mask)
         )
     for i in range(len(to_words)):
