@@ -44,6 +44,7 @@ def _score(
     ("qa", (), [PredictionRow("Q\u2028", ["二\u2028", "2"], 'a "b"\n')]),
     ("choice", (), [PredictionRow("1", 2, 0, [0.5, None, 1.0])]),
     ("cloze", (), [PredictionRow("#idiom1#", None, 1, [0.5, 2.0])]),
+    ("rank", (), [PredictionRow("1,2", [2.0, 0.0], [-0.5, 3]), PredictionRow("3", None, [1.5])]),
 ])  # fmt: skip
 def test_rows_are_read_as_they_were_written(
     tmp_path: Path, kind: str, labels: tuple[str, ...], rows: list[PredictionRow]
@@ -66,7 +67,7 @@ def test_scores_that_are_not_finite_are_not_written(tmp_path: Path) -> None:
 _GOOD = {
     "classify": PredictionRow("1", "a", "b"), "spans": PredictionRow("1", [], []),
     "qa": PredictionRow("1", [], ""), "regress": PredictionRow("1", 0.5, 0.5),
-    "choice": PredictionRow("1", 0, 0, [1.0, None]),
+    "choice": PredictionRow("1", 0, 0, [1.0, None]), "rank": PredictionRow("1", [1.0], [0.5]),
 }  # fmt: skip
 _NO_OBJECT = "expected a JSON object with id, gold and prediction"
 _FINITE = "are not finite numbers"
@@ -91,6 +92,9 @@ _BAD: list[tuple[str, Any, str]] = [
     ("choice", (0, 0), "scores are missing"),
     ("choice", (0, 1, [0.5, None]), "prediction 1 has no score"),
     ("choice", (0, -1, [0.5, 0.5]), "prediction -1 has no score"),
+    ("rank", ([1.0, 0.0], [0.5]), "1 scores for 2 relevances"),
+    ("rank", ([1.0], 0.5), "does not fit task.kind=rank"),
+    ("rank", ([1.0], [math.nan]), "does not fit task.kind=rank"),
 ]
 
 
