@@ -89,7 +89,8 @@ class Fork:
     def send_signal(self, number: int) -> None:
         """Signal it, unless it has ended."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has ended since
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """End it at once."""
