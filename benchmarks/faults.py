@@ -66,7 +66,8 @@ def run_local(folder: Path, dataset: DatasetIndex, faults: int, seed: int) -> di
          str(folder), str(dataset.folder), "--faults", str(faults), "--seed", str(seed)],
         stdout=subprocess.PIPE, text=True, check=True, cwd=Path(__file__).parents[1],
     )  # fmt: skip
-    result: dict[str, Any] = json.loads(done.stdout)
+    # DeepSpeed logs to standard output, too.
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
 
 

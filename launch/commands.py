@@ -11,11 +11,10 @@ from typing import Any
 
 from launch import control, logs, prep
 from launch.cluster import ClusterConfig, cluster_of
-from launch.decide import JobAttempt, Limits, StorageRetry, verdict
+from launch.decide import JobAttempt, Limits, StorageRetry
 from launch.local import run_local, run_program
 from launch.plan import mix_text, plan, plan_json, plan_mix, plan_text
 from launch.preflight.check import check_node
-from launch.preflight.judge import gather, judge_nodes
 from launch.queue import room_of
 from launch.records import (
     EVALUATE,
@@ -51,6 +50,7 @@ from launch.submit import (
     submit,
     summary_text,
 )
+from launch.supervise import STEPS, JobStart, next_order
 from pipeline.checkpoints.manifest import FOLDER, published
 from pipeline.config.load import warn_of_unusual
 from pipeline.config.runs import PretrainConfig, load_run
@@ -58,7 +58,6 @@ from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, ConfigError
 from pipeline.multitask.config import MultiTaskConfig, TaskMix, is_mix, load_mix, require_split
 from pipeline.runtime import cli, env
 from pipeline.runtime.cli import CONFIG, OVERRIDES, RUN, Verb, argument, at_least, option, verb
-from pipeline.runtime.notify import notify_end
 from pipeline.runtime.run_folder import RunFolder
 from pipeline.runtime.summary import FolderSummary
 
@@ -309,42 +308,56 @@ def _render(
 
 
 @verb(
-    "decide runs/mine --kind pretrain --job 7 --restart 0 --nodes 'n1 n2' --ranks 4 "
-    "--before '' --asked-to-stop 0 --step-code 0 --max-restarts 50 --max-attempts 2"
+    "supervise runs/mine train.yaml --cluster c.yaml --kind pretrain --ranks 4 --job 7 \\",
+    "    --restart 0 --nodes 'n1 n2' --after start \\",
+    "    --max-restarts 50 --max-attempts 2",
 )
-def _decide(
+def _supervise(
     run_dir: Path = RUN,
-    kind: str = option(required=True),
+    config: str | None = argument("of the run, to judge its nodes by", "CONFIG", nargs="?"),
+    overrides: list[str] = OVERRIDES,
+    cluster: str | None = _CLUSTER,
+    after: str = option("what the script has done", choices=STEPS, required=True),
+    kind: str = option("of the job", required=True),
+    ranks: int = option("processes of the job", required=True),
     job: str = option("SLURM's id", required=True),
-    restart: int = option(required=True),
+    restart: int = option("times that SLURM has put the job back", required=True),
     jobs_before: int = option("of a chain", default=0),
-    nodes: str = option("names, separated by spaces", required=True),
-    ranks: int = option(required=True),
-    before: str = option("newest checkpoint at the start, or ''", required=True),
-    asked_to_stop: int = option("1: time is nearly up", required=True),
-    step_code: int = option("exit code of srun", required=True),
-    max_restarts: int = option(required=True),
-    max_attempts: int = option(required=True),
+    nodes: str = option("names of all nodes of the job", "'A B'", required=True),
+    asked_to_stop: int = option("1: time is nearly up", default=0),
+    step_code: int = option("exit code of srun", default=0),
+    max_restarts: int = option("restarts of a job", required=True),
+    max_attempts: int = option("attempts in a row without a checkpoint", required=True),
+    max_excluded: int = option("nodes that the job may do without", default=0),
     time_limit: str = option("of the job, as the profile has it", default=""),
     patience: float = option("seconds that storage may fail", default=0.0),
     job_ends: float | None = option("end of the job's time, in Unix seconds"),
-) -> int:
-    """For job scripts: decide what follows an attempt."""
-    begun = JobAttempt(
+) -> None:
+    """For job scripts: print what follows a step.
+
+    The last line is `check`, `measure`, `ranks`, `requeue [NODES]`, or `exit CODE` where the job
+    ends.
+    """
+    attempt = JobAttempt(
         job=job,
         restart=restart,
         nodes=tuple(nodes.split()),
-        before=before or None,
+        before=None,
         ranks=ranks,
         at_limit=bool(asked_to_stop),
         step_code=step_code,
         jobs_before=jobs_before,
     )
-    limits = Limits(max_restarts, max_attempts, time_limit)
-    decision = verdict(begun, kind, limits, run_dir, StorageRetry(patience, job_ends))
-    print(f"{'requeue' if decision.word == 'requeue' else 'end'}: {decision.reason}", flush=True)
-    notify_end(run_dir, f"{job}.{restart}", decision.word, decision.reason)
-    return decision.exit_code
+    start = JobStart(
+        attempt,
+        kind,
+        Limits(max_restarts, max_attempts, time_limit),
+        run_dir,
+        StorageRetry(patience, job_ends),
+        max_excluded,
+        (lambda: (_training(config, overrides), cluster_of(cluster))) if config else None,
+    )
+    print(next_order(after, start), flush=True)
 
 
 @verb("rank -- python finetune.py models/mine")
@@ -353,15 +366,12 @@ def _rank(words: list[str] = cli.PROGRAM) -> int:
     return run_program(words)
 
 
-_RECORDS: Any = option("folder of the records", "DIR", required=True)
-
-
 @verb("check train.yaml --cluster c.yaml --records runs/mine/launch/preflight/7.0")
 def _check(
     config: str = CONFIG,
     overrides: list[str] = OVERRIDES,
     cluster: str | None = _CLUSTER,
-    records: Path = _RECORDS,
+    records: Path = option("folder of the nodes' records", "DIR", required=True),
 ) -> None:
     """For job scripts: check this node and write DIR/NODE.json."""
     loaded, profile = _training(config, overrides), cluster_of(cluster)
@@ -370,32 +380,6 @@ def _check(
         print(f"{record.node}: {finding.text}", flush=True)
     # A thread that hangs in a driver or a file system would hold back Python's own exit.
     os._exit(EXIT_FINISHED)
-
-
-@verb(
-    "judge train.yaml --cluster c.yaml --records runs/mine/launch/preflight/7.0 \\",
-    "    --nodes 'n1 n2' --job 7 --restart 0",
-)
-def _judge(
-    nodes: str = option("names of all nodes of the job", "'A B'", required=True),
-    job: str = option("SLURM's id", required=True),
-    restart: int = option(None, "N", required=True),
-    bandwidth: bool = option("also judge the measurements of `python -m pipeline bandwidth`"),
-    config: str = CONFIG,
-    overrides: list[str] = OVERRIDES,
-    cluster: str | None = _CLUSTER,
-    records: Path = _RECORDS,
-) -> int:
-    """For job scripts: judge all nodes by their records.
-
-    Read all records; exit code 0: go, 75: bad nodes were added to RUN/launch/excluded, 2: stop, no
-    other node helps.
-    """
-    loaded, profile = _training(config, overrides), cluster_of(cluster)
-    evidence = gather(records, nodes.split(), loaded, with_bandwidth=bandwidth)
-    judged = judge_nodes(loaded, profile, evidence, job=job, restart=restart)
-    _say(f"preflight: {line}" for line in judged.text(evidence))
-    return judged.exit_code
 
 
 Look = Callable[[Path], tuple[FolderSummary, dict[str, Any]] | None]
@@ -533,5 +517,5 @@ _PREFLIGHT = "for job scripts: check the nodes of an allocation before training"
 _CANCEL = cancel_verb(lambda _folder, _save, _timeout: None)
 FOR_PEOPLE = (_plan, _submit, _resume, status_verb(), _logs, _CANCEL, _requeue, _render, _demo)
 """Those that people use most first."""
-IN_JOBS = (cli.family("preflight", _PREFLIGHT, (_check, _judge)), _decide, _rank)
+IN_JOBS = (cli.family("preflight", _PREFLIGHT, (_check,)), _supervise, _rank)
 VERBS = (*FOR_PEOPLE, *IN_JOBS)

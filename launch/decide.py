@@ -139,7 +139,7 @@ def decide(attempt: JobAttempt, misses_before: int, limits: Limits, run_dir: Pat
         return Decision("finished", EXIT_FINISHED, f"done; {newest}")
     # One rank is enough: the others were ended by srun because of it, and say less.
     if EXIT_FAILED_DO_NOT_RETRY in attempt.codes:
-        return _give_up(
+        return give_up(
             f"rank {attempt.codes.index(EXIT_FAILED_DO_NOT_RETRY)} failed permanently (exit code "
             f"{EXIT_FAILED_DO_NOT_RETRY}); see its message above and in {run_dir}/logs; {newest}"
         )
@@ -148,13 +148,13 @@ def decide(attempt: JobAttempt, misses_before: int, limits: Limits, run_dir: Pat
         return Decision("stopped", EXIT_STOPPED, f"{how}; {newest}")
     how = _how_it_ended(attempt)
     if (starts := attempt.starts_before) >= limits.restarts:
-        return _give_up(
+        return give_up(
             f"not done after {starts} restarts (max_restarts={limits.restarts}); the last attempt "
             f"{how}; {newest}"
         )
     misses = misses_before + 1 if is_miss(attempt) else 0
     if misses >= limits.without_progress:
-        return _give_up(
+        return give_up(
             f"{misses} attempts in a row without a new checkpoint (max_attempts_without_progress="
             f"{limits.without_progress}); the last {how}{_limit_text(attempt, limits)}; {newest}; "
             f"see {run_dir}/logs"
@@ -171,19 +171,6 @@ def is_miss(attempt: JobAttempt) -> bool:
     if attempt.after != attempt.before:
         return False
     return attempt.at_limit or not _has_saved(attempt)
-
-
-def verdict(
-    begun: JobAttempt, kind: str, limits: Limits, run_dir: Path, patience: StorageRetry
-) -> Decision:
-    """Read how an attempt ended and decide, waiting for storage that fails."""
-    try:
-        attempt = patiently(lambda: read_end(begun, kind, run_dir), patience)
-    except OSError as error:
-        return _storage_failed(
-            error, run_dir, patience, may_again=begun.starts_before < limits.restarts
-        )
-    return end_attempt(attempt, limits, run_dir, patience)
 
 
 def end_attempt(
@@ -212,7 +199,7 @@ def end_attempt(
         logger.warning("the end of the attempt could not be recorded: %s", error)
         if decision.word == "requeue" and is_miss(attempt):
             may_again = attempt.starts_before < limits.restarts
-            return _storage_failed(error, run_dir / FOLDER, patience, may_again=may_again)
+            return storage_failed(error, run_dir / FOLDER, patience, may_again=may_again)
     return decision
 
 
@@ -233,7 +220,7 @@ def patiently(action: Callable[[], _T], patience: StorageRetry) -> _T:
             time.sleep(min(_WAIT_S, left_s))
 
 
-def _storage_failed(
+def storage_failed(
     error: OSError, path: Path, patience: StorageRetry, *, may_again: bool
 ) -> Decision:
     """Return the verdict where storage failed for too long; the path is for errors without one.
@@ -247,7 +234,7 @@ def _storage_failed(
         return Decision("failed", EXIT_FULL, f"{how}; then `python -m launch resume` continues")
     if patience.is_cut and may_again:
         return _again(f"{where}: storage fails, and the time limit is near")
-    return _give_up(
+    return give_up(
         f"{where}, for {patience.patience_s:.0f} s (storage_patience_s of the cluster profile): "
         "storage fails; when it is back, `python -m launch resume` continues"
     )
@@ -282,7 +269,8 @@ def _again(reason: str) -> Decision:
     return Decision("requeue", EXIT_PREEMPTED, reason)
 
 
-def _give_up(reason: str) -> Decision:
+def give_up(reason: str) -> Decision:
+    """Return the verdict that no other attempt would help."""
     return Decision("failed", EXIT_FAILED_DO_NOT_RETRY, reason)
 
 

@@ -207,8 +207,9 @@ def _body(
     lines = [
         CLOCK.format(time_limit=cluster.prep.time_limit_s),
         *setup_lines(cluster),
-        *function_lines(cluster, job.start, job.work_dir, end="give_up 1"),
         f"logs={shlex.quote(str(job.logs))} marks={shlex.quote(str(job.marks))}",
+        *function_lines(cluster, job.start, job.work_dir, folder="$logs", end="give_up 1"),
+        "ready",
         body,
     ]
     return "\n".join(lines)
@@ -311,7 +312,7 @@ rank=$((first_rank + SLURM_ARRAY_TASK_ID))
 failures_file=$logs/{stage}-$job.failures
 echo "start: stage {stage}, part $rank of {world}, job $job, restart $restarts, node $(hostname)"
 give_up() {{
-  put "part $rank of {world}" "$marks/{mark}{stage}"
+  echo "part $rank of {world}" >"$marks/{mark}{stage}"
   exit "$1"
 }}
 {after}part() {{
@@ -335,7 +336,7 @@ fi
 # scancel, preemption and the time limit end this script too, a moment after what it started.
 sleep 5
 failures=$(( $(cat "$failures_file" 2>/dev/null || echo 0) + 1 ))
-storage "$logs" put "$failures" "$failures_file"
+ready eval 'echo "$failures" >"$failures_file"'
 if [ "$failures" -ge {max_failures} ]; then
   echo "end: stage {stage}, part $rank of {world}: exit code $code, failure $failures of" \\
     "{max_failures} (prep.max_failures); what is done stays, submit again to continue"

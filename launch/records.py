@@ -46,6 +46,10 @@ HISTORY_FILE = "history.jsonl"
 CANCELLED = "cancelled"
 LAST_DECISIONS = ("finished", "stopped", "failed", CANCELLED)
 """Decisions in the history after which a job does not go on."""
+STARTS_FILE = "starts.jsonl"
+"""One line for each start of a job's script."""
+UNJUDGED_FILE = "unjudged"
+"""Written by job scripts: the id of the job for each attempt without a verdict since the last."""
 EXCLUDED_FILE = "excluded"
 """Names of nodes that the run must not get again."""
 PREP_RECORD = Path("work", "logs", "submitted.json")
@@ -126,14 +130,28 @@ def _submission(path: Path) -> Submission:
 
 
 def history(run_dir: Path) -> list[dict[str, Any]]:
-    """Read the ends of attempts that `python -m launch decide` recorded, oldest first."""
+    """Read the ends of attempts that `launch.decide` recorded, oldest first."""
     return read_json_lines(run_dir / FOLDER / HISTORY_FILE)
 
 
 def append_history(run_dir: Path, record: Mapping[str, Any]) -> None:
     """Record the end of an attempt, with the time."""
+    _append(run_dir / FOLDER / HISTORY_FILE, record)
+
+
+def script_starts(run_dir: Path) -> list[dict[str, Any]]:
+    """Read the starts of job scripts, oldest first."""
+    return read_json_lines(run_dir / FOLDER / STARTS_FILE)
+
+
+def append_start(run_dir: Path, record: Mapping[str, Any]) -> None:
+    """Record the start of a job's script, with the time."""
+    _append(run_dir / FOLDER / STARTS_FILE, record)
+
+
+def _append(path: Path, record: Mapping[str, Any]) -> None:
     line = json.dumps({"unix_s": round(time.time(), 1), **record})
-    AppendedFile(run_dir / FOLDER / HISTORY_FILE).append(f"{line}\n".encode(), end=b"\n")
+    AppendedFile(path).append(f"{line}\n".encode(), end=b"\n")
 
 
 def newest_checkpoint(run_dir: Path) -> str | None:

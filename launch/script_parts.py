@@ -20,33 +20,23 @@ from pipeline.runtime.env import SCRATCH_VARIABLE
 
 CLOCK = """\
 # SLURM says when the job ends from version 23.02 on; before, this is late by what its start took.
-printf -v now '%(%s)T' -1
-end_s=${{SLURM_JOB_END_TIME:-$((now + {time_limit}))}}"""
+end_s=${{SLURM_JOB_END_TIME:-$(($(date +%s) + {time_limit}))}}"""
 """First lines of a script: the end of the job's time, in Unix seconds."""
 
+# SLURM ends this script, too, once the job is requeued, and changes the excluded nodes only of a
+# job that does not run: the script lives on until it has named them. Leaving before SLURM says so
+# would count as the end of the job. The controller may be restarting.
 _REQUEUE = """\
-# Sends the job back to the queue, never to start on nodes $without, and ends this script. SLURM
-# ends it, too, once the job is requeued, and changes the excluded nodes only of a job that does not
-# run: the script lives on until it has named them.
-requeue() {
-  ended=
+# Sends the job back to the queue, never to start on excluded nodes, and waits for SLURM to end it.
+try() {{ for ((n = 0; n < $1; n++)); do "${{@:3}}" && return; sleep "$2"; done; return 1; }}
+requeue() {{
+  without=${{1:-$(paste -sd, "$excluded" 2>/dev/null)}} ended=
   trap 'ended=1' TERM
-  # The controller may be restarting.
-  for try in 1 2 3 4 5 6 7 8 9 10; do
-    if scontrol requeue "$job" || [ -n "$ended" ]; then
-      # Leaving before SLURM says so would count as the end of the job.
-      for ((left = 300; left > 0; left--)); do [ -z "$ended" ] || break; sleep 1; done
-      for ((left = 10; left > 0; left--)); do
-        [ -n "$without" ] || break
-        scontrol update jobid="$job" excnodelist="$without" && break
-        sleep 1
-      done
-      exit 0
-    fi
-    sleep 30
-  done
-  echo "end: the job could not be requeued, submit it again"; exit 1
-}
+  try 10 30 eval 'scontrol requeue "$job" || [ -n "$ended" ]' ||
+    {{ echo "end: the job could not be requeued, submit it again"; exit 1; }}
+  try 300 1 eval '[ -n "$ended" ]'
+  [ -z "$without" ] || try 10 1 scontrol update jobid="$job" excnodelist="{exclude}$without"; exit 0
+}}
 """
 
 CHAIN = """\
@@ -57,11 +47,12 @@ trap 'code=$?
   [ "$code" = {again} ] || [ "$code" -gt 128 ] ||
     scancel --state=PENDING "$SLURM_ARRAY_JOB_ID"' EXIT"""
 _NEXT_OF_CHAIN = """\
-# Leaves the run to the next job of the chain, never to start on nodes $without.
+# Leaves the run to the next job of the chain, never to start on excluded nodes.
 requeue() {{
+  without=${{1:-$(paste -sd, "$excluded" 2>/dev/null)}}
   [ -z "$without" ] ||
     scontrol update jobid="${{SLURM_ARRAY_JOB_ID}}_$((SLURM_ARRAY_TASK_ID + 1))" \\
-      excnodelist="$without" || echo "the next job of the chain may get $without again"
+      excnodelist="{exclude}$without" || echo "the next job of the chain may get $without again"
   echo "next: the next job of the chain goes on"; exit {again}
 }}
 """
@@ -73,73 +64,69 @@ requeue() {{
 }}
 """
 
+# A path can be read, or is missing from a folder that can: then waiting for storage is no use. A
+# full disk, which waiting does not cure either, and storage that stays away end the job here, since
+# nothing else could tell. A wait that would not end before the job's time does goes on in the next
+# start.
 _FUNCTIONS = """\
-restarts=${{SLURM_RESTART_COUNT:-0}} before_this={before_this}
-starts=$((before_this + restarts))
-job=${{SLURM_JOB_ID:-}} without=
+restarts=${{SLURM_RESTART_COUNT:-0}} before_this={before_this} job=${{SLURM_JOB_ID:-}}
+starts=$((before_this + restarts)) excluded={excluded}
 # An element of an array is requeued by its own name: the last one's id is the whole array's.
 [ -n "${{SLURM_ARRAY_JOB_ID:-}}" ] && job=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID
 {requeue}\
-# Runs a command on a path, again while storage fails. A full disk, which waiting does not cure, and
-# storage that stays away end the job here, since nothing else could tell. A wait that would not end
-# before the job's time does goes on in its next start.
-storage() {{
-  for ((wait = {patience}; ; wait -= 10)); do
-    said=$(export LC_ALL=C; "${{@:2}}" 2>&1) && return
-    case $said in *"No space left"* | *"quota exceeded"*)
-      echo "end: $1 is full: $said; free space or inodes there, then submit again"; exit {full} ;;
-    esac
-    printf -v now '%(%s)T' -1
-    if [ $((end_s - now)) -lt {to_requeue} ] && [ "$starts" -lt {max_restarts} ]; then
-      echo "requeue: storage fails, and the time limit is near: $1: $said"; requeue
-    fi
-    [ "$wait" -gt 0 ] || break
-    echo "storage fails, trying again: $1: $said"
-    sleep 10
+# Runs a command where storage shows what starts Python, and the folders of the job.
+look() {{
+  for file in {files}; do
+    [ -r "$file" ] || [ -x "$file" ] || {{ [ ! -e "$file" ] && [ ! -L "$file" ] &&
+      ls "${{file%/*}}/" >/dev/null; }} || {{ echo "$file cannot be read"; return 1; }}
   done
-{last_resort}  echo "end: $1: storage failed for {patience} s (storage_patience_s): $said;" \\
-    "submit again later"
-  exit 1
+  cd {work_dir} {folders}&& "$@"
 }}
-put() {{ printf '%s\\n' "$1" >"$2"; }}
-# A path can be read, or is missing from a folder that can: then waiting for storage is no use.
-reach() {{
-  if [ -r "$1" ] || [ -x "$1" ]; then return; fi
-  if [ -e "$1" ] || [ -L "$1" ]; then echo "it cannot be read"; return 1; fi
-  ls "${{1%/*}}/" >/dev/null
-}}
-# Waits for what starts a command, the interpreter or the image and the code: a mount that is gone
-# for a while hides them. Enters the work folder, anew if it was gone, too.
+# The same here, in the work folder, again while storage fails.
 ready() {{
-  local file
-  for file in {files}; do storage "$file" reach "$file"; done
-  storage {work_dir} cd {work_dir}
-  cd {work_dir} || exit 1
+  for ((left = {patience}; ; left -= 10)); do
+    said=$(export LC_ALL=C; look "$@" 2>&1) && cd {work_dir} && return
+    said=${{said//$'\\n'/; }}
+    [[ $said != *"No space left"* && $said != *"quota exceeded"* ]] ||
+      {{ echo "end: {folder} is full: $said; free space or inodes, submit again"; exit {full}; }}
+    [ $((end_s - $(date +%s))) -ge {to_requeue} ] || [ "$starts" -ge {max_restarts} ] ||
+      {{ echo "requeue: storage fails, and the time limit is near: $said"; requeue; }}
+    [ "$left" -gt 0 ] && echo "storage fails, trying again: $said" && sleep 10 || break
+  done
+{last_resort}\
+  echo "end: storage failed for {patience} s (storage_patience_s), submit later: $said"; exit 1
 }}
-set -u +e
-ready"""
+set -u +e"""
 
 
 def function_lines(
     cluster: ClusterConfig,
     start: Sequence[str],
     work_dir: str,
+    *,
+    folder: str,
+    excluded: str = "",
+    folders: str = "",
     last_resort: str = "",
     end: str = "",
 ) -> list[str]:
-    """Write `requeue`, `storage PATH COMMAND`, `put TEXT FILE` and `ready`, which is called first.
+    """Write `requeue [NODES]`, `look [COMMAND]` and `ready [COMMAND]`, which a job calls first.
 
     Args:
         cluster: the profile.
         start: words between the interpreter and a module's name.
         work_dir: folder that relative paths start at.
-        last_resort: lines of `storage` for a path that could not be reached in time.
+        folder: in which the job keeps its files, as bash reads it.
+        excluded: the file of excluded nodes, as bash reads it.
+        folders: shell text that fails where a folder of the job is not there.
+        last_resort: lines of `ready` for storage that stayed away.
         end: a line that ends a job which is not in a chain where the profile does not requeue.
     """
-    again = EXIT_PREEMPTED
-    requeue = _REQUEUE
+    exclude = f"{cluster.exclude}," if cluster.exclude else ""
+    requeue = _REQUEUE.format(exclude=exclude)
     if not cluster.requeue:
-        requeue = _NO_REQUEUE.format(end=end) if end else _NEXT_OF_CHAIN.format(again=again)
+        chain = _NEXT_OF_CHAIN.format(exclude=exclude, again=EXIT_PREEMPTED)
+        requeue = _NO_REQUEUE.format(end=end) if end else chain
     in_chain = not (cluster.requeue or end)
     program = cluster.python
     if cluster.container.kind != "none":
@@ -154,12 +141,15 @@ def function_lines(
     text = _FUNCTIONS.format(
         requeue=requeue,
         before_this="$SLURM_ARRAY_TASK_ID" if in_chain else "0",
+        folder=folder,
+        excluded=excluded,
         patience=cluster.storage_patience_s,
         full=EXIT_FULL,
         to_requeue=TO_REQUEUE_S,
         max_restarts=cluster.max_restarts,
         last_resort=last_resort,
         files=" ".join(words),
+        folders=folders and f"&& {folders} ",
         work_dir=shlex.quote(work_dir),
     )
     return [text]

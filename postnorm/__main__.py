@@ -10,7 +10,7 @@ from postnorm import __version__
 if TYPE_CHECKING:
     from pipeline.runtime.cli import Parser, Verb
 
-_IN_JOBS = ("render", "preflight", "bandwidth", "rank", "decide")
+_IN_JOBS = ("render", "preflight", "bandwidth", "rank", "supervise")
 """Verbs that job scripts call; a person seldom does."""
 
 

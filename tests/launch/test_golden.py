@@ -4,6 +4,7 @@ After a change that is meant: `python -m tests.launch.test_golden` writes them a
 """
 
 import difflib
+import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from launch.cluster import ClusterConfig, ContainerConfig
 from launch.prep import PrepJob, StagePlan, render_prep
 from launch.script import RUN, render
+from launch.script_parts import setup_lines
 from launch.submit import Origin, checkout_job
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
@@ -80,6 +82,13 @@ def _kept(profile: str) -> dict[str, str]:
 def test_scripts_are_the_ones_that_were_read() -> None:
     kept = {name: text for each in (*PROFILES, *VARIANTS) for name, text in _kept(each).items()}
     assert kept == {path.name: path.read_text() for path in GOLDEN.iterdir()}, __doc__
+
+
+def test_a_job_script_is_a_page_of_bash() -> None:
+    """Beside its options, the profile's own setup and comments."""
+    lines = (GOLDEN / f"{WHOLE}-train.sh").read_text().splitlines()
+    own = {*setup_lines(_cluster(WHOLE))}
+    assert sum(bool(re.match(r" *[^ #]", line)) for line in lines if line not in own) <= 90
 
 
 @pytest.mark.parametrize("profile", [*PROFILES, *VARIANTS])

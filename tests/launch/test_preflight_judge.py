@@ -19,7 +19,7 @@ from launch.preflight.check import (
     write_record,
 )
 from launch.preflight.judge import Evidence, Verdict, judge
-from launch.records import exclude_nodes, excluded_nodes
+from launch.records import exclude_nodes, excluded_nodes, history
 from pipeline.data.format import DatasetIndex, read_index
 from pipeline.errors import DataError
 from tests.support import warm
@@ -200,16 +200,20 @@ def test_bandwidth(
     assert fact in str(verdict)
 
 
-def _command(run_dir: Path, dataset: Path, records: Path, *more: str) -> tuple[int, str]:
-    profile = records.parent / "cluster.yaml"
+def _command(run_dir: Path, dataset: Path) -> tuple[str, str]:
+    """The order that follows the check of the nodes, and what the log has."""
+    profile = run_dir.parent / "cluster.yaml"
     profile.write_text("gpus_per_node: 0\nranks_per_node: 2\nmax_excluded_nodes: 2\n")
     command = [
-        "launch", "preflight", "judge", str(ROOT / "configs/demo.yaml"),
+        "launch", "supervise", str(run_dir), str(ROOT / "configs/demo.yaml"),
         f"run_dir={run_dir}", f"data.dir={dataset}", "--cluster", str(profile),
-        "--records", str(records), "--nodes", "n1 n2 n3 n4", "--job", "7", "--restart", "0", *more,
+        "--after", "check", "--kind", "pretrain", "--ranks", "8",
+        "--nodes", "n1 n2 n3 n4", "--job", "7", "--restart", "0", "--max-restarts", "9",
+        "--max-attempts", "2",
     ]  # fmt: skip
     done = warm.run(*command)
-    return done.returncode, done.stdout + done.stderr
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1], done.stderr
 
 
 def _write(records: Path, **changed: Record | None) -> None:
@@ -224,27 +228,28 @@ def _write(records: Path, **changed: Record | None) -> None:
 def test_command_excludes_bad_nodes_and_keeps_those_excluded_before(
     dataset: DatasetIndex, tmp_path: Path
 ) -> None:
-    run_dir, records = tmp_path / "run", tmp_path / "records/7.0"
-    (run_dir / "launch").mkdir(parents=True)
+    run_dir = tmp_path / "run"
+    records = run_dir / "launch/preflight/7.0"
     exclude_nodes(run_dir, ["old"])
     _write(records, n2=None, n4=replace(GOOD, is_finished=False))
-    code, output = _command(run_dir, dataset.folder, records)
-    assert code == 75, output
+    order, output = _command(run_dir, dataset.folder)
+    assert order == "requeue", output
     assert "preflight: warning: n4 was not checked" in output
     assert excluded_nodes(run_dir) == ["old", "n2"]
     assert "preflight: bad node n2: it left no record" in output
     assert output.splitlines()[-1] == "preflight: go on without n2"
+    assert history(run_dir)[-1]["decision"] == "requeue"
     # One more than may be: stop, and say nothing to SLURM.
     write_record(records, replace(_having("node"), node="n3"))
-    code, output = _command(run_dir, dataset.folder, records)
-    assert code == 2
+    order, output = _command(run_dir, dataset.folder)
+    assert order == "exit 2"
     assert "3 nodes would be excluded, n2, n3, old, more than max_excluded_nodes=2" in output
     assert excluded_nodes(run_dir) == ["old", "n2"]
 
 
 @pytest.mark.usefixtures("processes")
 def test_command_reads_what_a_node_found_damaged(dataset: DatasetIndex, tmp_path: Path) -> None:
-    folder, records = tmp_path / "damaged", tmp_path / "records/7.0"
+    folder, records = tmp_path / "damaged", tmp_path / "run/launch/preflight/7.0"
     shutil.copytree(dataset.folder, folder)
     shard = folder / dataset.shards[int(dataset.blocks.shard[1])].file
     with shard.open("r+b") as file:
@@ -256,24 +261,25 @@ def test_command_reads_what_a_node_found_damaged(dataset: DatasetIndex, tmp_path
         read_block(read_index(folder), 1)
     finding = Finding("shards", "block 1 is damaged", "node", block=1)
     _write(records, n2=replace(GOOD, findings=[finding]))
-    code, output = _command(tmp_path / "run", folder, records)
-    assert code == 2, output
+    order, output = _command(tmp_path / "run", folder)
+    assert order == "exit 2", output
     assert "problem: found by n2, and on this node, too: block 1 is damaged" in output
-    code, output = _command(tmp_path / "run", dataset.folder, records)
-    assert code == 75, output
+    order, output = _command(tmp_path / "run", dataset.folder)
+    assert order == "requeue", output
     assert "bad node n2: only this node reads it so: block 1 is damaged" in output
 
 
 @pytest.mark.usefixtures("processes")
 def test_command_compares_with_the_newest_checkpoint(dataset: DatasetIndex, tmp_path: Path) -> None:
-    run_dir, records = tmp_path / "run", tmp_path / "records/7.0"
+    run_dir = tmp_path / "run"
+    records = run_dir / "launch/preflight/7.0"
     make_checkpoint(run_dir, 40)  # of a dataset with fingerprint "f"
     _write(records, **dict.fromkeys(NODES, replace(GOOD, fingerprint="f")))
-    code, output = _command(run_dir, dataset.folder, records)
-    assert code == 0, output
+    order, output = _command(run_dir, dataset.folder)
+    assert order == "ranks", output
     assert "preflight: go: 4 good nodes" in output
     shutil.rmtree(records)
     _write(records)
-    code, output = _command(run_dir, dataset.folder, records)
-    assert code == 2
+    order, output = _command(run_dir, dataset.folder)
+    assert order == "exit 2"
     assert "step-00000040 was trained on f: set data.dir" in output

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from launch.records import history
+from launch.records import history, script_starts
 from pipeline.checkpoints.manifest import read_manifest
 from pipeline.data.format import DatasetIndex
 from pipeline.runtime.files import read_json_lines
@@ -139,10 +139,9 @@ class SlurmRun:
         return int(job), int(self.cluster.job(job)["Restarts"])
 
     def begun(self) -> dict[Place, float]:
-        """When scripts began, in Unix time, of the starts whose script came to preflight."""
-        folder = self.run_dir / "launch" / "preflight"
-        paths = sorted(folder.glob("*/started"))
-        return {place_of(path.parent.name): float(path.read_text()) for path in paths}
+        """When scripts began, in Unix time, of the starts whose script reached the run."""
+        lines = script_starts(self.run_dir)
+        return {(int(line["job"]), line["restart"]): line["unix_s"] for line in lines}
 
     def waited_s(self, place: Place, struck: float) -> float:
         """Seconds for which no script of the run ran, from the end of a start on.

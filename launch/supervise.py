@@ -1,0 +1,209 @@
+"""What a job's script does next: the orders of `launch supervise`.
+
+The script asks at its start and after each step. An order is a step (CHECK the nodes, MEASURE their
+bandwidth, RANKS), REQUEUE, or the exit code of the job. What one call knows and a later one needs
+stands in files of the run: a call may be on a node that is gone by the next.
+"""
+
+import contextlib
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from launch.cluster import ClusterConfig
+from launch.decide import (
+    Decision,
+    JobAttempt,
+    Limits,
+    StorageRetry,
+    end_attempt,
+    give_up,
+    patiently,
+    read_end,
+    storage_failed,
+)
+from launch.preflight.judge import gather, judge_nodes
+from launch.records import (
+    EXCLUDED_FILE,
+    FOLDER,
+    UNJUDGED_FILE,
+    append_start,
+    exclude_nodes,
+    excluded_nodes,
+    newest_checkpoint,
+    script_starts,
+)
+from pipeline.config.runs import PretrainConfig
+from pipeline.errors import EXIT_FAILED_RETRY, PostnormError
+from pipeline.multitask.config import MultiTaskConfig
+from pipeline.runtime import env
+from pipeline.runtime.notify import notify_end
+
+logger = logging.getLogger(__name__)
+
+START, STORAGE = "start", "storage"
+CHECK, MEASURE, RANKS, REQUEUE = "check", "measure", "ranks", "requeue"
+STEPS = (START, STORAGE, CHECK, MEASURE, RANKS)
+"""What an order may follow. STORAGE: the first node waited for it in vain, and asks another one."""
+
+Inputs = Callable[[], tuple[PretrainConfig | MultiTaskConfig, ClusterConfig]]
+"""Loads the config of a run and its cluster profile."""
+
+
+@dataclass(frozen=True)
+class JobStart:
+    """One start of a job's script, as the script describes it."""
+
+    attempt: JobAttempt
+    """What is known of it so far."""
+    kind: str
+    """PRETRAIN, EVALUATE or PROGRAM."""
+    limits: Limits
+    run_dir: Path
+    patience: StorageRetry
+    max_excluded: int = 0
+    """Largest number of nodes that the job may do without."""
+    preflight: Inputs | None = None
+    """What the nodes are judged by; None where they are not checked."""
+
+    @property
+    def name(self) -> str:
+        """Name of the start, such as `7.0`, in the files of its run."""
+        return f"{self.attempt.job}.{self.attempt.restart}"
+
+    @property
+    def records(self) -> Path:
+        """Folder for the reports of its nodes."""
+        return self.run_dir / FOLDER / "preflight" / self.name
+
+
+def next_order(after: str, start: JobStart) -> str:
+    """Return the order that follows a step, and write to standard error why.
+
+    Args:
+        after: of STEPS.
+        start: what the script says of itself.
+
+    Returns:
+        CHECK, MEASURE, RANKS, REQUEUE, with the nodes to leave out after STORAGE, or `exit CODE`.
+    """
+    if after == STORAGE:
+        return _accuse(start)
+    if after == START:
+        return _begin(start)
+    if after == RANKS:
+        return _end(start)
+    return _judge(start, after)
+
+
+def _begin(start: JobStart) -> str:
+    attempt = start.attempt
+    try:
+        before = patiently(lambda: _record_start(start), start.patience)
+    except OSError as error:
+        return _order(start, _no_storage(start, error))
+    _say(
+        f"start: job {attempt.job}, restart {attempt.restart}, nodes {' '.join(attempt.nodes)}, "
+        f"checkpoint {before or 'none'}"
+    )
+    # Time is nearly up: the ranks end at once, and that is judged as their end.
+    return RANKS if start.preflight is None or attempt.at_limit else CHECK
+
+
+def _record_start(start: JobStart) -> str | None:
+    """Write down what this start found, and return the name of its newest checkpoint."""
+    attempt, run_dir = start.attempt, start.run_dir
+    if attempt.starts_before == 0:
+        _forget_nodes(run_dir)
+    before = newest_checkpoint(run_dir)
+    if start.preflight is not None:
+        start.records.mkdir(parents=True, exist_ok=True)
+    known = {"job": attempt.job, "restart": attempt.restart, "nodes": list(attempt.nodes)}
+    append_start(run_dir, {**known, "before": before})
+    return before
+
+
+def _accuse(start: JobStart) -> str:
+    """Blame the first node, as this one reaches what that one does not."""
+    first, run_dir = start.attempt.nodes[0], start.run_dir
+    if start.attempt.starts_before == 0:
+        _forget_nodes(run_dir)
+    bad = {*excluded_nodes(run_dir), first}
+    if len(bad) > start.max_excluded or start.attempt.starts_before >= start.limits.restarts:
+        return f"exit {EXIT_FAILED_RETRY}"  # the script ends the job, and says why
+    exclude_nodes(run_dir, [first])
+    _say(f"requeue: bad node {first}: node {env.node_name()} reaches the storage that it does not")
+    return f"{REQUEUE} {','.join(excluded_nodes(run_dir))}"
+
+
+def _forget_nodes(run_dir: Path) -> None:
+    """Begin with no excluded nodes: a person submitted the job, and others may be bad by now."""
+    (run_dir / FOLDER / EXCLUDED_FILE).unlink(missing_ok=True)
+
+
+def _judge(start: JobStart, after: str) -> str:
+    attempt = start.attempt
+    if attempt.at_limit or start.preflight is None:
+        return RANKS
+    try:
+        config, profile = start.preflight()
+        evidence = gather(start.records, attempt.nodes, config, with_bandwidth=after == MEASURE)
+        verdict = judge_nodes(config, profile, evidence, job=attempt.job, restart=attempt.restart)
+    except (PostnormError, OSError) as error:
+        logger.warning("preflight came to no verdict, going on without: %s", error)
+        return RANKS
+    for line in verdict.text(evidence):
+        _say(f"preflight: {line}")
+    if verdict.problems:
+        return _order(start, give_up("no other node cures what preflight found"))
+    if not verdict.bad:
+        measures = after == CHECK and profile.preflight.bandwidth_gb_per_s
+        return MEASURE if measures else RANKS
+    if attempt.starts_before >= start.limits.restarts:
+        reason = f"bad nodes after {attempt.starts_before} restarts (max_restarts)"
+        return _order(start, give_up(reason))
+    return _order(start)
+
+
+def _end(start: JobStart) -> str:
+    try:
+        attempt = patiently(lambda: _read_end(start), start.patience)
+    except OSError as error:
+        return _order(start, _no_storage(start, error))
+    return _order(start, end_attempt(attempt, start.limits, start.run_dir, start.patience))
+
+
+def _read_end(start: JobStart) -> JobAttempt:
+    """Read what the start found and what the ranks left."""
+    attempt = start.attempt
+    own = {"job": attempt.job, "restart": attempt.restart}
+    for line in reversed(script_starts(start.run_dir)):
+        if own.items() <= line.items():
+            attempt = replace(attempt, before=line["before"])
+            break
+    return read_end(attempt, start.kind, start.run_dir)
+
+
+def _no_storage(start: JobStart, error: OSError) -> Decision:
+    may_again = start.attempt.starts_before < start.limits.restarts
+    return storage_failed(error, start.run_dir / FOLDER, start.patience, may_again=may_again)
+
+
+def _order(start: JobStart, decision: Decision | None = None) -> str:
+    """Make a decision the job's order; None sends it back without nodes that were reported."""
+    with contextlib.suppress(OSError):  # the script's count of calls without one begins anew
+        (start.run_dir / FOLDER / UNJUDGED_FILE).unlink(missing_ok=True)
+    if decision is None:
+        return REQUEUE
+    is_again = decision.word == REQUEUE
+    _say(f"{REQUEUE if is_again else 'end'}: {decision.reason}")
+    notify_end(start.run_dir, start.name, decision.word, decision.reason)
+    return REQUEUE if is_again else f"exit {decision.exit_code}"
+
+
+def _say(line: str) -> None:
+    """Write a line of the job's log: standard output is for the order."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
