@@ -65,10 +65,10 @@ def trained_model(run: Path) -> "EncoderModel":
     """Load the newest checkpoint of a run in fp32, on a GPU where there is one."""
     import torch
 
-    from pipeline.use.folder import load_trained
+    from pipeline.use.source import load_source
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return load_trained(run).model.to(device)
+    return load_source(run).model.to(device)
 
 
 def read_masks(run: Path, config: PretrainConfig) -> dict[str, float]:

@@ -117,9 +117,9 @@ def make_start(run: StudyRun, source: Path, folder: Path) -> None:
     Raises:
         PostnormError: the run's sizes are not those of the grown model, or it cannot be written.
     """
-    from pipeline.use.folder import copy_tokenizer, load_trained, publishing, write_model
-    from pipeline.use.folder import tokenizer_folder as tokenizer_of
+    from pipeline.use.folder import publishing, write_model, write_tokenizer
     from pipeline.use.grow import grow
+    from pipeline.use.source import load_source
 
     grown = folder.with_name(f".{folder.name}.grown")
     if run.grow is not None:
@@ -127,7 +127,7 @@ def make_start(run: StudyRun, source: Path, folder: Path) -> None:
         of = run.grow
         grow(source, grown, width=of.width, depth=of.depth, noise=of.noise, seed=run.seed)
         source = grown
-    trained = load_trained(source)
+    trained = load_source(source)
     model = replace(run.config.model, vocab_size=trained.model.config.vocab_size)
     if trained.model.config.norm_eps != model.norm_eps:
         raise ConfigError(
@@ -135,7 +135,7 @@ def make_start(run: StudyRun, source: Path, folder: Path) -> None:
             f"the run model.norm_eps={model.norm_eps:.3g}; set the smaller one for all arms"
         )
     with publishing(folder) as new:
-        copy_tokenizer(tokenizer_of(source), new)
+        write_tokenizer(trained, new)
         write_model(new, model, dict(trained.model.state_dict()), {"study_start": str(run.start)})
     shutil.rmtree(grown, ignore_errors=True)
 

@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from launch.cluster import ClusterConfig
+from pipeline.checkpoints.manifest import split_step
 from pipeline.config.data import DataConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.runs import PretrainConfig, RunConfig, TaskRunConfig, load_run
@@ -408,17 +409,17 @@ def _exchange_of_mix(
 
 
 def _architecture(init_from: str) -> ModelConfig:
-    """Read the architecture of a model folder or of a run that was started."""
-    folder = Path(init_from.removeprefix("random:"))
+    """Read the architecture of a model or of a run that was started."""
+    folder, _ = split_step(init_from.removeprefix("random:"))
     if is_model_folder(folder):
         return read_architecture(folder)[0]
     resolved = RunFolder(folder).resolved
-    if not resolved.is_file():
-        raise ConfigError(
-            f"init_from={init_from} is neither a model folder nor a run that was started, so the "
-            "architecture is not known; name one that has it: init_from=FOLDER"
-        )
-    return load_run(resolved).config.model
+    if resolved.is_file():
+        return load_run(resolved).config.model
+    # What another program wrote has its sizes in its tensors.
+    from pipeline.use.source import load_source
+
+    return load_source(folder).model.config
 
 
 def _shares(mix: TaskMix) -> dict[str, float]:

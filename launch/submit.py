@@ -38,6 +38,7 @@ from launch.records import (
 )
 from launch.script import Job, render
 from launch.slurm import withheld_line
+from pipeline.checkpoints.manifest import split_step
 from pipeline.config.load import git_revision, resolved_text, to_yaml
 from pipeline.config.runs import PretrainConfig, load_run
 from pipeline.data.format import INDEX_FILE
@@ -127,7 +128,7 @@ def prepare_training(
 def prepare_mix(mix: TaskMix, cluster: ClusterConfig, source: Origin) -> SubmissionPlan:
     """Draft the training of a multi-task run, as `prepare_training` does."""
     config = mix.config
-    start = Path(source.work_dir, config.init_from.removeprefix(RANDOM))
+    start = Path(source.work_dir, split_step(config.init_from.removeprefix(RANDOM))[0])
     if not start.is_dir():
         raise ConfigError(f"init_from={config.init_from}: {start} does not exist; correct the path")
     require_split(mix, cluster.num_ranks)

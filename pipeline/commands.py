@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.checkpoints.commands import CHECKPOINT
+from pipeline.checkpoints.manifest import at_step, split_step, step_of
 from pipeline.config.runs import PretrainConfig, load_run
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, ConfigError
 from pipeline.finetune.commands import TASKS
@@ -18,6 +19,7 @@ from pipeline.runtime import cli, env
 from pipeline.runtime.cli import (
     CONFIG,
     JSON,
+    MODEL,
     OVERRIDES,
     RUN,
     Verb,
@@ -68,14 +70,14 @@ def _multitask(
 
 
 @verb(
-    "evaluate runs/demo/train",
+    "evaluate runs/demo/train@best",
     "evaluate runs/demo/train --all --sequences 512",
     "evaluate models/bert --data data/mine --seq-len 128 --json",
     "torchrun --standalone --nproc-per-node 8 -m postnorm evaluate runs/mine --step 100000",
     "evaluate runs/other data.masking=token data.mask_prob=0.15",
 )
 def _evaluate(
-    source: Path = argument("run folder, or model folder", "SOURCE"),
+    source: Path = MODEL,
     step: int | None = option(
         "this checkpoint of the run; default: newest good one", "N", one_of="which"
     ),
@@ -104,8 +106,12 @@ def _evaluate(
         # Importing torch takes seconds.
         from pipeline.use.evaluate import EvaluateArguments, evaluate_as_rank
 
+        run, named = split_step(source)
+        if named is not None and (every or step is not None):
+            raise ConfigError(f"{source} names a checkpoint; leave out --step and --all")
+        step_asked = step if named is None else step_of(at_step(run, named))
         asked = EvaluateArguments(
-            source, step, every, data, sequences, seq_len, micro_batch, precision, overrides
+            run, step_asked, every, data, sequences, seq_len, micro_batch, precision, overrides
         )
         return evaluate_as_rank(asked, rank, partial(print, flush=True), as_json=as_json)
 
@@ -116,14 +122,14 @@ def _evaluate(
 
 @verb('fill-mask runs/demo/train "The function returns a [MASK] of strings."')
 def _fill_mask(
-    run_dir: Path = argument("run folder, or an exported one", "RUN"),
+    source: Path = MODEL,
     text: list[str] = argument('such as "the [MASK] of a list"', nargs="+"),
     top: int = option("candidates shown (default 5)", default=5),
 ) -> None:
     """Most likely tokens at each [MASK] of a text."""
     from pipeline.use.model import load as load_model
 
-    model = load_model(run_dir)
+    model = load_model(source)
     for each in text:
         for number, candidates in enumerate(model.fill_mask(each, top), start=1):
             shown = "  ".join(f"{token!r} {probability:.3f}" for token, probability in candidates)
@@ -132,7 +138,7 @@ def _fill_mask(
 
 @verb("export runs/demo/train runs/demo/hf --format hf")
 def _export(
-    source: Path = argument("run folder, or model folder", "RUN"),
+    source: Path = MODEL,
     out: Path = _OUT,
     format: Literal["postnorm", "hf", "sentence-transformers"] = option(
         "for this project (default), for transformers, or for sentence-transformers, which "
@@ -145,7 +151,7 @@ def _export(
 ) -> None:
     """Write a run's model as a folder."""
     from pipeline.finetune.export import export_hf
-    from pipeline.use.folder import export
+    from pipeline.use.export import export
     from pipeline.use.sentences import export_sentence_transformers
 
     if format == "sentence-transformers":
@@ -167,10 +173,22 @@ def _export(
 @verb(
     "convert bert-base-chinese/ models/bert",
     "convert ckpt/ models/realformer --family realformer norm_eps=1e-7",
+    "convert models/bert models/medical --vocab data/medical",
 )
 def _convert(
-    checkpoint: Path = argument("Hugging Face folder, or TensorFlow checkpoint", "SRC"),
+    source: Path = MODEL,
     out: Path = _OUT,
+    vocab: Path | None = option(
+        "new vocabulary: vocab.txt, tokenizer.json, sentencepiece model, or a dataset's folder; "
+        "rows follow their pieces, a new piece gets the mean of the rows of its parts",
+        "FILE",
+    ),
+    positions: int | None = option(
+        "learned positions of a document; more than there are begin by decomposition",
+        "N",
+        type=at_least(1),
+    ),
+    rotary_base: float | None = option("base of the rotary angles", "B"),
     family: Literal["bert", "realformer", "roberta", "roformer", "roformer_v2"] | None = option(
         "needed for TensorFlow checkpoints of BERT and RealFormer, whose names are the same"
     ),
@@ -184,27 +202,42 @@ def _convert(
         "of the architecture, such as norm_eps=1e-7", "field=value"
     ),
 ) -> None:
-    """Read a published checkpoint."""
-    from pipeline.use.convert import convert
+    """Read a published checkpoint, and change vocabulary or positions of any model.
 
-    report = convert(checkpoint, out, family=family, overrides=overrides, ignored=ignore)
-    print(f"{out}: {report.family}, {report.num_parameters:,} parameters")
-    for kind, keys in report.keys.items():
+    SRC is a Hugging Face folder, a TensorFlow checkpoint, or any other model, of which a folder
+    with the changes is written.
+    """
+    from pipeline.use.surgery import Surgery, convert
+
+    done = convert(
+        source,
+        out,
+        family=family,
+        overrides=overrides,
+        ignored=ignore,
+        surgery=Surgery(vocab, positions, rotary_base),
+    )
+    read = done.read
+    number = sum(parameter.numel() for parameter in read.trained.model.parameters())
+    print(f"{out}: {read.family or 'our own'}, {number:,} parameters")
+    for kind, keys in read.keys.items():
         if keys:
             print(f"config keys {kind}: {', '.join(sorted(keys))}")
-    for text in report.assumed:
+    for text in read.assumed:
         print(f"assumed {text}")
-    if report.left_out:
-        print(f"left out: {', '.join(report.left_out)}")
-    if report.made_new:
-        print(f"made new, so that fill-mask needs training first: {', '.join(report.made_new)}")
-    if report.no_tokenizer:
-        print(f"no tokenizer, so the model reads no text: {report.no_tokenizer}")
+    if read.left_out:
+        print(f"left out: {', '.join(read.left_out)}")
+    if read.made_new:
+        print(f"made new, so that fill-mask needs training first: {', '.join(read.made_new)}")
+    if read.no_tokenizer:
+        print(f"no tokenizer, so the model reads no text: {read.no_tokenizer}")
+    for text in done.changes:
+        print(text)
 
 
 @verb("grow runs/demo/train models/wide --width 2 --noise 0.01")
 def _grow(
-    source: Path = argument("run folder, or model folder", "SRC"),
+    source: Path = MODEL,
     out: Path = _OUT,
     width: int = option("factor, a power of 2; changes no logit", default=1),
     depth: int | None = option("layers, a multiple of those there are; changes logits"),

@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pipeline.config.train import CheckpointConfig
 from pipeline.errors import CheckpointError
@@ -313,14 +313,42 @@ def folder_of(run: Path, expected: str = A_RUN_OR_ITS_COPY) -> Path:
     )
 
 
-def at_step(run: Path, step: int) -> Path:
+Step = int | Literal["best"]
+"""A checkpoint of a run; the best one has the lowest held-out loss, measured at its own step."""
+
+
+def split_step(source: str | Path) -> tuple[Path, Step | None]:
+    """Read `RUN@STEP` or `RUN@best`; the step is None where the words name a folder alone."""
+    run, at, step = str(source).rpartition("@")
+    step = step.replace("_", "").replace(",", "")
+    if not at or Path(source).exists() or not (step == "best" or step.isdecimal()):
+        return Path(source), None
+    return Path(run), "best" if step == "best" else int(step)
+
+
+def at_step(run: Path, step: Step) -> Path:
     """Return the checkpoint of a run at a step.
 
     Raises:
         RunFolderError: this is not a run.
-        CheckpointError: there is none of that step; says which there are.
+        CheckpointError: there is none of that step, or none with a held-out loss; says which there
+            are.
     """
     paths = {step_of(path): path for path in published(folder_of(run))}
+    if step == "best":
+        measured = {number: _loss(path) for number, path in paths.items()}
+        losses = {
+            number: loss
+            for number, loss in measured.items()
+            if loss is not None and math.isfinite(loss)
+        }
+        if not losses:
+            raise CheckpointError(
+                f"{run}: none of the checkpoints of steps {', '.join(map(str, sorted(paths)))} has "
+                "a held-out loss of its own step; name one of them, RUN@STEP, or save where the "
+                "run evaluates (checkpoint.keep_best)"
+            )
+        return paths[min(losses, key=lambda number: (losses[number], -number))]
     if step not in paths:
         steps = ", ".join(map(str, sorted(paths)))
         raise CheckpointError(f"{run} has no checkpoint of step {step}; it has those of {steps}")

@@ -52,7 +52,7 @@ class RunConfig:
     )
     seed: int = param(1, "of initialisation, order, masks and dropout", ge=0, le=2**32 - 1)
     init_from: str | None = path_param(
-        None, "run or model folder whose weights a new run starts from; null starts at random"
+        None, "run, RUN@STEP, RUN@best or model whose weights a new run starts from; null: random"
     )
     model: ModelConfig = section(ModelConfig, "architecture")
     train: TrainConfig = section(TrainConfig, "optimisation")

@@ -33,8 +33,8 @@ def seeds_of(text: str) -> tuple[int, ...]:
 def _finetune(
     task: str = argument("task file, or the name of a shipped one"),
     source: str | None = option(
-        "run, model folder, Hugging Face folder; random:MODEL takes fresh weights; default: "
-        "the task's `model`",
+        "run, RUN@STEP, RUN@best, model folder, Hugging Face folder; random:MODEL takes fresh "
+        "weights; default: the task's `model`",
         "MODEL",
         flag="--from",
     ),

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.checkpoints.manifest import split_step
 from pipeline.data.format import NUM_SPECIAL
 from pipeline.errors import CheckpointError, DataError
 from pipeline.finetune.answer import FineTuned, load_fine_tuned
@@ -25,7 +26,8 @@ from pipeline.runtime.files import write_atomic
 from pipeline.tasks.readers import encode, read_file
 from pipeline.tasks.task import TaskConfig
 from pipeline.use import hf
-from pipeline.use.folder import ExportReport, TrainedModel, fine_tuned, publishing, require_equal
+from pipeline.use.export import ExportReport, require_equal
+from pipeline.use.folder import TrainedModel, fine_tuned, publishing
 from pipeline.use.hf_tokenizer import write_hf_tokenizer
 
 _TAGS = {
@@ -39,7 +41,7 @@ _PROBE_LENGTH = 32
 _PROTOCOL = ("model", "max_length", "truncate", "steps", "batch", "lr", "head_lr", "selected_on")
 
 
-def export_hf(source: Path, out: Path) -> ExportReport:
+def export_hf(source: str | Path, out: Path) -> ExportReport:
     """Write a model for transformers; a fine-tuned one with the head of its task.
 
     Raises:
@@ -47,11 +49,11 @@ def export_hf(source: Path, out: Path) -> ExportReport:
         CheckpointError: transformers has no class for the head, or what it computes from the folder
             differs; nothing is left behind then. Or as `pipeline.use.hf.export_hf`.
     """
-    folder = fine_tuned(source)
+    folder = fine_tuned(split_step(source)[0])
     if not is_model_folder(folder) or "task" not in read_architecture(folder)[1]:
         return hf.export_hf(source, out)
     hf.require_transformers()
-    tuned = load_fine_tuned(source)
+    tuned = load_fine_tuned(folder)
     spec, config = tuned.model.task.spec, tuned.model.config
     kind = tuned.config.kind
     if spec.decoder in kind.not_in_hugging_face:

@@ -13,13 +13,14 @@ from pipeline.data.run_order import DataRank
 from pipeline.errors import ConfigError, DataError
 from pipeline.finetune.batches import Corrupt, TaskStream, class_weights, tokenised
 from pipeline.finetune.result import SPLITS
-from pipeline.model.architecture import TOKENIZERS_FILE, tokenizer_path
+from pipeline.model.architecture import SENTENCEPIECE_FILE, TOKENIZERS_FILE
 from pipeline.tasks.readers import TaskData, read_task
 from pipeline.tasks.task import RANDOM, TaskConfig
 from pipeline.tasks.types import HeadSpec, TaskRows
 from pipeline.tokenizer.fast import FastTokenizer
-from pipeline.use.folder import TrainedModel, require_full_alpha, tokenizer_folder
-from pipeline.use.model import read_model
+from pipeline.tokenizer.sentencepiece import Tokenizer
+from pipeline.use.folder import TrainedModel, require_full_alpha
+from pipeline.use.source import load_source
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +105,7 @@ def prepare(config: TaskConfig, name: str, source: str, tokens: Path | None) -> 
             "neither data.dev nor data.test has a row with gold, so that nothing could be scored; "
             "name a dev file, or take dev from train by data.hold_out=0.1"
         )
-    trained = read_model(Path(source.removeprefix(RANDOM)))
+    trained = load_source(source.removeprefix(RANDOM))
     return prepare_rows(config, name, source, trained, data, tokens)
 
 
@@ -126,7 +127,7 @@ def prepare_rows(
         config = replace(config, data=replace(config.data, labels=data.labels))
     if data.joiner is not None:  # so that other files are joined as these were
         config = replace(config, data=replace(config.data, joiner=data.joiner))
-    folder = Path(source.removeprefix(RANDOM))
+    folder = source.removeprefix(RANDOM)
     require_full_alpha(trained, folder, "fine-tuning starts at alpha 1")
     limit = trained.model.config.longest_document
     if limit is not None and config.input.max_length > limit:
@@ -137,7 +138,7 @@ def prepare_rows(
     if config.head.pool == "pooler" and not trained.model.config.pooler:
         raise ConfigError(f"head.pool=pooler, but {folder} has no pooler; take cls or mean")
     tokenizer: Any = trained.require_tokenizer()
-    file, content = tokenizer_of(folder, tokenizer)
+    file, content = tokenizer_of(tokenizer)
     sha256 = hashlib.sha256(content).hexdigest()
     rows = {}
     for split, examples in data.splits.items():
@@ -148,13 +149,11 @@ def prepare_rows(
     return Prepared(name, config, source, trained, data, rows, file, content)
 
 
-def tokenizer_of(folder: Path, tokenizer: Any) -> tuple[str, bytes]:
-    """Return the file's name and content, which foreign folders do not have in our form."""
-    if isinstance(tokenizer, FastTokenizer):
-        return TOKENIZERS_FILE, tokenizer.to_json().encode()
-    path = tokenizer_path(tokenizer_folder(folder))
-    assert path is not None, "the tokenizer was read from it"
-    return path.name, path.read_bytes()
+def tokenizer_of(tokenizer: Tokenizer | FastTokenizer) -> tuple[str, bytes]:
+    """Return the name and content of the tokenizer's file in the model's folder."""
+    if isinstance(tokenizer, Tokenizer):
+        return SENTENCEPIECE_FILE, tokenizer.content
+    return TOKENIZERS_FILE, tokenizer.to_json().encode()
 
 
 def hash_of(values: Any) -> str:

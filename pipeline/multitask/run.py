@@ -29,7 +29,7 @@ from pipeline.finetune.batches import TaskIdentity, TaskStream
 from pipeline.finetune.predict import Predictor
 from pipeline.finetune.prepare import Prepared, hash_of, tokenizer_of
 from pipeline.finetune.run import DevScores
-from pipeline.model.architecture import TASK_HEADS, tokenizer_path
+from pipeline.model.architecture import TASK_HEADS
 from pipeline.model.cost import flops_per_token
 from pipeline.model.encoder import EncoderModel
 from pipeline.multitask.balancer import Balancer, LossBaseline, StepWeighing
@@ -58,8 +58,8 @@ from pipeline.train.evaluate import evaluate
 from pipeline.train.initial import tokenizer_differences
 from pipeline.train.look import heat_map
 from pipeline.train.run import HeldOutResult
-from pipeline.use.folder import TrainedModel, require_full_alpha, tokenizer_folder
-from pipeline.use.model import read_model
+from pipeline.use.folder import TrainedModel, require_full_alpha
+from pipeline.use.source import load_source
 
 logger = logging.getLogger(__name__)
 
@@ -96,20 +96,20 @@ def open_work(mix: TaskMix) -> tuple["MultiTaskWork", TaskRunConfig]:
         PostnormError: the model or a task cannot be read, or they do not fit each other.
     """
     config = mix.config
-    source = Path(config.init_from.removeprefix(RANDOM))
-    trained = read_model(source)
+    source = config.init_from.removeprefix(RANDOM)
+    trained = load_source(source)
     require_full_alpha(trained, source, "multi-task training starts at alpha 1")
     index = None if config.data is None else open_index(config.data)
     if index is not None:
-        _require_tokenizer(index, source, config.init_from)
+        _require_tokenizer(index, trained, config.init_from)
     read, left_out = read_mix(mix)
     prepared = prepare_mix(mix, read, trained, Path(config.run_dir, _TOKENS))
     own = run_config(mix, trained)
     return MultiTaskWork(mix, own, trained, prepared, index, left_out), own
 
 
-def _require_tokenizer(index: DatasetIndex, source: Path, name: str) -> None:
-    other_ids, _ = tokenizer_differences(tokenizer_path(tokenizer_folder(source)), index)
+def _require_tokenizer(index: DatasetIndex, trained: TrainedModel, name: str) -> None:
+    other_ids, _ = tokenizer_differences(trained.tokenizer, index)
     if other_ids:
         raise ConfigError(
             f"data.dir={index.folder} was made with another tokenizer than {name} has: "
@@ -169,8 +169,7 @@ class MultiTaskWork:
         self.objective = MultiTaskObjective(specs, factors, initial)
         self._held_out: EvalLoader | None = None
         self._balancer: Balancer
-        source = Path(config.init_from.removeprefix(RANDOM))
-        file, self.tokenizer = tokenizer_of(source, trained.require_tokenizer())
+        file, self.tokenizer = tokenizer_of(trained.require_tokenizer())
         sha256 = hashlib.sha256(self.tokenizer).hexdigest()
         content = {
             "format_version": FORMAT_VERSION,

@@ -82,6 +82,9 @@ def overrides(text: str, metavar: str = "section.key=value") -> Any:
 CONFIG: Any = argument("YAML file")
 OVERRIDES: Any = overrides("such as train.lr=1e-4")
 RUN: Any = argument("run folder", "RUN")
+MODEL: Any = argument(
+    "run (newest good checkpoint), RUN@STEP, RUN@best, model or Hugging Face folder", "MODEL"
+)
 JSON: Any = option("one JSON object", flag="--json")
 PROGRAM: Any = argument()
 """A program behind `--`, whose options are not the verb's; the parameter's name is `words`."""
@@ -298,6 +301,10 @@ def config_verb(kind: type[Any], example: str) -> Verb:
     return config
 
 
+_OF_A_STEP = ("--revision", "--checkpoint", "--ckpt", "--ckpt-path", "--ckpt_path", "--step")
+"""What other tools call the choice of a checkpoint."""
+
+
 def parse(parser: argparse.ArgumentParser, line: Sequence[str]) -> argparse.Namespace:
     """Read a command line; a mistake in it ends the process with exit code 2."""
     words: Sequence[str] = ()
@@ -310,7 +317,11 @@ def parse(parser: argparse.ArgumentParser, line: Sequence[str]) -> argparse.Name
     arguments, rest = parser.parse_known_args(line)
     strangers = [text for text in rest if text.startswith("-") or "=" not in text]
     if strangers or (rest and not hasattr(arguments, "overrides")):
-        parser.error(f"unrecognized arguments: {' '.join(strangers or rest)}")
+        strangers = strangers or rest
+        advice = ""
+        if any(text.partition("=")[0] in _OF_A_STEP for text in strangers):
+            advice = "; a checkpoint is named MODEL@STEP, such as runs/mine@40000 or runs/mine@best"
+        parser.error(f"unrecognized arguments: {' '.join(strangers)}{advice}")
     if rest:
         arguments.overrides = [*arguments.overrides, *rest]
     if words:

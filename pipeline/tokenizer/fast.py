@@ -50,17 +50,20 @@ class FastTokenizer:
     special_ids: frozenset[int]
     """The five ids above, and all others that the file marks as special."""
 
-    def __init__(self, path: Path) -> None:
-        """Load a tokenizer.json.
+    def __init__(self, path: Path, content: bytes | None = None) -> None:
+        """Load a tokenizer.json, or `content` that was built from other files beside `path`.
 
         Raises:
             DataError: the file is missing or not a tokenizer.json, or its vocabulary has no CLS,
                 SEP or MASK token under one of the usual names.
         """
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+            self.content: bytes = path.read_bytes() if content is None else content
+            """The file as it was read."""
+            self._tokenizer = tokenizers.Tokenizer.from_str(self.content.decode())
         except Exception as error:  # tokenizers raises plain Exception
             raise DataError(f"tokenizer {path} cannot be loaded: {error}") from error
+        self.path = path
         # Published files often still have the length limit of their last use.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -122,6 +125,13 @@ class FastTokenizer:
         """Return the text in the form in which the vocabulary's pieces are searched."""
         normalizer = self._tokenizer.normalizer
         return str(normalizer.normalize_str(text)) if normalizer else text
+
+    @property
+    def kind(self) -> Literal["wordpiece", "byte_bpe", "sentencepiece"]:
+        """How pieces are spelled; of an export of sentencepiece's as there."""
+        if isinstance(self._tokenizer.model, models.WordPiece):
+            return "wordpiece"
+        return "byte_bpe" if self._byte_level else "sentencepiece"
 
     def pieces(self) -> list[str | None]:
         """Return all tokens by id as the file spells them; None where an id has no token."""

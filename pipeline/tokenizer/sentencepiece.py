@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -99,6 +99,7 @@ class Spelling(Protocol):
 class Tokenizer:
     """A sentencepiece model with the project's special tokens at ids 0 to 4."""
 
+    kind: Literal["sentencepiece"] = "sentencepiece"
     pad_id: int = PAD_ID
     unk_id: int = UNK_ID
     cls_id: int = CLS_ID
@@ -115,9 +116,12 @@ class Tokenizer:
         """
         self._processor = sentencepiece.SentencePieceProcessor()
         try:
-            self._processor.Load(str(path))
+            self.content: bytes = path.read_bytes()
+            """The file as it was read."""
+            self._processor.LoadFromSerializedProto(self.content)
         except (OSError, RuntimeError) as error:
             raise DataError(f"tokenizer {path} cannot be loaded: {error}") from error
+        self.path = path
         specials = tuple(self._processor.IdToPiece(i) for i in range(len(SPECIAL_TOKENS)))
         if specials != SPECIAL_TOKENS:
             raise DataError(
@@ -220,6 +224,10 @@ class Tokenizer:
         if self._is_break(token):
             return "\n"
         return str(self._processor.IdToPiece(token)).replace(_SPACE, " ")
+
+    def pieces(self) -> list[str | None]:
+        """Return all tokens by id as the file spells them."""
+        return [str(self._processor.IdToPiece(token)) for token in range(self.vocab_size)]
 
     def definition(self) -> Definition:
         """Read the model's pieces, scores and rules.

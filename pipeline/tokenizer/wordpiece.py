@@ -311,12 +311,12 @@ def read_tokenizer_json(body: dict[str, Any], path: Path) -> tuple[list[str], Be
     return pieces, options
 
 
-def difference_of_ids(one: FastTokenizer, other: FastTokenizer) -> str:
+def difference_of_ids(one: Sequence[str | None], other: Sequence[str | None]) -> str:
     """Describe where two vocabularies give an id to different pieces; empty if they agree.
 
     White space around a piece is ignored, because some programs drop it and text never has it.
     """
-    rows = [[str(piece).strip() for piece in each.pieces()] for each in (one, other)]
+    rows = [[str(piece).strip() for piece in pieces] for pieces in (one, other)]
     if rows[0] == rows[1]:
         return ""
     if len(rows[0]) != len(rows[1]):

@@ -1,8 +1,8 @@
 """The weights that a new run starts from instead of random ones: `init_from`."""
 
+import hashlib
 import logging
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from torch import Tensor, nn
 
@@ -11,7 +11,6 @@ from pipeline.config.runs import RunConfig
 from pipeline.data.format import DatasetIndex
 from pipeline.errors import ConfigError
 from pipeline.model.architecture import OBJECTIVE_PARTS
-from pipeline.runtime.files import sha256_file
 from pipeline.tokenizer.fast import FastTokenizer
 from pipeline.tokenizer.sentencepiece import Tokenizer
 from pipeline.tokenizer.wordpiece import difference_of_ids
@@ -25,8 +24,8 @@ class InitialWeights:
 
     config: ModelConfig
     weights: dict[str, Tensor]
-    tokenizer: Path | None
-    """File of the model's tokenizer; None if it has none."""
+    tokenizer: Tokenizer | FastTokenizer | None
+    """None if the model has none."""
 
 
 # Upper case, an accent and Chinese: BERT's options decide how these are split.
@@ -54,9 +53,16 @@ def start_from(
     other_ids, other_text = tokenizer_differences(initial.tokenizer, index)
     problems += [f"tokenizer: {text}" for text in other_ids]
     if problems:
+        changes = [f"--vocab {index.folder}"] if other_ids else []
+        if theirs["max_positions"] != ours["max_positions"] and config.model.longest_document:
+            changes.append(f"--positions {config.model.longest_document}")
+        if theirs["rotary_base"] != ours["rotary_base"]:
+            changes.append(f"--rotary-base {ours['rotary_base']:g}")
+        surgery = f"`postnorm convert {config.init_from} OUT {' '.join(changes)}` changes it"
         raise ConfigError(
             f"init_from={config.init_from} does not fit this run: {'; '.join(problems)}. Give the "
             "model the values that it has there, and use data made with its tokenizer"
+            + (f"; or {surgery}, and init_from=OUT" if changes else "")
         )
     for text in other_text:
         logger.warning(
@@ -73,7 +79,9 @@ def start_from(
         logger.warning("left out, as this run's model has no such part: %s", ", ".join(unexpected))
 
 
-def tokenizer_differences(theirs: Path | None, index: DatasetIndex) -> tuple[list[str], list[str]]:
+def tokenizer_differences(
+    theirs: Tokenizer | FastTokenizer | None, index: DatasetIndex
+) -> tuple[list[str], list[str]]:
     """Describe how a model's tokenizer differs from a dataset's.
 
     Returns:
@@ -83,24 +91,26 @@ def tokenizer_differences(theirs: Path | None, index: DatasetIndex) -> tuple[lis
     if theirs is None:
         return [f"none there, {path.name} in {index.folder}"], []
     # Equal files need no look inside; different ones may still be one vocabulary.
-    if sha256_file(theirs) == index.tokenizer_sha256:
+    if hashlib.sha256(theirs.content).hexdigest() == index.tokenizer_sha256:
         return [], []
-    if theirs.suffix == path.suffix == ".model":
-        one, other = Tokenizer(theirs).definition(), Tokenizer(path).definition()
-        if (one.pieces, one.scores) == (other.pieces, other.scores) and (
-            one.keeps_breaks != other.keeps_breaks
-        ):
-            kind = "tokens" if other.keeps_breaks else "spaces"
-            return [], [f"line breaks are {kind} in {path} alone (clean.newline)"]
-    if theirs.suffix != ".json" or path.suffix != ".json":
-        return [f"{theirs} there, {path} here, which are not the same"], []
-    pair = FastTokenizer(theirs), FastTokenizer(path)
-    # Piece by piece: a vocab.txt and the tokenizer.json made of it are one vocabulary.
-    other_ids = difference_of_ids(*pair)
-    other_text = []
-    if pair[0].encode(_PROBE_TEXT) != pair[1].encode(_PROBE_TEXT):
-        other_text.append(
+    ours = FastTokenizer(path) if path.suffix == ".json" else Tokenizer(path)
+    # Piece by piece: a vocab.txt and the tokenizer.json made of it are one vocabulary, and so are a
+    # sentencepiece model and its export for transformers.
+    other_ids = difference_of_ids(theirs.pieces(), ours.pieces())
+    if other_ids:
+        return [f"{other_ids} ({theirs.path}, {path})"], []
+    if isinstance(theirs, Tokenizer) and isinstance(ours, Tokenizer):
+        if theirs.keeps_breaks != ours.keeps_breaks:
+            return [], [f"line breaks are {_kind(ours)} in {path} alone (clean.newline)"]
+        if theirs.definition() != ours.definition():
+            return [], [f"the scores or rules of {theirs.path} and {path} differ"]
+    elif theirs.encode(_PROBE_TEXT) != ours.encode(_PROBE_TEXT):
+        return [], [
             f"split {_PROBE_TEXT!r} differently: check lowercase, strip_accents and split_chinese "
-            f"of {theirs} and {path}"
-        )
-    return [f"{other_ids} ({theirs}, {path})"] if other_ids else [], other_text
+            f"of {theirs.path} and {path}"
+        ]
+    return [], []
+
+
+def _kind(tokenizer: Tokenizer) -> str:
+    return "tokens" if tokenizer.keeps_breaks else "spaces"

@@ -1,4 +1,4 @@
-"""`python -m pipeline convert SRC OUT`: published checkpoints as model folders.
+"""Reads what other programs wrote: published checkpoints, and exports of ours.
 
 Read are Hugging Face BERT, RoBERTa and RoFormer, RoFormerV2 as JunnYu/RoFormer_pytorch names it,
 and TensorFlow 1 checkpoints of BERT, RealFormer, RoFormer and RoFormerV2. What does not fit is
@@ -15,9 +15,8 @@ google-research/bert `modeling.py` and `run_pretraining.py`, bojone/bert4keras
 import json
 import logging
 import re
-import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,21 +24,20 @@ import torch
 from torch import Tensor
 
 from pipeline.config.model import ModelConfig
-from pipeline.errors import CheckpointError
-from pipeline.model.architecture import TOKENIZERS_FILE, is_model_folder
-from pipeline.model.encoder import EncoderModel, without_storage
+from pipeline.errors import CheckpointError, ConfigError
+from pipeline.model.architecture import read_config
+from pipeline.model.encoder import without_storage
 from pipeline.runtime import tensors
-from pipeline.runtime.files import sha256_file, write_atomic
+from pipeline.runtime.files import sha256_file
 from pipeline.tokenizer.fast import FastTokenizer, ForeignSplitterError, build_tokenizer_json
 from pipeline.use.folder import (
     MADE_NEW,
     TrainedModel,
     build_model,
     only_encoder,
-    publishing,
-    write_model,
+    read_tokenizer,
 )
-from pipeline.use.foreign_config import Family, ForeignCheckpoint, Translated, carry_of, translate
+from pipeline.use.foreign_config import Family, ForeignCheckpoint, carry_of, translate
 from pipeline.use.tf_checkpoint import TfCheckpoint
 
 logger = logging.getLogger(__name__)
@@ -80,26 +78,11 @@ _TIED = {
 }
 """Copies in a Hugging Face checkpoint, and (the end of) the name of what they must equal."""
 
+OWN_TYPE = "postnorm"
+"""Of the config of an export with our own class."""
+_FIELDS = {field.name for field in fields(ModelConfig)}
 _CONFIG_FILES = ("config.json", "bert_config.json")
 _SEGMENTS, _SEGMENT_ROWS = "token_type_embeddings", "type_vocab_size"
-
-
-@dataclass(frozen=True)
-class ConvertReport:
-    """A conversion: what was read and what was left out."""
-
-    family: Family
-    num_parameters: int
-    left_out: list[str]
-    """Names of tensors that this project's models do not have."""
-    made_new: list[str]
-    """Names of our parameters that the checkpoint lacks: those of the MLM head, or none."""
-    keys: dict[str, list[str]]
-    """Config keys by how they were translated, as in `foreign_config.Translated.keys`."""
-    assumed: list[str]
-    """What neither config nor overrides say, `field=value: reason`."""
-    no_tokenizer: str
-    """Why the model has no tokenizer; empty if it has one."""
 
 
 @dataclass(frozen=True)
@@ -113,34 +96,87 @@ class _Source:
 
 
 @dataclass(frozen=True)
-class _Converted:
+class Foreign:
     """The same as one of our models."""
 
-    family: Family
-    model: EncoderModel
-    origin: dict[str, Any]
-    translated: Translated
+    family: Family | None
+    """None: it was no foreign one, but this project's own."""
+    trained: TrainedModel
+    left_out: list[str]
+    """Names of tensors that this project's models do not have."""
     made_new: list[str]
-    tokenizer: str | None
-    """Content of tokenizer.json."""
+    """Names of our parameters that the checkpoint lacks: those of the MLM head, or none."""
+    keys: dict[str, list[str]]
+    """Config keys by how they were translated, as in `foreign_config.Translated.keys`."""
+    assumed: list[str]
+    """What neither config nor overrides say, `field=value: reason`."""
     no_tokenizer: str
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What config.json says of it."""
-        new = {MADE_NEW: self.made_new} if self.made_new else {}
-        return {"converted_from": self.origin, **new}
+    """Why the model has no tokenizer; empty if it has one."""
 
 
-def convert(
+def is_own_hf(folder: Path) -> bool:
+    """Return whether a folder was exported with our own class, not one of transformers'."""
+    try:
+        body = json.loads((folder / "config.json").read_bytes())
+        return bool(body.get("model_type") == OWN_TYPE)
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def load_own_hf(folder: Path) -> TrainedModel:
+    """Read a folder that was exported with our own class, without transformers.
+
+    Heads of tasks are left out, and named.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    try:
+        body = json.loads((folder / "config.json").read_bytes())
+        values = {name: value for name, value in body.items() if name in _FIELDS}
+        config = read_config(values, str(folder / "config.json"))
+    except (OSError, ValueError, ConfigError) as error:
+        raise CheckpointError(f"{folder} is not a complete export: {error}") from error
+    weights = tensors.read_tensors(folder)  # save_pretrained may have made several files
+    # Earlier exports have the prefix of the encoder on the head, too.
+    own = {name.removeprefix("postnorm."): tensor for name, tensor in weights.items()}
+    left_out = sorted(name for name in own if is_other_head(name))
+    own = {name: tensor for name, tensor in own.items() if name not in left_out}
+    if left_out:
+        logger.info("%s: left out %s", folder, ", ".join(left_out))
+    own, made_new = only_encoder(config, own, str(folder))
+    facts = {MADE_NEW: made_new} if made_new else {}
+    return TrainedModel(build_model(config, own, str(folder)), read_tokenizer(folder), facts)
+
+
+def is_foreign(source: Path) -> bool:
+    """Return whether this may be a foreign checkpoint: a folder with its config, or a prefix."""
+    if source.is_dir():
+        return any((source / name).is_file() for name in _CONFIG_FILES)
+    return Path(f"{source}.index").is_file() or source.suffix == ".index"
+
+
+def load_foreign(source: Path) -> TrainedModel:
+    """Load a foreign checkpoint for use, whose family its config must tell.
+
+    Raises:
+        CheckpointError: as `read_foreign`.
+    """
+    read = read_foreign(source)
+    for text in read.assumed:
+        logger.info("%s: assumed %s", source, text)
+    if read.left_out:
+        logger.info("%s: left out %s", source, ", ".join(read.left_out))
+    return read.trained
+
+
+def read_foreign(
     source: Path,
-    out: Path,
-    *,
-    family: Family | None,
-    overrides: Sequence[str],
+    family: Family | None = None,
+    overrides: Sequence[str] = (),
     ignored: Sequence[str] = (),
-) -> ConvertReport:
-    """Read a foreign checkpoint and write a model folder.
+) -> Foreign:
+    """Read a foreign checkpoint.
 
     The family is needed for TensorFlow checkpoints of BERT and RealFormer. Overrides are
     `field=value` of `ModelConfig`, for what the foreign config does not say; `ignored` are keys of
@@ -150,47 +186,6 @@ def convert(
         CheckpointError: the checkpoint is damaged, of an unknown form, or does not fit.
         ConfigError: an override is wrong.
     """
-    if is_model_folder(source):
-        raise CheckpointError(f"{source} is a model folder of this project already")
-    read = _convert(source, family, overrides, ignored)
-    with publishing(out) as unfinished:
-        weights = dict(read.model.state_dict())
-        if read.tokenizer is not None:
-            write_atomic(unfinished / TOKENIZERS_FILE, read.tokenizer.encode())
-        write_model(unfinished, read.model.config, weights, read.facts)
-    return ConvertReport(
-        family=read.family,
-        num_parameters=sum(parameter.numel() for parameter in read.model.parameters()),
-        left_out=read.origin["left_out"],
-        made_new=read.made_new,
-        keys=read.translated.keys,
-        assumed=read.translated.assumed,
-        no_tokenizer=read.no_tokenizer,
-    )
-
-
-def load_foreign(source: Path) -> TrainedModel:
-    """Load a foreign checkpoint for use, whose family its config must tell.
-
-    Raises:
-        CheckpointError: as `convert`.
-    """
-    read, tokenizer = _convert(source, None, (), ()), None
-    for text in read.translated.assumed:
-        logger.info("%s: assumed %s", source, text)
-    if read.origin["left_out"]:
-        logger.info("%s: left out %s", source, ", ".join(read.origin["left_out"]))
-    if read.tokenizer is not None:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, TOKENIZERS_FILE)
-            path.write_text(read.tokenizer, encoding="utf-8")
-            tokenizer = FastTokenizer(path)
-    return TrainedModel(read.model, tokenizer, read.facts)
-
-
-def _convert(
-    source: Path, family: Family | None, overrides: Sequence[str], ignored: Sequence[str]
-) -> _Converted:
     read = _read(source)
     carry_is_said = family in ("bert", "realformer")
     family = _check_family(read, family)
@@ -224,19 +219,25 @@ def _convert(
         "assumed": translated.assumed,
         "config_sha256": sha256_file(read.config_path),
     }
-    return _Converted(family, model, origin, translated, made_new, tokenizer, no_tokenizer)
+    facts = {"converted_from": origin, **({MADE_NEW: made_new} if made_new else {})}
+    trained = TrainedModel(model, tokenizer, facts)
+    return Foreign(
+        family, trained, left_out, made_new, translated.keys, translated.assumed, no_tokenizer
+    )
 
 
-def _tokenizer(folder: Path, family: Family) -> tuple[str | None, str]:
-    """Build the content of tokenizer.json, or say why there is none."""
+def _tokenizer(folder: Path, family: Family) -> tuple[FastTokenizer | None, str]:
+    """Build the tokenizer, or say why there is none."""
     # transformers takes RoFormerTokenizer for RoFormer unless it is told otherwise; RoFormerV2's
     # models are of characters, with BERT's.
     default = "RoFormerTokenizer" if family == "roformer" else "BertTokenizer"
     try:
-        tokenizer = build_tokenizer_json(folder, default)
+        content = build_tokenizer_json(folder, default)
     except ForeignSplitterError as error:
         return None, str(error)
-    return tokenizer, "" if tokenizer is not None else f"{folder} has no vocabulary"
+    if content is None:
+        return None, f"{folder} has no vocabulary"
+    return FastTokenizer(folder, content.encode()), ""
 
 
 def _read(source: Path) -> _Source:

@@ -41,7 +41,7 @@ from pipeline.errors import (
     DataError,
     PostnormError,
 )
-from pipeline.model.architecture import is_model_folder, read_architecture, tokenizer_path
+from pipeline.model.architecture import is_model_folder, read_architecture
 from pipeline.objectives.choose import make_objective
 from pipeline.runtime import dist
 from pipeline.runtime.env import ProcessInfo
@@ -49,9 +49,12 @@ from pipeline.runtime.files import AppendedFile, read_json_lines
 from pipeline.runtime.rank import AgreedStop, Rank, Stopped
 from pipeline.runtime.run_folder import A_STARTED_RUN, RunFolder
 from pipeline.runtime.summary import duration
+from pipeline.tokenizer.fast import FastTokenizer
+from pipeline.tokenizer.sentencepiece import Tokenizer
 from pipeline.train.evaluate import EvalResult, EvalScore, local_sums, reduce_sums
 from pipeline.train.initial import tokenizer_differences
-from pipeline.use.folder import load_model, load_objective
+from pipeline.use.folder import load_objective, read_tokenizer
+from pipeline.use.source import is_run, load_source
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +129,7 @@ def evaluate_config(arguments: EvaluateArguments) -> EvaluateConfig:
             )
     source = arguments.source
     values: dict[str, Any]
-    if is_model_folder(source):
+    if not is_run(source):
         origin, model = source, _model_to_evaluate(arguments)
         # In fp32, as fill-mask and encode use the model.
         longest = min(_SEQ_LEN, model.longest_document or _SEQ_LEN)
@@ -166,7 +169,9 @@ def _model_to_evaluate(arguments: EvaluateArguments) -> ModelConfig:
             f"{folder} is a model folder, which does not know its dataset; give its folder with "
             "--data"
         )
-    return read_architecture(folder)[0]
+    if is_model_folder(folder):
+        return read_architecture(folder)[0]  # the weights are read later
+    return load_source(folder).model.config
 
 
 @dataclass(frozen=True)
@@ -244,9 +249,9 @@ class Evaluator:
             DataError: the model does not fit the data.
             Stopped: a rank is to stop.
         """
-        if is_model_folder(source):
-            trained = load_model(source)
-            self._require_fit(source, None, other_data=True)
+        if not is_run(source):
+            trained = load_source(source)
+            self._require_fit(source, None, trained.tokenizer, other_data=True)
             result = self._result(trained.model)
             yield TextEvaluation(source, trained.facts.get("step"), 1.0, result)
             return
@@ -257,11 +262,19 @@ class Evaluator:
                     model, manifest = load_objective(path, self._objective)
                 except (CheckpointError, OSError) as error:
                     raise _reading_error(path, error) from error
-            self._require_fit(path, manifest.fingerprint, other_data=other_data)
+            tokenizer = read_tokenizer(path)
+            self._require_fit(path, manifest.fingerprint, tokenizer, other_data=other_data)
             result = self._result(model)
             yield TextEvaluation(path, manifest.step, manifest.alpha, result)
 
-    def _require_fit(self, path: Path, fingerprint: str | None, *, other_data: bool) -> None:
+    def _require_fit(
+        self,
+        path: Path,
+        fingerprint: str | None,
+        tokenizer: Tokenizer | FastTokenizer | None,
+        *,
+        other_data: bool,
+    ) -> None:
         """Check that the model's ids mean the dataset's tokens."""
         folder = self.index.folder
         if fingerprint == self.index.fingerprint:
@@ -272,7 +285,7 @@ class Evaluator:
                 f"{fingerprint}; name the folder of that dataset with --data, or this one if you "
                 "mean it"
             )
-        other_ids, other_text = tokenizer_differences(tokenizer_path(path), self.index)
+        other_ids, other_text = tokenizer_differences(tokenizer, self.index)
         if other_ids:
             raise DataError(
                 f"{folder} was made with another tokenizer than {path} has: "
@@ -375,7 +388,7 @@ class Report:
     ) -> None:
         self._source, self._config, self._process = source, config, process
         self._sources = evaluator.sources
-        self._path = None if is_model_folder(source) else RunFolder(source).evaluations
+        self._path = RunFolder(source).evaluations if is_run(source) else None
         self._provenance = provenance()
         masks = {name: value for name, value in asdict(config.data).items() if name in MASK_FIELDS}
         self._setting: dict[str, Any] = {
@@ -486,7 +499,7 @@ def evaluate_as_rank(
     code = EXIT_FINISHED
     try:
         source, config, process = arguments.source, evaluate_config(arguments), rank.process
-        run, stop = None if is_model_folder(source) else source, AgreedStop(rank.stop)
+        run, stop = source if is_run(source) else None, AgreedStop(rank.stop)
         evaluator = Evaluator(config.eval_data, config.precision, run, process, device, stop)
         report = Report(source, config, evaluator, process)
         earlier = report.earlier_steps() if arguments.every else frozenset()

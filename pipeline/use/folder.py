@@ -1,13 +1,13 @@
 """The folder that models are exchanged in; its files: `model.architecture`.
 
-A trained model is a run's newest good checkpoint, or such a folder. A folder holds the sha256 of
-its files and logits of a fixed input from the moment of writing, and every reader compares them.
-Before an exported folder appears under its name, its logits are compared with the trainer's, too.
+What else a model may be: `use.source`. A folder holds the sha256 of its files and logits of a fixed
+input from the moment of writing, and every reader compares them. Before an exported folder appears
+under its name, its logits are compared with the trainer's, too.
 """
 
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch import Tensor
 from pipeline.checkpoints.manifest import (
     A_RUN_OR_ITS_COPY,
     Manifest,
+    Step,
     at_step,
     folder_of,
     newest_good,
@@ -39,7 +40,6 @@ from pipeline.model.architecture import (
     INTEGRITY,
     SENTENCEPIECE_FILE,
     SIGNATURE,
-    TASK_FILE,
     TASK_HEADS,
     TOKENIZERS_FILE,
     WEIGHTS_FILE,
@@ -49,18 +49,24 @@ from pipeline.model.architecture import (
     tokenizer_path,
 )
 from pipeline.model.encoder import EncoderModel, fresh_head, without_storage
-from pipeline.model.layout import Layout, rows
+from pipeline.model.layout import rows
 from pipeline.objectives.base import Objective
 from pipeline.objectives.choose import read_objective
 from pipeline.runtime import tensors
-from pipeline.runtime.files import read_json_lines, sha256_file, signed, write_json_atomic
+from pipeline.runtime.files import (
+    read_json_lines,
+    sha256_file,
+    signed,
+    write_atomic,
+    write_json_atomic,
+)
 from pipeline.runtime.run_folder import RunFolder
 from pipeline.tokenizer.fast import FastTokenizer
 from pipeline.tokenizer.sentencepiece import Tokenizer
-from pipeline.train.initial import InitialWeights
 
 logger = logging.getLogger(__name__)
 
+A_MODEL = f"{A_RUN_OR_ITS_COPY}, or a model folder"
 _LISTED = 5
 _HASHED = (WEIGHTS_FILE, HEAD_FILE, SENTENCEPIECE_FILE, TOKENIZERS_FILE)
 _PROBE_DOCUMENT = 8
@@ -222,11 +228,12 @@ def _require_probe(model: EncoderModel, folder: Path, facts: dict[str, Any]) -> 
         )
 
 
-def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copy the tokenizer of one model folder to another, if it has one."""
-    path = tokenizer_path(source)
-    if path is not None:
-        shutil.copyfile(path, folder / path.name)
+def write_tokenizer(trained: TrainedModel, folder: Path) -> None:
+    """Write the tokenizer of a model to a folder, if it has one."""
+    tokenizer = trained.tokenizer
+    if tokenizer is not None:
+        name = SENTENCEPIECE_FILE if isinstance(tokenizer, Tokenizer) else TOKENIZERS_FILE
+        write_atomic(folder / name, tokenizer.content)
 
 
 def load_model(folder: Path) -> TrainedModel:
@@ -318,22 +325,17 @@ def _listed(names: list[str]) -> str:
     return f"{len(names)} tensors: {', '.join(names[:_LISTED])}{more}"
 
 
-def load_trained(source: Path, step: int | None = None) -> TrainedModel:
-    """Load a run's newest good checkpoint, at the alpha that its step has, or a model folder.
-
-    A `step` asks for the checkpoint of that step of a run.
+def load_run(run: Path, step: Step | None = None) -> TrainedModel:
+    """Load a run's newest good checkpoint, or that of a step, at the alpha that the step has.
 
     Raises:
-        RunFolderError: this is neither a run, nor its copy, nor a model folder.
-        CheckpointError: there is no good checkpoint, or the model folder is damaged.
+        RunFolderError: this is neither a run nor its copy.
+        CheckpointError: there is no such checkpoint, or none that verifies.
     """
-    source = fine_tuned(source)
-    if is_model_folder(source):
-        if step is not None:
-            raise CheckpointError(f"{source} is a model folder, without steps; leave out the step")
-        return load_model(source)
-    path = _newest(source)[0] if step is None else at_step(source, step)
-    if step is not None:
+    if step is None:
+        path = newest(run)
+    else:
+        path = at_step(run, step)
         verify(path)
     model, manifest, made_new = load_checkpoint(path)
     if manifest.alpha < 1:
@@ -341,7 +343,7 @@ def load_trained(source: Path, step: int | None = None) -> TrainedModel:
     facts: dict[str, Any] = {
         "step": manifest.step,
         "data_fingerprint": manifest.fingerprint,
-        "scores": _scores(source, manifest.step),
+        "scores": _scores(run, manifest.step),
         "trained_with": manifest.provenance,
     }
     if made_new:
@@ -355,7 +357,7 @@ def fine_tuned(source: Path) -> Path:
     return next((folder for folder in folders if is_model_folder(folder)), source)
 
 
-def require_full_alpha(trained: TrainedModel, source: Path, why: str) -> None:
+def require_full_alpha(trained: TrainedModel, source: Path | str, why: str) -> None:
     """Refuse a model in mid-warm-up where only its weights are kept.
 
     Raises:
@@ -412,27 +414,14 @@ def _read_checkpoint(
     return manifest, config, weights
 
 
-def initial_weights(source: Path) -> InitialWeights:
-    """Load what `load_trained` does, and with its errors, as the start of another run."""
-    trained = load_trained(source)
-    require_full_alpha(trained, source, "a run that starts from it has an alpha of its own")
-    path = tokenizer_path(tokenizer_folder(source))
-    return InitialWeights(trained.model.config, dict(trained.model.state_dict()), path)
-
-
-def tokenizer_folder(source: Path) -> Path:
-    """Find the folder that holds the tokenizer of a run or model folder."""
-    source = fine_tuned(source)
-    return source if is_model_folder(source) else _newest(source)[0]
-
-
-def _newest(run_dir: Path) -> tuple[Path, Manifest]:
-    path, rejected = newest_good(folder_of(run_dir, f"{A_RUN_OR_ITS_COPY}, or a model folder"))
+def newest(run: Path) -> Path:
+    """Return a run's newest good checkpoint (errors as `load_run`)."""
+    path, rejected = newest_good(folder_of(run, A_MODEL))
     if path is None:
-        raise CheckpointError(f"{run_dir} has no good checkpoint: {'; '.join(rejected)}")
+        raise CheckpointError(f"{run} has no good checkpoint: {'; '.join(rejected)}")
     for text in rejected:
         logger.warning("%s; %s is taken in its place", text, path.name)
-    return path, read_manifest(path)
+    return path
 
 
 def _scores(run_dir: Path, step: int) -> dict[str, float]:
@@ -441,81 +430,3 @@ def _scores(run_dir: Path, step: int) -> dict[str, float]:
     found = [record for record in records if record["kind"] == "eval" and record["step"] <= step]
     names = ("step", "loss", "accuracy")
     return {name: found[-1][name] for name in names if name in found[-1]} if found else {}
-
-
-_PROBE_SEQUENCES = 4
-_PROBE_LENGTH = 64
-
-
-@dataclass(frozen=True)
-class ExportReport:
-    """The comparison of the exported model with the trained one."""
-
-    max_abs_diff: float
-    num_logits: int
-    note: str = ""
-    """What the user should know of the form."""
-
-
-def export(source: Path, out: Path) -> ExportReport:
-    """Write the newest good checkpoint of a run, or a copy of a model folder, to `out`.
-
-    Raises:
-        RunFolderError: the source is neither a run, nor its copy, nor a model folder.
-        CheckpointError: there is nothing good to export, `out` is not empty, or the exported logits
-            differ from the trainer's; nothing is left behind then.
-    """
-    trained = load_trained(source)
-    require_full_alpha(trained, source, "an exported model has alpha 1")
-    weights = dict(trained.model.state_dict())
-    with publishing(out) as folder:
-        whole = tokenizer_folder(source)
-        copy_tokenizer(whole, folder)
-        for name in (HEAD_FILE, TASK_FILE):
-            if (whole / name).is_file():
-                shutil.copyfile(whole / name, folder / name)
-        write_model(folder, trained.model.config, weights, trained.facts)
-        exported = load_model(folder).model
-        report = compare(trained.model, exported)
-        facts = {**trained.facts, "max_abs_diff": report.max_abs_diff}
-        write_config(folder, trained.model.config, facts, exported)
-    return report
-
-
-def compare(
-    trained: EncoderModel, exported: Callable[[Tensor, Layout, Tensor], Tensor]
-) -> ExportReport:
-    """Compare logits on random packed sequences, two documents in each.
-
-    `exported` maps (B, S) ids, layout and (M,) numbers of tokens to (M, V) logits.
-
-    Raises:
-        CheckpointError: they differ by more than `LARGEST_DIFFERENCE`.
-    """
-    generator = torch.Generator().manual_seed(0)
-    shape = (_PROBE_SEQUENCES, _PROBE_LENGTH)
-    # Not the id that RoBERTa's positions leave out as padding.
-    lowest = max(NUM_SPECIAL, trained.config.position_offset)
-    ids = torch.randint(lowest, trained.config.vocab_size or 0, shape, generator=generator)
-    half = torch.arange(_PROBE_LENGTH).expand(shape)
-    layout = rows(half * 2 // _PROBE_LENGTH + 1, half % (_PROBE_LENGTH // 2))
-    every = torch.arange(ids.numel())
-    with torch.no_grad():
-        expected = trained(ids, layout, every)
-        found = exported(ids, layout, every)
-    return require_equal(expected, found)
-
-
-def require_equal(expected: Tensor, found: Tensor) -> ExportReport:
-    """Compare logits of the same shape.
-
-    Raises:
-        CheckpointError: they differ by more than `LARGEST_DIFFERENCE`.
-    """
-    difference = float((expected - found).abs().max())
-    if not difference <= LARGEST_DIFFERENCE:
-        raise CheckpointError(
-            f"exported logits differ from the trainer's by {difference:.3g}, at most "
-            f"{LARGEST_DIFFERENCE} is accepted; please report this with the run's resolved.yaml"
-        )
-    return ExportReport(difference, expected.numel())

@@ -27,14 +27,13 @@ from pipeline.use.convert import HEAD_BIAS
 from pipeline.use.folder import (
     MADE_NEW,
     build_model,
-    copy_tokenizer,
-    load_trained,
     probe_logits,
     publishing,
     require_full_alpha,
-    tokenizer_folder,
     write_model,
+    write_tokenizer,
 )
+from pipeline.use.source import load_source
 
 _OF_EMBEDDING_WIDTH = (
     "encoder.token_embedding",
@@ -59,7 +58,7 @@ class GrowReport:
 
 
 def grow(
-    source: Path, out: Path, *, width: int, depth: int | None, noise: float, seed: int
+    source: str | Path, out: Path, *, width: int, depth: int | None, noise: float, seed: int
 ) -> GrowReport:
     """Write a larger model folder.
 
@@ -75,7 +74,7 @@ def grow(
         raise ConfigError(f"--width {width} must be 1 or a power of 2")
     if not noise >= 0:
         raise ConfigError(f"--noise {noise} must be at least 0")
-    trained = load_trained(source)
+    trained = load_source(source)
     require_full_alpha(trained, source, "a grown model has alpha 1")
     config, weights = trained.model.config, dict(trained.model.state_dict())
     before = sum(parameter.numel() for parameter in trained.model.parameters())
@@ -101,7 +100,7 @@ def grow(
     model = build_model(config, weights, str(source))
     facts: dict[str, Any] = {
         "grown_from": {
-            "path": source.name,
+            "path": Path(source).name,
             "model": asdict(trained.model.config),
             "noise": noise,
             "seed": seed,
@@ -110,7 +109,7 @@ def grow(
     if MADE_NEW in trained.facts:
         facts[MADE_NEW] = trained.facts[MADE_NEW]
     with publishing(out) as folder:
-        copy_tokenizer(tokenizer_folder(source), folder)
+        write_tokenizer(trained, folder)
         write_model(folder, config, weights, facts)
     return GrowReport(config, before, sum(p.numel() for p in model.parameters()), notes)
 

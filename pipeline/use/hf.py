@@ -13,7 +13,7 @@ import inspect
 import json
 import logging
 import tempfile
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,25 +22,18 @@ import torch
 from torch import Tensor
 
 from pipeline.config.model import ModelConfig
-from pipeline.errors import CheckpointError, ConfigError
+from pipeline.errors import CheckpointError
 from pipeline.kernels import attention
 from pipeline.model import encoder, heads, layers, layout
-from pipeline.model.architecture import CONFIG_FILE, WEIGHTS_FILE, read_config
+from pipeline.model.architecture import CONFIG_FILE, WEIGHTS_FILE
 from pipeline.model.layout import Layout
 from pipeline.runtime import env, tensors
 from pipeline.runtime.files import write_atomic, write_json_atomic
-from pipeline.use.convert import Style, hugging_face, is_other_head
+from pipeline.use.convert import OWN_TYPE, Style, hugging_face
+from pipeline.use.export import ExportReport, compare, load_for_export
 from pipeline.use.folder import (
-    MADE_NEW,
-    ExportReport,
     TrainedModel,
-    build_model,
-    compare,
-    load_trained,
-    only_encoder,
     publishing,
-    read_tokenizer,
-    require_full_alpha,
 )
 from pipeline.use.hf_tokenizer import NO_MAX_LENGTH, write_hf_tokenizer
 
@@ -131,8 +124,6 @@ HEADS = (
     "MultipleChoice",
 )
 """Of transformers' `AutoModelFor...`, for each of which an export has a class."""
-_OWN_TYPE = "postnorm"
-_FIELDS = {field.name for field in fields(ModelConfig)}
 # What transformers' own classes can express, beside sizes, dropout, eps and activation.
 _NATIVE: dict[str, Any] = {
     "norm_placement": "post",
@@ -176,8 +167,8 @@ torch.save(found.logits, out)
 """
 
 
-def export_hf(source: Path, out: Path) -> ExportReport:
-    """Write a run's newest good checkpoint, or a model folder, for transformers.
+def export_hf(source: str | Path, out: Path) -> ExportReport:
+    """Write a model for transformers.
 
     Raises:
         ModuleNotFoundError: transformers is not installed.
@@ -193,12 +184,10 @@ def export_hf(source: Path, out: Path) -> ExportReport:
     return report
 
 
-def load_for_hf(source: Path) -> TrainedModel:
+def load_for_hf(source: str | Path) -> TrainedModel:
     """Load what can be exported for transformers, with the errors of `export_hf`."""
     require_transformers()
-    trained = load_trained(source)
-    require_full_alpha(trained, source, "an exported model has alpha 1")
-    return trained
+    return load_for_export(source)
 
 
 def write_hf(trained: TrainedModel, folder: Path) -> ExportReport:
@@ -356,7 +345,7 @@ def _own_config(trained: TrainedModel, auto: str) -> dict[str, Any]:
         "AutoModel": "PostnormModel",
     } | {f"AutoModelFor{head}": f"PostnormFor{head}" for head in HEADS}
     body = {
-        "model_type": _OWN_TYPE,
+        "model_type": OWN_TYPE,
         "architectures": [f"PostnormFor{auto}"],
         "auto_map": {base: f"{module}.{name}" for base, name in classes.items()},
         **asdict(trained.model.config),
@@ -365,41 +354,6 @@ def _own_config(trained: TrainedModel, auto: str) -> dict[str, Any]:
     if trained.tokenizer is not None:
         body["pad_token_id"] = trained.tokenizer.pad_id
     return body
-
-
-def is_own_hf(folder: Path) -> bool:
-    """Return whether a folder was exported with our own class, not one of transformers'."""
-    try:
-        body = json.loads((folder / "config.json").read_bytes())
-        return bool(body.get("model_type") == _OWN_TYPE)
-    except (OSError, ValueError, AttributeError):
-        return False
-
-
-def load_own_hf(folder: Path) -> TrainedModel:
-    """Read a folder that was exported with our own class, without transformers.
-
-    Heads of tasks are left out, and named.
-
-    Raises:
-        CheckpointError: a file is missing or damaged.
-    """
-    try:
-        body = json.loads((folder / "config.json").read_bytes())
-        values = {name: value for name, value in body.items() if name in _FIELDS}
-        config = read_config(values, str(folder / "config.json"))
-    except (OSError, ValueError, ConfigError) as error:
-        raise CheckpointError(f"{folder} is not a complete export: {error}") from error
-    weights = tensors.read_file(folder / "model.safetensors")
-    # Earlier exports have the prefix of the encoder on the head, too.
-    own = {name.removeprefix("postnorm."): tensor for name, tensor in weights.items()}
-    left_out = sorted(name for name in own if is_other_head(name))
-    own = {name: tensor for name, tensor in own.items() if name not in left_out}
-    if left_out:
-        logger.info("%s: left out %s", folder, ", ".join(left_out))
-    own, made_new = only_encoder(config, own, str(folder))
-    facts = {MADE_NEW: made_new} if made_new else {}
-    return TrainedModel(build_model(config, own, str(folder)), read_tokenizer(folder), facts)
 
 
 def _masked_logits(folder: Path, ids: Tensor, layout: Layout, every: Tensor) -> Tensor:

@@ -16,18 +16,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pipeline.checkpoints.manifest import Step
 from pipeline.config.model import ModelConfig
 from pipeline.errors import CheckpointError, ConfigError, DataError
-from pipeline.model.architecture import CONFIG_FILE, is_model_folder
 from pipeline.model.heads import Pool, packed_documents, pool
 from pipeline.model.layers import Trace
 from pipeline.model.layout import masked, packed
 from pipeline.runtime.files import temporary_beside
 from pipeline.tokenizer.fast import FastTokenizer
 from pipeline.tokenizer.sentencepiece import Tokenizer
-from pipeline.use.convert import load_foreign
-from pipeline.use.folder import MADE_NEW, TrainedModel, load_trained
-from pipeline.use.hf import is_own_hf, load_own_hf
+from pipeline.use.folder import MADE_NEW, TrainedModel
+from pipeline.use.source import load_source
 from pipeline.use.whiten import Vectors, Whitening, fingerprint, fit
 
 _DEFAULT_LENGTH = 512
@@ -80,7 +79,7 @@ def load(
     device: str | torch.device | None = None,
     dtype: Literal["fp32", "bf16"] | torch.dtype | None = None,
     *,
-    step: int | None = None,
+    step: Step | None = None,
 ) -> "Model":
     """Load a model for use.
 
@@ -90,32 +89,19 @@ def load(
         (2, 384)
 
     Args:
-        path: a run's folder or its copy, whose newest good checkpoint is taken; a folder written by
-            `postnorm export` in either format, or by `postnorm convert`; or a Hugging Face folder
-            of BERT, RoBERTa or RoFormer.
+        path: a run's folder or its copy, whose newest good checkpoint is taken, or RUN@STEP or
+            RUN@best; a folder written by `postnorm export` in either format, `convert`, `average`
+            or `finetune`; or a Hugging Face folder of BERT, RoBERTa or RoFormer.
         device: such as "cpu" or "cuda:1"; None takes the GPU if there is one.
         dtype: of weights and computation; None is fp32.
-        step: of a run, the checkpoint of this step in place of the newest good one.
+        step: of a run, the checkpoint of this step, or "best", in place of the newest good one.
 
     Raises:
         RunFolderError: this is not such a folder.
         CheckpointError: the checkpoint or folder is damaged, or there is none of that step.
         ConfigError: `device` or `dtype` is not one.
     """
-    return Model(read_model(Path(path), step), _device(device), _dtype(dtype))
-
-
-def read_model(source: Path, step: int | None = None) -> TrainedModel:
-    """Read a model of any form, as `load` does, in fp32 on the CPU.
-
-    Raises:
-        PostnormError: as `load`.
-    """
-    if is_model_folder(source) or not (source / CONFIG_FILE).is_file():
-        return load_trained(source, step)
-    if step is not None:
-        raise CheckpointError(f"{source} is not a run, so it has no step {step}; leave out step")
-    return load_own_hf(source) if is_own_hf(source) else load_foreign(source)
+    return Model(load_source(os.fspath(path), step), _device(device), _dtype(dtype))
 
 
 def _device(device: str | torch.device | None) -> torch.device:

@@ -109,10 +109,10 @@ def _train_on(path: str, overrides: Sequence[str], folders: list[Path], rank: Ra
         warn_of_unusual(config)
     # Importing torch takes seconds.
     from pipeline.train.pretraining import pretrain
-    from pipeline.use.folder import initial_weights
+    from pipeline.use.source import initial_weights
 
     source = config.init_from
-    return pretrain(config, rank, partial(initial_weights, Path(source)) if source else None)
+    return pretrain(config, rank, partial(initial_weights, source) if source else None)
 
 
 def override_words(overrides: Overrides) -> list[str]:

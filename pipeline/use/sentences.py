@@ -23,7 +23,8 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.model.heads import Pool
 from pipeline.runtime import tensors
 from pipeline.runtime.files import write_atomic, write_json_atomic
-from pipeline.use.folder import ExportReport, publishing
+from pipeline.use.export import ExportReport
+from pipeline.use.folder import publishing
 from pipeline.use.hf import load_for_hf, masked_card, model_card, native_family, write_hf
 from pipeline.use.model import Model
 from pipeline.use.whiten import Vectors, Whitening
@@ -167,7 +168,7 @@ def _texts(sentences: Iterable[Any], prompt: str) -> Iterator[Any]:
 
 
 def export_sentence_transformers(
-    source: Path,
+    source: str | Path,
     out: Path,
     pooling: Pool | None = None,
     max_length: int | None = None,
@@ -176,7 +177,7 @@ def export_sentence_transformers(
     """Write a model for sentence-transformers, which makes the vectors of `Model.encode`.
 
     Args:
-        source: run folder, or model folder.
+        source: a model, as `load_source` reads it.
         out: folder to write.
         pooling: as in `Model.encode`, like max_length; not "first_last_avg".
         max_length: tokens of a text.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pipeline.errors import DataError
 from pipeline.runtime import cli
-from pipeline.runtime.cli import JSON, argument, option, verb
+from pipeline.runtime.cli import JSON, MODEL, argument, option, verb
 
 if TYPE_CHECKING:
     from pipeline.use.whiten import Whitening
@@ -18,7 +18,6 @@ Pooling = Literal["cls", "pooler", "mean", "first_last_avg"]
 POOLING: Any = option("default: the whitening's, or mean")
 MAX_LENGTH: Any = option("tokens of a text; longer ones are cut", "N")
 WHITENING: Any = option("that `postnorm whiten` wrote for this model", "FILE")
-_MODEL: Any = argument("run folder, or model folder", "MODEL")
 _BATCH_SIZE: Any = option("texts at once (default 32)", "N", default=32)
 
 
@@ -34,7 +33,7 @@ def _whitening(path: Path | None) -> "Whitening | None":
     "there",
 )
 def encode(
-    source: Path = _MODEL,
+    source: Path = MODEL,
     out: Path | None = option(".npy file; default: a JSON list a line"),
     bad_lines: Literal["nan", "skip"] = option(
         "lines that are not UTF-8 get a vector of NaN (default; null as JSON), or none",
@@ -80,7 +79,7 @@ def encode(
 
 @verb("whiten models/bert --texts texts.txt --size 256 --out whitening.npz")
 def whiten(
-    source: Path = _MODEL,
+    source: Path = MODEL,
     texts: str = option("one text a line; - is standard input", "FILE", required=True),
     size: int | None = option("of whitened vectors; default: the texts' rank", "K"),
     out: Path = option("file to write", "FILE.npz", required=True),
@@ -129,7 +128,7 @@ def _lines(source: str) -> Iterator[str]:
     "sts models/bert pairs.tsv --whiten whitening.npz --json",
 )
 def sts(
-    source: Path = _MODEL,
+    source: Path = MODEL,
     pairs: str = argument("task file, name of a shipped task, or file of pairs", "PAIRS"),
     overrides: list[str] = cli.overrides(
         "of the task, such as data.root=DIR or data.fields.text=question1"
@@ -180,7 +179,7 @@ def sts(
 
 @verb("similar runs/mine --data data/mine --out similar.npy")
 def similar(
-    source: Path = _MODEL,
+    source: Path = MODEL,
     data: str = option("whose vocabulary says what text can have", "DATASET", required=True),
     out: Path = option("such as similar.npy", "FILE", required=True),
     top: int = option("tokens a token (default 5)", default=5),

@@ -41,8 +41,8 @@ from pipeline.tasks.readers import read_task
 from pipeline.tasks.scores import correlations, ranks
 from pipeline.tasks.task import TaskConfig, load_task
 from pipeline.tasks.types import Example
-from pipeline.use.folder import load_trained
 from pipeline.use.model import Model, write_header
+from pipeline.use.source import load_source
 from pipeline.use.whiten import TRANSDUCTIVE, Floats, Vectors, Whitening, fit
 
 logger = logging.getLogger(__name__)
@@ -449,7 +449,7 @@ def write_similar(source: Path, dataset: str, out: Path, top: int) -> int:
         ConfigError: the model is of another vocabulary, or `top` is not 1 or more.
         PostnormError: the model or the dataset cannot be read.
     """
-    trained, vocabulary = load_trained(source), read_index(dataset).vocabulary
+    trained, vocabulary = load_source(source), read_index(dataset).vocabulary
     size = trained.model.config.vocab_size or 0
     if size < vocabulary.size or top < 1:
         raise ConfigError(

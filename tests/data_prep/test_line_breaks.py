@@ -76,10 +76,12 @@ def test_only_tokenizer_and_shards_differ(broken: DatasetIndex, dataset: Dataset
             assert again.read_bytes() == path.read_bytes()
     assert broken.fingerprint != dataset.fingerprint
     assert broken.vocabulary == dataset.vocabulary
-    other_ids, other_text = tokenizer_differences(dataset.folder / "tokenizer.model", broken)
+    other_ids, other_text = tokenizer_differences(
+        Tokenizer(dataset.folder / "tokenizer.model"), broken
+    )
     assert not other_ids
     assert "are tokens" in other_text[0]
-    _, [text] = tokenizer_differences(broken.folder / "tokenizer.model", dataset)
+    _, [text] = tokenizer_differences(Tokenizer(broken.folder / "tokenizer.model"), dataset)
     assert "are spaces" in text
 
 

@@ -24,10 +24,10 @@ from pipeline.data.reader import BlockReader
 from pipeline.data.run_order import DataRank
 from pipeline.model.architecture import CONFIG_FILE, INTEGRITY, SIGNATURE
 from pipeline.tokenizer.load import load_tokenizer
-from pipeline.use.convert import convert
-from pipeline.use.folder import export
+from pipeline.use.export import export
 from pipeline.use.hf import export_hf
 from pipeline.use.model import load as load_model
+from pipeline.use.surgery import convert
 from tests.distributed.conftest import Train
 from tests.support import bert_vocabulary, byte_bpe, near_texts
 from tests.support.ranks import Ranks, losses

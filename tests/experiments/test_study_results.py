@@ -22,7 +22,7 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.model.encoder import EncoderModel, MaskedLanguageModel
 from pipeline.model.layers import Trace
 from pipeline.model.layout import padded, rows
-from pipeline.use.folder import load_trained
+from pipeline.use.source import load_source
 from tests.experiments.test_study_plan import ARMS, plan_of, study_of
 from tests.finetune.result_folders import class_rows, write_run
 from tests.support.tiny_tasks import write_tiny_model
@@ -317,7 +317,7 @@ def test_lengths_predict_the_same_tokens(model: EncoderModel, dataset: DatasetIn
 
 def test_a_start_may_switch_on_the_carry_and_grow(tmp_path: Path) -> None:
     source = write_tiny_model(tmp_path / "source")
-    before = load_trained(source).model
+    before = load_source(source).model
     sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "ffn_size": 64}
     base = {f"model.{name}": value for name, value in sizes.items()}
     twice = {f"model.{n}": v * (1 if n == "num_layers" else 2) for n, v in sizes.items()}
@@ -331,12 +331,12 @@ def test_a_start_may_switch_on_the_carry_and_grow(tmp_path: Path) -> None:
     made = plan_of(study_of(arms=arms, parts=parts), "model.vocab_size=null")
     runs = {run.cell.arm: run for run in made.runs.values() if run.seed == 1}
     make_start(runs["late"], source, tmp_path / "late")
-    late = load_trained(tmp_path / "late").model
+    late = load_source(tmp_path / "late").model
     assert (before.config.score_residual, late.config.score_residual) == ("none", "sum")
     for name, tensor in before.state_dict().items():
         assert torch.equal(late.state_dict()[name], tensor), name
     make_start(runs["wide"], source, tmp_path / "wide")
-    wide = load_trained(tmp_path / "wide").model
+    wide = load_source(tmp_path / "wide").model
     assert (wide.config.hidden_size, wide.config.num_heads) == (64, 4)
     ids, layout = torch.arange(5, 12)[None], padded(torch.tensor([7]), 7)
     logits = [model(ids, layout, torch.arange(7)) for model in (wide, before)]

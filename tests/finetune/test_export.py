@@ -19,9 +19,11 @@ from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.tasks.scores import decode_tags
 from pipeline.tasks.task import load_task
 from pipeline.use import hf
-from pipeline.use.convert import convert
-from pipeline.use.folder import copy_tokenizer, export, load_model, write_model
-from pipeline.use.model import load, read_model
+from pipeline.use.export import export
+from pipeline.use.folder import load_model, write_model, write_tokenizer
+from pipeline.use.model import load
+from pipeline.use.source import load_source
+from pipeline.use.surgery import convert
 from tests.support import warm
 from tests.support.tiny_tasks import rows_of, write_rows
 
@@ -114,14 +116,15 @@ def _python(script: str, *arguments: Path, cwd: Path) -> None:
 def _model(name: str, like: Path, folder: Path) -> Path:
     if not folder.exists():
         folder.mkdir(parents=True)
-        config = load_model(like).model.config
+        trained = load_model(like)
+        config = trained.model.config
         config = ModelConfig(**{**replace(config).__dict__, **MODELS[name]})
         torch.manual_seed(0)
         weights = dict(MaskedLanguageModel(config).state_dict())
         # Biases and gains that are 0 and 1 hide what is left out.
         weights = {key: each + 0.1 * torch.randn_like(each) for key, each in weights.items()}
+        write_tokenizer(trained, folder)
         write_model(folder, config, weights, {})
-        copy_tokenizer(like, folder)
     return folder
 
 
@@ -255,7 +258,7 @@ def test_this_project_reads_it_back(
     kind: str, saved: str, exported: dict[str, Any], folder: Path, caplog: Any
 ) -> None:
     caplog.set_level("INFO")
-    found = read_model(folder / f"{kind}{saved}")
+    found = load_source(folder / f"{kind}{saved}")
     expected = load_model(folder / "tuned" / kind / "model").model
     state = found.model.encoder.state_dict()
     for name, each in expected.encoder.state_dict().items():
@@ -273,7 +276,7 @@ def test_this_project_reads_it_back(
 
 
 def test_a_model_without_a_head(exported: dict[str, Any], folder: Path, tmp_path: Path) -> None:
-    report = convert(folder / "qa", tmp_path / "converted", family=None, overrides=())
+    report = convert(folder / "qa", tmp_path / "converted", family=None, overrides=()).read
     assert report.left_out == ["qa_outputs.bias", "qa_outputs.weight"]
     assert report.made_new[0] == "head_bias"
     with pytest.raises(CheckpointError, match="without a head for masked tokens"):
@@ -344,4 +347,6 @@ def test_heads_without_a_class_are_refused(
 def test_transformers_can_train_on(exported: dict[str, Any], folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     _python(TRAIN, folder / "classify", tmp_path / "out", cwd=tmp_path)
-    assert read_model(tmp_path / "out").model.config == read_model(folder / "classify").model.config
+    assert (
+        load_source(tmp_path / "out").model.config == load_source(folder / "classify").model.config
+    )

@@ -74,7 +74,7 @@ def test_everything_a_job_needs_is_copied(place: Place) -> None:
     assert (code / "REVISION").read_text().strip() == record["revision"]
     start = f"{sys.executable} {code}/pipeline/runtime/start.py"
     assert f"exec {start} pipeline pretrain {folder}/config.yaml" in script
-    assert f'{start} launch "$@"' in script
+    assert f'{start} launch supervise "$run_dir" {folder}/config.yaml' in script
     assert f"#SBATCH --output={place.run_dir}/logs/slurm-%j.log" in script
     assert (place.run_dir / "logs").is_dir()
 

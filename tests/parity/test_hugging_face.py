@@ -18,9 +18,10 @@ from pipeline.errors import CheckpointError
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layers import Trace
 from pipeline.model.layout import packed, padded
-from pipeline.use.convert import convert, hugging_face
+from pipeline.use.convert import hugging_face
 from pipeline.use.folder import load_model
 from pipeline.use.hf import export_hf
+from pipeline.use.surgery import convert
 from tests.support.grids import first_in_ci
 
 SIZES = {"vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -69,7 +70,7 @@ def randomised(model: nn.Module) -> nn.Module:
 def converted(model: nn.Module, folder: Path) -> MaskedLanguageModel:
     """The same model of ours, by way of its files."""
     model.save_pretrained(folder / "hf")
-    report = convert(folder / "hf", folder / "ours", family=None, overrides=[])
+    report = convert(folder / "hf", folder / "ours", family=None, overrides=[]).read
     assert report.left_out == []
     return load_model(folder / "ours").model
 
@@ -185,7 +186,7 @@ def test_pooler_is_taken_along(tmp_path: Path) -> None:
     torch.manual_seed(0)
     source = transformers.BertForPreTraining(transformers.BertConfig(**SIZES)).eval()
     source.save_pretrained(tmp_path / "hf")
-    report = convert(tmp_path / "hf", tmp_path / "ours", family=None, overrides=[])
+    report = convert(tmp_path / "hf", tmp_path / "ours", family=None, overrides=[]).read
     assert report.left_out == ["cls.seq_relationship.bias", "cls.seq_relationship.weight"]
     mine = load_model(tmp_path / "ours").model
     ids, mask, segments = batch()

@@ -13,8 +13,8 @@ import transformers
 
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, CheckpointError, ConfigError
 from pipeline.model.layout import padded
-from pipeline.use.convert import convert
 from pipeline.use.folder import build_model, load_model
+from pipeline.use.surgery import convert
 from pipeline.use.tf_checkpoint import TfCheckpoint
 from tests.support import warm
 
@@ -86,7 +86,7 @@ def _google_bert(w: Any, row: torch.Tensor, *, carry: str) -> torch.Tensor:
 ])  # fmt: skip
 def test_google_s_logits(family: Any, changes: dict[str, Any], carry: str, tmp_path: Path) -> None:
     source = _source(tmp_path, "bert", **changes)
-    report = convert(source, tmp_path / "out", family=family, overrides=[])
+    report = convert(source, tmp_path / "out", family=family, overrides=[]).read
     assert report.left_out == ["cls/seq_relationship/output_bias",
                                "cls/seq_relationship/output_weights"]  # fmt: skip
     model = load_model(tmp_path / "out").model.double()
@@ -145,8 +145,10 @@ def _community_v2(folder: Path, name: str = "roformer_v2", **changes: Any) -> Pa
 
 def test_both_forms_of_roformer_v2_agree(tmp_path: Path) -> None:
     source = _source(tmp_path, "roformer_v2", hidden_act="relu")
-    assert convert(source, tmp_path / "tf", family=None, overrides=[]).family == "roformer_v2"
-    report = convert(_community_v2(tmp_path / "pt"), tmp_path / "out", family=None, overrides=[])
+    assert convert(source, tmp_path / "tf", family=None, overrides=[]).read.family == "roformer_v2"
+    report = convert(
+        _community_v2(tmp_path / "pt"), tmp_path / "out", family=None, overrides=[]
+    ).read
     assert report.family == "roformer_v2"
     one, two = load_model(tmp_path / "tf").model, load_model(tmp_path / "out").model
     assert one.config == two.config
@@ -262,7 +264,7 @@ def test_every_key_is_accounted_for_and_every_assumption_told(tmp_path: Path) ->
         convert(source, out, family="bert", overrides=[])
     with pytest.raises(ConfigError, match=r"--ignore even: .* has no such key"):
         convert(source, out, family="bert", overrides=[], ignored=["odd", "even"])
-    report = convert(source, out, family="bert", overrides=[], ignored=["odd"])
+    report = convert(source, out, family="bert", overrides=[], ignored=["odd"]).read
     assert report.keys == {
         "used": [*CONFIG, "hidden_dropout_prob"], "no effect": ["label2id"], "ignored": ["odd"]
     }  # fmt: skip
@@ -272,10 +274,14 @@ def test_every_key_is_accounted_for_and_every_assumption_told(tmp_path: Path) ->
     assert "gelu_tanh: Google's gelu" in told["activation"]
     assert json.loads((out / "config.json").read_text())["converted_from"]["assumed"]
     overrides = ["norm_eps=1e-7", "activation=gelu", "attention_dropout=0.0"]
-    report = convert(source, tmp_path / "said", family=family, overrides=overrides, ignored=["odd"])
+    report = convert(
+        source, tmp_path / "said", family=family, overrides=overrides, ignored=["odd"]
+    ).read
     assert report.assumed == []
     assert load_model(tmp_path / "said").model.config.norm_eps == 1e-7
-    guessed = convert(_community_v2(tmp_path / "pt"), tmp_path / "v2", family=None, overrides=[])
+    guessed = convert(
+        _community_v2(tmp_path / "pt"), tmp_path / "v2", family=None, overrides=[]
+    ).read
     assert [text.partition(":")[0] for text in guessed.assumed] == [
         "dropout=0.1", "attention_dropout=0.1", "score_residual=none"
     ]  # fmt: skip
@@ -284,10 +290,12 @@ def test_every_key_is_accounted_for_and_every_assumption_told(tmp_path: Path) ->
 def test_a_model_without_a_head_is_converted_as_one(tmp_path: Path) -> None:
     config = transformers.BertConfig(**CONFIG)
     transformers.BertModel(config).save_pretrained(tmp_path / "hf")
-    report = convert(tmp_path / "hf", tmp_path / "out", family=None, overrides=[])
+    report = convert(tmp_path / "hf", tmp_path / "out", family=None, overrides=[]).read
     assert "head_dense.weight" in report.made_new
     assert "mlm_head=linear" in report.assumed[-1]
-    linear = convert(tmp_path / "hf", tmp_path / "lin", family=None, overrides=["mlm_head=linear"])
+    linear = convert(
+        tmp_path / "hf", tmp_path / "lin", family=None, overrides=["mlm_head=linear"]
+    ).read
     assert linear.made_new == []
     state = transformers.BertForMaskedLM(config).state_dict()
     del state["cls.predictions.transform.dense.weight"]
@@ -300,7 +308,7 @@ def test_a_model_without_a_head_is_converted_as_one(tmp_path: Path) -> None:
 def test_a_model_without_segments_gets_a_row_of_zeros(tmp_path: Path) -> None:
     source = _community_v2(tmp_path / "pt", type_vocab_size=0)
     _rewrite(source, lambda state: state.pop("roformer.embeddings.token_type_embeddings.weight"))
-    report = convert(source, tmp_path / "out", family=None, overrides=[])
+    report = convert(source, tmp_path / "out", family=None, overrides=[]).read
     assert report.assumed[-1].startswith("type_vocab_size=1: the config has no segments")
     weight = load_model(tmp_path / "out").model.encoder.segment_embedding.weight
     assert torch.equal(weight, torch.zeros(1, 8))
@@ -309,12 +317,12 @@ def test_a_model_without_segments_gets_a_row_of_zeros(tmp_path: Path) -> None:
 def test_word_model_is_converted_without_its_tokenizer(tmp_path: Path) -> None:
     source = _source(tmp_path, "roformer")
     (source / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n")
-    report = convert(source, tmp_path / "words", family=None, overrides=[])
+    report = convert(source, tmp_path / "words", family=None, overrides=[]).read
     assert "splits words with jieba" in report.no_tokenizer
     with pytest.raises(CheckpointError, match="came without a tokenizer"):
         load_model(tmp_path / "words").require_tokenizer()
     (source / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
-    report = convert(source, tmp_path / "characters", family=None, overrides=[])
+    report = convert(source, tmp_path / "characters", family=None, overrides=[]).read
     assert report.no_tokenizer == ""
     assert load_model(tmp_path / "characters").require_tokenizer().vocab_size == 5
 

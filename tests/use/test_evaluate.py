@@ -28,7 +28,8 @@ from pipeline.runtime import cli, stop
 from pipeline.runtime.stop import StopRequest
 from pipeline.train.evaluate import EvalResult, EvalScore
 from pipeline.use.evaluate import Report, TextEvaluation
-from pipeline.use.folder import export, write_model
+from pipeline.use.export import export
+from pipeline.use.folder import write_model
 from tests.support.ranks import Ranks, records, start
 
 Command = Callable[..., list[dict[str, Any]]]

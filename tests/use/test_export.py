@@ -13,9 +13,11 @@ from pipeline.data.format import CLS_ID, MASK_ID, SEP_ID, DatasetIndex
 from pipeline.errors import CheckpointError, DataError
 from pipeline.model.layout import rows
 from pipeline.tokenizer.sentencepiece import Tokenizer
-from pipeline.use.folder import export, initial_weights, load_model, load_trained
+from pipeline.use.export import export
+from pipeline.use.folder import load_model
 from pipeline.use.grow import grow
 from pipeline.use.model import load
+from pipeline.use.source import initial_weights, load_source
 from tests.model import reference
 from tests.support import warm
 from tests.support.ranks import Ranks, newest_state
@@ -130,7 +132,7 @@ def test_alpha_warm_up(dataset: DatasetIndex, tmp_path: Path, start_ranks: type[
     # At another alpha the vectors are others.
     model.module.encoder.set_alpha(1.0)
     assert (model.encode(["The assert statement."]) != vectors).any()
-    assert float(load_trained(tmp_path / "run").model.encoder.alpha) == pytest.approx(alpha)
+    assert float(load_source(tmp_path / "run").model.encoder.alpha) == pytest.approx(alpha)
 
 
 @pytest.mark.slow

@@ -16,8 +16,9 @@ from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.runtime import env
 from pipeline.tokenizer.sentencepiece import Tokenizer
 from pipeline.use import hf
-from pipeline.use.folder import load_model, load_trained, publishing, write_model
+from pipeline.use.folder import load_model, publishing, write_model
 from pipeline.use.hf import export_hf, modeling_source, native_family
+from pipeline.use.source import load_source
 from tests.model import reference
 from tests.support import warm
 from tests.support.grids import first_in_ci
@@ -82,7 +83,7 @@ def _alone(folder: Path, tmp_path: Path) -> dict[str, torch.Tensor]:
 
 def _model_folder(path: Path, straight_run: Path, **changes: object) -> Path:
     """A model folder of random weights, with the tokenizer of a real run."""
-    trained = load_trained(straight_run)
+    trained = load_source(straight_run)
     config = replace(trained.model.config, dropout=0.1, **changes)  # type: ignore[arg-type]
     torch.manual_seed(0)
     weights = dict(MaskedLanguageModel(config).state_dict())
@@ -124,7 +125,7 @@ def test_folder_alone_computes_the_same(
     assert export_hf(source, tmp_path / "hf").max_abs_diff <= 1e-4
     found = _alone(tmp_path / "hf", tmp_path)
 
-    trained = load_trained(source)
+    trained = load_source(source)
     assert isinstance(trained.tokenizer, Tokenizer)
     text = "The assert statement is a [MASK] way."
     ids = [CLS_ID, *trained.tokenizer.encode_with_masks(text), SEP_ID]

@@ -15,17 +15,11 @@ from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, CheckpointError
 from pipeline.model.architecture import read_architecture
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.runtime.tensors import write_file
-from pipeline.use.evaluate import load_model as load_for_evaluation
-from pipeline.use.folder import (
-    export,
-    initial_weights,
-    load_model,
-    tokenizer_folder,
-    write_config,
-    write_model,
-)
+from pipeline.use.export import export
+from pipeline.use.folder import load_model, newest, write_config, write_model
 from pipeline.use.grow import grow
 from pipeline.use.model import load
+from pipeline.use.source import initial_weights, load_source
 from tests.support.checkpoints import make_checkpoint
 
 CONFIG = ModelConfig(
@@ -38,7 +32,7 @@ READERS: dict[str, Callable[[Path], object]] = {
         folder, folder.with_name("out"), width=2, depth=None, noise=0.0, seed=0
     ),
     "init_from": initial_weights,
-    "evaluate": load_for_evaluation,
+    "evaluate": load_source,
 }
 
 
@@ -122,9 +116,9 @@ def test_other_values_and_versions_are_told(folder: Path, caplog: pytest.LogCapt
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    earlier, newest = (make_checkpoint(tmp_path, step) for step in (10, 20))
-    _flip(newest / state_file(0, 1), -5)
-    assert tokenizer_folder(tmp_path) == earlier
+    earlier, damaged = (make_checkpoint(tmp_path, step) for step in (10, 20))
+    _flip(damaged / state_file(0, 1), -5)
+    assert newest(tmp_path) == earlier
     assert "state/rank-00000-of-00001.safetensors is damaged, its sha256 differs" in caplog.text
     assert "step-00000010 is taken in its place" in caplog.text
 

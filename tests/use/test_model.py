@@ -16,9 +16,10 @@ from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.heads import Pool
 from pipeline.model.layers import Trace
 from pipeline.model.layout import padded
-from pipeline.use.folder import load_trained, publishing, write_model
+from pipeline.use.folder import publishing, write_model
 from pipeline.use.hf import export_hf
 from pipeline.use.model import Model, load
+from pipeline.use.source import load_source
 
 TEXTS = ["The assert statement.", "", "A class is a kind of object, and functions are objects too."]
 BERT = {
@@ -72,7 +73,7 @@ def _ids(model: Model, text: str) -> torch.Tensor:
 @pytest.mark.parametrize("pooling", get_args(Pool))
 def test_a_batch_has_the_vectors_of_single_texts(pooling: Pool, folder: Path, bert: Path) -> None:
     source = bert if pooling == "pooler" else folder
-    model, trained = load(source), load_trained(source)
+    model, trained = load(source), load_source(source)
     vectors = model.encode(TEXTS, pooling)
     assert (vectors.shape, vectors.dtype) == ((3, 32), np.float32)
     for text, vector in zip(TEXTS, vectors, strict=True):
@@ -226,8 +227,6 @@ def test_mistakes_of_loading_are_named(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
     with pytest.raises(CheckpointError, match="model_type 't5' is not known; expected one of bert"):
         load(tmp_path)
-    with pytest.raises(CheckpointError, match="is not a run, so it has no step 3"):
-        load(tmp_path, step=3)
 
 
 def test_a_model_without_a_tokenizer_takes_ids(dataset: DatasetIndex, tmp_path: Path) -> None:

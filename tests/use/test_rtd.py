@@ -14,14 +14,14 @@ from pipeline.checkpoints.state import KINDS, TensorShard, write_part
 from pipeline.config.model import ModelConfig
 from pipeline.errors import CheckpointError
 from pipeline.model.encoder import MaskedLanguageModel
+from pipeline.use.export import export
 from pipeline.use.folder import (
     MADE_NEW,
-    export,
-    initial_weights,
     load_checkpoint,
     load_model,
     load_objective,
 )
+from pipeline.use.source import initial_weights
 from tests.distributed import rtd_main as case
 from tests.distributed.engine_main import MODEL
 from tests.support.checkpoints import write_manifest

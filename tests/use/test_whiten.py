@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.data.format import DatasetIndex
 from pipeline.errors import ConfigError, DataError
-from pipeline.use.folder import export
+from pipeline.use.export import export
 from pipeline.use.model import Model, load
 from pipeline.use.whiten import Moments, Whitening, fit
 from tests.use.test_model import BERT, TEXTS, write

@@ -10,9 +10,10 @@ from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, RunFolderError
 from pipeline.inspect.run import open_run
 from pipeline.inspect.status import run_status
 from pipeline.use.evaluate import EvaluateArguments, evaluate_config
-from pipeline.use.folder import export, initial_weights
+from pipeline.use.export import export
 from pipeline.use.grow import grow
 from pipeline.use.model import load
+from pipeline.use.source import initial_weights
 from tests.support.run_folder import RunFolder
 
 _RUN = "a started run"
