@@ -235,6 +235,26 @@ def _convert(
         print(text)
 
 
+@verb("average models/mean runs/mine --last 3", "average models/soup runs/a@best runs/b@best")
+def _average(
+    out: Path = _OUT,
+    sources: list[Path] = argument(
+        "models of one architecture and tokenizer, that come from one start", "MODEL", nargs="+"
+    ),
+    last: int | None = option("of one run, the newest N checkpoints", "N", type=at_least(2)),
+) -> None:
+    """Write the mean of the weights of several models."""
+    from pipeline.use.average import average
+
+    report = average(sources, out, last=last)
+    print(
+        f"{out}: mean of {len(report.sources)} models, {report.num_parameters:,} parameters; they "
+        f"are {report.distance:.2%} of its norm away from it"
+    )
+    for name in report.sources:
+        print(f"  {name}")
+
+
 @verb("grow runs/demo/train models/wide --width 2 --noise 0.01")
 def _grow(
     source: Path = MODEL,
@@ -451,6 +471,17 @@ _RUNS = (_CONFIG, _model, _coverage, _pretrain, _status, _inspect, _compare)
 GROUPS: dict[str, tuple[Verb, ...]] = {
     "train": (*_RUNS, CHECKPOINT, _profile, _bandwidth, _multitask),
     "tasks": TASKS,
-    "use": (_evaluate, _fill_mask, encode, whiten, similar, sts, _export, _convert, _grow),
+    "use": (
+        _evaluate,
+        _fill_mask,
+        encode,
+        whiten,
+        similar,
+        sts,
+        _export,
+        _convert,
+        _average,
+        _grow,
+    ),
 }
 VERBS: tuple[Verb, ...] = tuple(verb for verbs in GROUPS.values() for verb in verbs)

@@ -214,7 +214,7 @@ def plan(run: Path, keep: int | None, keep_every: int | None, keep_best: int | N
         if keep is None:
             raise CheckpointError(f"{run} has no config with a retention; give --keep N")
         rule = Retention(keep)
-    given = {"keep": keep, "keep_every_steps": keep_every, "keep_best": keep_best}
+    given: dict[str, Any] = {"keep": keep, "keep_every_steps": keep_every, "keep_best": keep_best}
     rule = replace(rule, **{name: value for name, value in given.items() if value is not None})
     good, rejected = newest_good(folder)
     if good is None:

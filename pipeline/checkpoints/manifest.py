@@ -231,11 +231,13 @@ class Retention:
     """Checkpoints at multiples of it are kept."""
     keep_best: int = 0
     """Number of checkpoints with the lowest held-out loss, measured at their own step."""
+    keep_first: bool = False
+    """That of step 0 is kept."""
 
     @classmethod
     def of(cls, config: CheckpointConfig) -> "Retention":
         """Return the rule of a run's config."""
-        return cls(config.keep, config.keep_every_steps, config.keep_best)
+        return cls(config.keep, config.keep_every_steps, config.keep_best, config.keep_first)
 
     def reasons(self, losses: dict[int, float | None]) -> dict[int, list[str]]:
         """Return why each checkpoint is kept; an empty list if it is not kept.
@@ -251,7 +253,9 @@ class Retention:
         for place, step in enumerate(steps):
             if place < self.keep:
                 reasons[step].append("newest" if place == 0 else f"newest {place + 1}")
-            if self.keep_every_steps and step % self.keep_every_steps == 0:
+            if self.keep_first and step == 0:
+                reasons[step].append("first")
+            if self.keep_every_steps and step and step % self.keep_every_steps == 0:
                 reasons[step].append(f"every {self.keep_every_steps}")
             if step in best:
                 reasons[step].append("best" if best[step] == 1 else f"best {best[step]}")

@@ -150,6 +150,10 @@ class Saver:
         if not self._config.checkpoint.background:
             self._publish_if_written(wait=True)
 
+    def has(self, step: int) -> bool:
+        """Return whether the checkpoint of a step is published."""
+        return dist.on_first((self.folder / name_of(step)).exists, "looking for a checkpoint")
+
     def poll(self) -> None:
         """Publish the save if all ranks have written it; costs nothing without a save.
 

@@ -251,6 +251,7 @@ class CheckpointConfig:
         unit="checkpoints",
         ge=0,
     )
+    keep_first: bool = param(False, "save before the first step, too, and keep that for ever")
     background: bool = param(
         True,
         "training goes on while files are written, hashed and published, from a copy in host "

@@ -67,8 +67,7 @@ def _train(attempt: Attempt, state: TrainState) -> int | None:
     meter = Meter(run.engine, run.objective, config.grad_clip)
     clock = Clock(state.elapsed_s)
     if state.step == 0:
-        _set_alpha(attempt, state)
-        attempt.watch.evaluate(state)
+        _begin(attempt, state)
     steps = run.data.steps_from(state.cursor)
     while not schedule.is_over(state.step, config, state.elapsed_s):
         place = run.config.batches.at(state.cursor)
@@ -122,6 +121,15 @@ def _train(attempt: Attempt, state: TrainState) -> int | None:
             return run.requests.end(wanted, state.step)
     _finish_saves(attempt, stopping=False)
     return EXIT_FINISHED
+
+
+def _begin(attempt: Attempt, state: TrainState) -> None:
+    """Evaluate what training starts from, and save it if that is asked for. Collective."""
+    _set_alpha(attempt, state)
+    attempt.watch.evaluate(state)
+    # A run that goes on from step 0 has it already.
+    if attempt.run.config.checkpoint.keep_first and not attempt.run.saver.has(state.step):
+        _save(attempt, state)
 
 
 def _set_alpha(attempt: Attempt, state: TrainState) -> float:

@@ -31,6 +31,7 @@ LOSSES = {10: 3.0, 20: math.nan, 30: None, 40: 2.0, 50: 2.0, 60: 2.5, 70: None}
         (Retention(1, None, 3), {40, 50, 60, 70}),
         (Retention(1, None, 9), {10, 40, 50, 60, 70}),
         (Retention(2, 30, 1), {30, 50, 60, 70}),
+        (Retention(1, keep_first=True), {70}),
         (Retention(99), set(LOSSES)),
     ],
 )
@@ -41,6 +42,13 @@ def test_what_any_part_of_the_rule_keeps_is_kept(rule: Retention, kept: set[int]
 def test_reasons_are_told() -> None:
     assert Retention(2, 10, 2).reasons({10: 1.0, 20: 3.0, 30: 2.0}) == {
         10: ["every 10", "best"], 20: ["newest 2", "every 10"], 30: ["newest", "every 10", "best 2"]
+    }  # fmt: skip
+
+
+def test_the_first_one_is_kept_as_such() -> None:
+    rule = Retention(1, 10, keep_first=True)
+    assert rule.reasons({0: None, 5: None, 20: None}) == {
+        0: ["first"], 5: [], 20: ["newest", "every 10"]
     }  # fmt: skip
 
 

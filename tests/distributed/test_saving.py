@@ -22,13 +22,14 @@ def test_retention_probe_and_copy_and_a_resume_from_the_copy(tmp_path: Path, tra
     run_dir, copies = tmp_path / "run", tmp_path / "copies"
     overrides = ("train.num_steps=20", "monitor.eval_every_steps=5", "checkpoint.every_steps=5",
                  "checkpoint.keep=1", "checkpoint.keep_every_steps=10", "checkpoint.keep_best=1",
-                 "checkpoint.probe_every=4", f"checkpoint.copy_to={copies}",
+                 "checkpoint.probe_every=5", "checkpoint.keep_first=true",
+                 f"checkpoint.copy_to={copies}",
                  "train.lr=0.3")  # fmt: skip
     ranks = train("run", *overrides, timeout_s=300)
     # At that learning rate the loss soon rises, so the best is not the newest.
     held_out = {record["step"]: record["loss"] for record in records(run_dir, "eval")}
-    best = min((5, 10, 15, 20), key=lambda step: (held_out[step], -step))
-    expected = ["latest", *(f"step-{step:08d}" for step in sorted({best, 10, 20}))]
+    best = min((0, 5, 10, 15, 20), key=lambda step: (held_out[step], -step))
+    expected = ["latest", *(f"step-{step:08d}" for step in sorted({0, best, 10, 20}))]
     assert _names(run_dir) == _names(copies) == expected
     for path in [*published(run_dir / FOLDER), *published(copies / FOLDER)]:
         verify(path)
@@ -37,14 +38,14 @@ def test_retention_probe_and_copy_and_a_resume_from_the_copy(tmp_path: Path, tra
         assert manifest.held_out_loss == held_out[manifest.step]
         assert manifest.zero_stage == 1
     saves = records(run_dir, "save")
-    assert [record["step"] for record in saves if "save_s" in record] == [5, 10, 15, 20]
+    assert [record["step"] for record in saves if "save_s" in record] == [0, 5, 10, 15, 20]
     assert all(0 < record["save_share"] <= 1 for record in saves if "save_s" in record)
     assert [record["step"] for record in saves if "probe_s" in record] == [20]
     assert ranks.output.count("and their optimizer state, read by another process") == 1
-    assert ranks.output.count("saved ") == 4
+    assert ranks.output.count("saved ") == 5
     events = EventAccumulator(str(run_dir / "tensorboard"))
     events.Reload()
-    assert [event.step for event in events.Scalars("speed/save_s")] == [5, 10, 15, 20]
+    assert [event.step for event in events.Scalars("speed/save_s")] == [0, 5, 10, 15, 20]
 
     for path in published(run_dir / FOLDER):
         (path / "index.json").unlink()
