@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from pipeline.errors import DataError
+
 _CHUNK_BYTES = 1 << 22
 _ABANDONED_AFTER_S = 3600
 
@@ -217,3 +219,24 @@ def _write_all(descriptor: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
+
+
+_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+def refuse_pointer(path: Path) -> None:
+    """Refuse what git leaves in place of a large file that was not fetched.
+
+    Raises:
+        DataError: the file is a pointer of git-lfs.
+    """
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(_POINTER))
+    except OSError:
+        return  # whoever reads the file says why it cannot be read
+    if start == _POINTER:
+        raise DataError(
+            f"{path} is a git-lfs pointer of {path.stat().st_size} bytes, not the file itself; "
+            "fetch it: `git lfs pull` in its folder"
+        )

@@ -11,11 +11,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pipeline.errors import CheckpointError
+from pipeline.runtime.files import refuse_pointer
 
 _WEIGHT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _open: Any = safe_open  # without type hints
 # In the order in which transformers looks for them.
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
+_WEIGHTS = ("state_dict", "model_state_dict", "model", "module")
+"""What training loops call the weights beside their optimizer."""
 _INDEX = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
@@ -59,6 +62,7 @@ def _parts(index: Path) -> list[str]:
 
 def read_file(path: Path) -> dict[str, Tensor]:
     """Tensors of one file (CheckpointError: it is missing, damaged, or holds more than tensors)."""
+    refuse_pointer(path)
     try:
         if path.suffix == ".safetensors":
             loaded: dict[str, Tensor] = load_file(path)
@@ -80,7 +84,29 @@ def read_file(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(
             f"{path} holds a {type(tensors).__name__}, expected tensors by name (a state_dict)"
         )
-    return {str(name): value for name, value in tensors.items() if isinstance(value, Tensor)}
+    return _named(tensors) or _inner(tensors, path)
+
+
+def _named(values: dict[Any, Any]) -> dict[str, Tensor]:
+    return {str(name): value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def _inner(values: dict[Any, Any], path: Path) -> dict[str, Tensor]:
+    """Return the one state dict of weights that a training loop saved beside other things.
+
+    Raises:
+        CheckpointError: there is none, or more than one that may be meant.
+    """
+    inner = {name: _named(values[name]) for name in _WEIGHTS if isinstance(values.get(name), dict)}
+    found = {name: tensors for name, tensors in inner.items() if tensors}
+    if len(found) == 1:
+        return next(iter(found.values()))
+    raise CheckpointError(
+        f"{path} holds {', '.join(map(repr, values)) or 'nothing'}, expected tensors by name, or "
+        f"one of {', '.join(_WEIGHTS)} with them"
+        + (f", not {' and '.join(found)}" if found else "")
+        + "; save the state_dict of the model alone"
+    )
 
 
 def require_weights(tensors: dict[str, Tensor], origin: str) -> None:

@@ -19,6 +19,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from pipeline.data.format import MASK_ID, SPECIAL_TOKENS, UNK_ID, Vocabulary
 from pipeline.errors import DataError
+from pipeline.runtime.files import refuse_pointer
 from pipeline.tokenizer.sentencepiece import BLANKS, BREAK, BREAKS, Definition
 
 TOKENIZER_JSON = "tokenizer.json"
@@ -237,6 +238,8 @@ def build_tokenizer_json(folder: Path, default_class: str = "BertTokenizer") -> 
     try:
         path = folder / CONFIG_JSON
         config = json.loads(path.read_bytes()) if path.is_file() else {}
+        for name in (TOKENIZER_JSON, "vocab.txt", "vocab.json", "merges.txt"):
+            refuse_pointer(folder / name)
         if any((folder / name).is_file() for name in (TOKENIZER_JSON, "vocab.txt", "vocab.json")):
             refuse_foreign_splitter(config.get("tokenizer_class") or default_class, folder)
         if (folder / TOKENIZER_JSON).is_file():

@@ -15,8 +15,8 @@ google-research/bert `modeling.py` and `run_pretraining.py`, bojone/bert4keras
 import json
 import logging
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +36,7 @@ from pipeline.use.folder import (
     build_model,
     only_encoder,
     read_tokenizer,
+    require_rows,
 )
 from pipeline.use.foreign_config import Family, ForeignCheckpoint, carry_of, translate
 from pipeline.use.tf_checkpoint import TfCheckpoint
@@ -78,6 +79,20 @@ _TIED = {
 }
 """Copies in a Hugging Face checkpoint, and (the end of) the name of what they must equal."""
 
+_WRAPPERS = ("module.", "model.", "_orig_mod.")
+_INSIDE = ("embeddings.", "encoder.", "pooler.", "embeddings_project.")
+"""What names begin with that were saved from the model without its head."""
+_OTHER_HEADS = (
+    *("cls.seq_relationship.", "cls/seq_relationship/"),
+    *("classifier.", "qa_outputs.", "sequence_summary."),
+)
+_NOT_WEIGHTS = (
+    *(".position_ids", ".embed_positions.weight", "/adam_m", "/adam_v", "/lamb_m", "/lamb_v"),
+    *("/Adam", "/Adam_1", "/LAMB", "/LAMB_1", "/vr", "/vc", "/Momentum", "/Adagrad"),
+    *("/ExponentialMovingAverage", "/.ATTRIBUTES/VARIABLE_VALUE"),
+)
+"""Ends of names of buffers, and of what optimizers of TensorFlow keep beside a weight."""
+_SINUSOID_TOLERANCE = 2e-3
 OWN_TYPE = "postnorm"
 """Of the config of an export with our own class."""
 _FIELDS = {field.name for field in fields(ModelConfig)}
@@ -93,6 +108,8 @@ class _Source:
     config_path: Path
     tensors: dict[str, Tensor]
     is_tensorflow: bool
+    slots: list[str] = field(default_factory=list)
+    """Names of what an optimizer kept beside the weights, which is not read."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +207,12 @@ def read_foreign(
     carry_is_said = family in ("bert", "realformer")
     family = _check_family(read, family)
     style = _style(family)
-    given, left_out = _own_part(_strip(read, style), read.is_tensorflow)
+    named, original = _strip(read, style)
+    _require_sinusoids(named, read.config, str(source))
+    given, left_out = _own_part(named, style, is_tensorflow=read.is_tensorflow)
+    left_out = [original[name] for name in left_out]
+    if read.slots:
+        left_out.append(f"{len(read.slots)} tensors of the optimizer, such as {read.slots[0]}")
     segments = next((each for name, each in given.items() if _SEGMENTS in name), None)
     checkpoint = ForeignCheckpoint(
         config=read.config,
@@ -202,7 +224,7 @@ def read_foreign(
     )
     translated = translate(checkpoint, overrides, ignored, carry_is_said=carry_is_said)
     config = translated.model
-    weights = _weights(config, given, style, read, source)
+    weights = _weights(config, given, style, read, source, original)
     weights, made_new = only_encoder(config, weights, str(source))
     if made_new:
         translated.assumed.append(
@@ -221,6 +243,7 @@ def read_foreign(
     }
     facts = {"converted_from": origin, **({MADE_NEW: made_new} if made_new else {})}
     trained = TrainedModel(model, tokenizer, facts)
+    require_rows(trained, str(source))
     return Foreign(
         family, trained, left_out, made_new, translated.keys, translated.assumed, no_tokenizer
     )
@@ -257,36 +280,28 @@ def _read(source: Path) -> _Source:
     if not is_tensorflow:
         return _Source(config, config_path, tensors.read_tensors(folder), is_tensorflow)
     checkpoint = TfCheckpoint(source)
+    slots = [name for name in checkpoint.names() if _is_ignored(name)]
     wanted = [name for name in checkpoint.names() if not _is_ignored(name)]
     read = {name: torch.from_numpy(checkpoint.read(name)) for name in wanted}
-    return _Source(config, config_path, read, is_tensorflow)
+    return _Source(config, config_path, read, is_tensorflow, slots)
 
 
-# Names of BERT and RealFormer are the same in TensorFlow, the computations are not.
+# Names of BERT and RealFormer are the same in TensorFlow, and so are those of RoFormer and NEZHA;
+# the computations are not.
 def _check_family(read: _Source, family: Family | None) -> Family:
     """Find the checkpoint's family; one that is asked for must not contradict it."""
-    found: set[Family]
-    if read.is_tensorflow:
-        norms = any("LayerNorm" in name for name in read.tensors)
-        learned = any(name.endswith("position_embeddings") for name in read.tensors)
-        found = {"bert", "realformer"} if learned else {"roformer" if norms else "roformer_v2"}
-    else:
-        kind = read.config.get("model_type")
-        rms = read.config.get("norm_type") == "rms_norm"
-        known: dict[Any, Family] = {"bert": "bert", "roberta": "roberta", "roformer": "roformer"}
-        if not isinstance(kind, str) or kind not in known:
-            raise CheckpointError(
-                f"{read.config_path}: model_type {kind!r} is not known; expected one of "
-                f"{', '.join(known)}"
-            )
-        found = {"roformer_v2" if kind == "roformer" and rms else known[kind]}
-        if kind == "bert":
-            found |= {"realformer"}  # a RealFormer that someone gave BERT's names
+    found = _families(read, family)
     carry = carry_of(read.config, str(read.config_path))
     if len(found) > 1 and carry is not None:
         found = {"bert" if carry == "none" else "realformer"}
     elif len(found) > 1 and not read.is_tensorflow:
         family = family or "bert"
+    if family is None and read.is_tensorflow and found == {"roformer"}:
+        raise CheckpointError(
+            f"the tensors of {read.config_path.parent} have the names of roformer and of NEZHA, "
+            "whose relative positions cannot be converted; if it is RoFormer, say so: `postnorm "
+            "convert --family roformer`"
+        )
     if family is None and len(found) > 1:
         raise CheckpointError(
             f"the tensors of {read.config_path.parent} have the names of "
@@ -302,34 +317,84 @@ def _check_family(read: _Source, family: Family | None) -> Family:
     return family
 
 
+def _families(read: _Source, asked: Family | None) -> set[Family]:
+    """Return the families whose checkpoint this may be, by its config or by names of tensors."""
+    norms = any("LayerNorm" in name for name in read.tensors)
+    if read.is_tensorflow:
+        learned = any(name.endswith("position_embeddings") for name in read.tensors)
+        return {"bert", "realformer"} if learned else {"roformer" if norms else "roformer_v2"}
+    kind = read.config.get("model_type")
+    known: dict[Any, Family] = {"bert": "bert", "roberta": "roberta", "roformer": "roformer"}
+    if kind is None and asked is not None:
+        return {asked}
+    if kind is None:  # configs of before transformers 2.3 do not say
+        wraps = _wrapping(read.tensors)
+        roots = {name.removeprefix(wraps).partition(".")[0] for name in read.tensors}
+        said = [name for name in known if name in roots]
+        if len(said) != 1:
+            raise CheckpointError(
+                f"{read.config_path} has no model_type, and the tensors do not tell: "
+                f"{', '.join(sorted(read.tensors)[:3])}, ...; write model_type into it, one of "
+                f"{', '.join(known)}, or say it with `postnorm convert --family`"
+            )
+        kind = said[0]
+    if not isinstance(kind, str) or kind not in known:
+        raise CheckpointError(
+            f"{read.config_path}: model_type {kind!r} is not known; expected one of "
+            f"{', '.join(known)}"
+        )
+    if kind == "bert":
+        return {"bert", "realformer"}  # a RealFormer that someone gave BERT's names
+    is_v2 = read.config.get("norm_type") == "rms_norm"
+    return {"roformer_v2" if kind == "roformer" and is_v2 else known[kind]}
+
+
 def _style(family: Family) -> Style:
     if family == "roberta":
         return "roberta"
     return "roformer" if family.startswith("roformer") else "bert"
 
 
-def _strip(read: _Source, style: Style) -> dict[str, Tensor]:
-    """Rename tensors as today's transformers names those of a masked language model."""
+def _strip(read: _Source, style: Style) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Rename tensors as today's transformers names those of a masked language model.
+
+    Returns:
+        The tensors, and what each is called in the file.
+    """
     if read.is_tensorflow:
-        return read.tensors
-    renamed = {}
-    bare = not any(name.startswith(f"{style}.") for name in read.tensors)
-    for name, tensor in read.tensors.items():
+        return read.tensors, {name: name for name in read.tensors}
+    renamed, original = {}, {}
+    wraps = _wrapping(read.tensors)
+    bare = not any(name.startswith(f"{wraps}{style}.") for name in read.tensors)
+    for there, tensor in read.tensors.items():
+        name = there.removeprefix(wraps)
         name = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", name)
         name = re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name)
-        if bare and not name.startswith(("cls.", "lm_head.")):
+        if bare and name.startswith(_INSIDE):
             name = f"{style}.{name}"  # saved from the model without its head
-        renamed[name] = tensor
-    return renamed
+        renamed[name], original[name] = tensor, there
+    return renamed, original
 
 
-def _own_part(given: dict[str, Tensor], is_tensorflow: bool) -> tuple[dict[str, Tensor], list[str]]:
+def _wrapping(names: Iterable[str]) -> str:
+    """Return what wrappers put before all names: DataParallel, torch.compile, a loop's module."""
+    wraps, names = "", list(names)
+    while prefix := next(
+        (each for each in _WRAPPERS if all(name.startswith(wraps + each) for name in names)), ""
+    ):
+        wraps += prefix
+    return wraps
+
+
+def _own_part(
+    given: dict[str, Tensor], style: Style, *, is_tensorflow: bool
+) -> tuple[dict[str, Tensor], list[str]]:
     """Drop tensors that our models do not have, with their names, and copies of tied tensors."""
-    left_out = sorted(name for name in given if is_other_head(name))
+    left_out = sorted(name for name in given if is_other_head(name, style))
     kept = {
         name: tensor
         for name, tensor in given.items()
-        if not _is_ignored(name) and not is_other_head(name)
+        if not _is_ignored(name) and not is_other_head(name, style)
     }
     for copy, original in () if is_tensorflow else _TIED.items():
         if copy not in kept:
@@ -348,7 +413,12 @@ def _own_part(given: dict[str, Tensor], is_tensorflow: bool) -> tuple[dict[str, 
 
 
 def _weights(
-    config: ModelConfig, given: dict[str, Tensor], style: Style, read: _Source, source: Path
+    config: ModelConfig,
+    given: dict[str, Tensor],
+    style: Style,
+    read: _Source,
+    source: Path,
+    original: dict[str, str],
 ) -> dict[str, Tensor]:
     """Put our parameters together from theirs; without an MLM head where they have none."""
     model = without_storage(config)
@@ -373,7 +443,7 @@ def _weights(
         for label, listed in (
             ("the architecture has parameters that are unknown there:", nameless),
             ("missing:", expected - given.keys()),
-            ("not expected:", given.keys() - expected),
+            ("not expected:", {original.get(name, name) for name in given.keys() - expected}),
         )
         if listed
     ]
@@ -382,7 +452,8 @@ def _weights(
         raise CheckpointError(
             f"{source} does not fit {read.config_path.name} and the overrides: "
             f"{'; '.join(problems)}. Biases or LayerNorm where none are expected (or none where "
-            f"they are) mean another norm type or family.{hint if lacks_head else ''}"
+            "they are) mean another norm type or family. The file has "
+            f"{', '.join(sorted(read.tensors)[:3])}, ...{hint if lacks_head else ''}"
         )
     shapes = {name: tuple(each.shape) for name, each in model.state_dict().items()}
     for name, theirs in wanted.items():
@@ -466,22 +537,39 @@ def _to_tensorflow(name: str) -> str:
 
 def _is_ignored(name: str) -> bool:
     """Return whether a foreign tensor is not a weight: position numbers, optimizer state."""
-    return name.endswith(
-        (".position_ids", ".embed_positions.weight", "/adam_m", "/adam_v", "/lamb_m", "/lamb_v")
-    ) or name.startswith("global_step")
+    return name.endswith(_NOT_WEIGHTS) or name.startswith(("global_step", "beta1_power", "beta2_"))
 
 
-def is_other_head(name: str) -> bool:
+def is_other_head(name: str, style: Style | None = None) -> bool:
     """Return whether a foreign tensor belongs to another head than that of masked tokens.
 
-    Those are BERT's for next sentences, and transformers' for tasks.
+    Those are BERT's for next sentences, transformers' for tasks, and in a checkpoint of a `style`
+    all that stands beside its encoder and its MLM head, such as a CRF.
     """
-    return name.startswith(
-        (
-            "cls.seq_relationship.",
-            "cls/seq_relationship/",
-            "classifier.",
-            "qa_outputs.",
-            "sequence_summary.",
+    if name.startswith(_OTHER_HEADS):
+        return True
+    if style is None or "/" in name or "." not in name or _is_ignored(name):
+        return False
+    return not name.startswith((f"{style}.", "cls.", "lm_head."))
+
+
+def _require_sinusoids(named: dict[str, Tensor], config: dict[str, Any], origin: str) -> None:
+    """Check the table of rotary angles that transformers' RoFormer keeps, and ours computes.
+
+    Raises:
+        CheckpointError: it was trained or made otherwise.
+    """
+    table = named.get("roformer.encoder.embed_positions.weight")
+    if table is None or table.ndim != 2:
+        return
+    rows, width = table.shape
+    angles = torch.arange(rows)[:, None] / 10000 ** (torch.arange(0, width, 2) / width)
+    expected = torch.cat([angles.sin(), angles.cos()], dim=1)
+    # fp16 keeps 3 digits.
+    difference = float((table.float() - expected).abs().max())
+    if difference > _SINUSOID_TOLERANCE:
+        raise CheckpointError(
+            f"{origin}: roformer.encoder.embed_positions.weight differs from RoFormer's sinusoids "
+            f"by {difference:.3g}, expected {_SINUSOID_TOLERANCE:g} at most; a table of its own "
+            "cannot be converted"
         )
-    )

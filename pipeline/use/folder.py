@@ -371,6 +371,22 @@ def require_full_alpha(trained: TrainedModel, source: Path | str, why: str) -> N
         )
 
 
+def require_rows(trained: TrainedModel, origin: str) -> None:
+    """Check that each token of a model's tokenizer has a row of the embedding.
+
+    Raises:
+        CheckpointError: there are more tokens.
+    """
+    tokenizer, rows = trained.tokenizer, trained.model.config.vocab_size or 0
+    if tokenizer is not None and tokenizer.vocab_size > rows:
+        raise CheckpointError(
+            f"{origin}: the tokenizer has {tokenizer.vocab_size:,} tokens, the embedding {rows:,} "
+            "rows; if tokens were added, resize the embeddings where they were "
+            "(model.resize_token_embeddings), or take the tokenizer of before and give the new one "
+            "to `postnorm convert --vocab`; else the two are not of one model"
+        )
+
+
 def load_checkpoint(path: Path) -> tuple[EncoderModel, Manifest, list[str]]:
     """Load one checkpoint in fp32 and evaluation mode, at its alpha, without verifying its files.
 

@@ -75,8 +75,13 @@ _PLAIN = {
     "pruned_heads": {},
     "directionality": "bidi",
     "pooler_type": "first_token_transform",
+    "pooler_activation": "tanh",
+    "use_relative_position": False,
 }
-"""Keys that must have these values, if they are there at all."""
+"""Keys that must have these values, if they are there at all; `--ignore` does not pass over them.
+
+NEZHA has `use_relative_position`: its tensors have the names of RoFormer's.
+"""
 # Names, versions, labels and tokens, which come with the tokenizer; what is of training alone, or
 # of how results are handed over; what is seen in the tensors (the pooler, a tied output); heads of
 # tasks (ours say how they pool); generation of text.
@@ -215,7 +220,7 @@ def _account(source: ForeignCheckpoint, ignored: Sequence[str]) -> dict[str, lis
     keys: dict[str, list[str]] = {"used": [], "no effect": [], "ignored": []}
     unknown = []
     for key, value in theirs.items():
-        if key in ignored:
+        if key in ignored and key not in plain:
             keys["ignored"].append(key)
         elif key in plain and value not in (None, plain[key]):
             raise CheckpointError(

@@ -16,7 +16,14 @@ from pipeline.errors import CheckpointError, RunFolderError
 from pipeline.model.architecture import CONFIG_FILE, is_model_folder
 from pipeline.train.initial import InitialWeights
 from pipeline.use.convert import is_foreign, is_own_hf, load_foreign, load_own_hf
-from pipeline.use.folder import TrainedModel, fine_tuned, load_model, load_run, require_full_alpha
+from pipeline.use.folder import (
+    TrainedModel,
+    fine_tuned,
+    load_model,
+    load_run,
+    require_full_alpha,
+    require_rows,
+)
 
 _HUB_NAME = re.compile(r"[\w-]+(/[\w.-]+)?")
 
@@ -45,7 +52,7 @@ def load_source(source: str | Path, step: Step | None = None) -> TrainedModel:
             trained = load_run(path, step)
         except RunFolderError as error:
             raise _with_advice(error, path) from None
-    _require_rows(trained, path)
+    require_rows(trained, str(path))
     return trained
 
 
@@ -76,17 +83,6 @@ def _without_step(path: Path, step: Step | None) -> TrainedModel | None:
     if is_foreign_source(path):
         return load_foreign(path)
     return load_own_hf(path) if is_own_hf(path) else load_model(path)
-
-
-def _require_rows(trained: TrainedModel, path: Path) -> None:
-    tokenizer, rows = trained.tokenizer, trained.model.config.vocab_size or 0
-    if tokenizer is not None and tokenizer.vocab_size > rows:
-        raise CheckpointError(
-            f"{path}: the tokenizer has {tokenizer.vocab_size:,} tokens, the embedding {rows:,} "
-            "rows; if tokens were added, resize the embeddings where they were "
-            "(model.resize_token_embeddings), or give the new vocabulary to `postnorm convert "
-            "--vocab`; else the two are not of one model"
-        )
 
 
 def _with_advice(error: RunFolderError, path: Path) -> RunFolderError:

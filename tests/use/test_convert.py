@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, CheckpointError, ConfigError
+from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, CheckpointError, ConfigError, DataError
 from pipeline.model.layout import padded
 from pipeline.use.folder import build_model, load_model
 from pipeline.use.surgery import convert
@@ -87,8 +87,9 @@ def _google_bert(w: Any, row: torch.Tensor, *, carry: str) -> torch.Tensor:
 def test_google_s_logits(family: Any, changes: dict[str, Any], carry: str, tmp_path: Path) -> None:
     source = _source(tmp_path, "bert", **changes)
     report = convert(source, tmp_path / "out", family=family, overrides=[]).read
-    assert report.left_out == ["cls/seq_relationship/output_bias",
-                               "cls/seq_relationship/output_weights"]  # fmt: skip
+    *heads, slots = report.left_out
+    assert heads == ["cls/seq_relationship/output_bias", "cls/seq_relationship/output_weights"]
+    assert slots.startswith("13 tensors of the optimizer, such as bert/embeddings/")
     model = load_model(tmp_path / "out").model.double()
     assert model.config.pooler
     with torch.no_grad():
@@ -99,7 +100,7 @@ def test_google_s_logits(family: Any, changes: dict[str, Any], carry: str, tmp_p
 
 
 def test_tensorflow_and_pytorch_forms_of_roformer_agree(tmp_path: Path) -> None:
-    convert(_source(tmp_path, "roformer"), tmp_path / "tf", family=None, overrides=[])
+    convert(_source(tmp_path, "roformer"), tmp_path / "tf", family="roformer", overrides=[])
     config = transformers.RoFormerConfig(**CONFIG, embedding_size=8)
     theirs = transformers.RoFormerForMaskedLM(config).eval()
     state = theirs.state_dict()
@@ -177,6 +178,15 @@ def test_vocabularies_and_families_must_fit(tmp_path: Path) -> None:
         convert(source, tmp_path / "out", family=None, overrides=[])
     with pytest.raises(CheckpointError, match="is bert or realformer, not roformer"):
         convert(source, tmp_path / "out", family="roformer", overrides=[])
+    # NEZHA has RoFormer's tensors, and relative positions besides.
+    source = _source(tmp_path, "roformer")
+    with pytest.raises(CheckpointError, match=r"of roformer and of NEZHA.*--family roformer"):
+        convert(source, tmp_path / "out")
+    config = source / "bert_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"use_relative_position": True}))
+    for ignored in ((), ("use_relative_position",)):
+        with pytest.raises(CheckpointError, match="use_relative_position is True; only False"):
+            convert(source, tmp_path / "out", family="roformer", ignored=ignored)
 
 
 @pytest.mark.parametrize(("changes", "message"), [
@@ -287,6 +297,79 @@ def test_every_key_is_accounted_for_and_every_assumption_told(tmp_path: Path) ->
     ]  # fmt: skip
 
 
+_WRAPPINGS: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
+    "DataParallel": lambda state: {f"module.{name}": each for name, each in state.items()},
+    "compiled": lambda state: {f"_orig_mod.module.{name}": each for name, each in state.items()},
+    "a loop's": lambda state: {"epoch": 3, "optimizer": {"state": {}}, "state_dict": state},
+    "Lightning's": lambda state: {
+        "state_dict": {f"model.{name}": each for name, each in state.items()}, "lr": 0.1
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrapping", _WRAPPINGS)
+def test_what_training_loops_put_around_weights(wrapping: str, tmp_path: Path) -> None:
+    # ... with a config of before transformers named families, and a head of somebody's own.
+    plain = _community_v2(tmp_path / "plain")
+    source = _community_v2(tmp_path / "pt", model_type=None, pooler_activation="tanh")
+    state = {**_as_pytorch("roformer_v2"), "crf.transitions": torch.zeros(3, 3)}
+    torch.save(_WRAPPINGS[wrapping](state), source / "pytorch_model.bin")
+    report = convert(source, tmp_path / "out").read
+    [left] = report.left_out
+    assert left.endswith("crf.transitions")
+    convert(plain, tmp_path / "expected")
+    one, two = (load_model(tmp_path / name).model for name in ("out", "expected"))
+    assert one.config == two.config
+    assert all(torch.equal(each, two.state_dict()[n]) for n, each in one.state_dict().items())
+
+
+def test_a_message_names_what_is_in_the_file(tmp_path: Path) -> None:
+    state = _as_pytorch("roformer_v2")
+    odd = {"roformer.encoder.layer.0.adapter.weight": torch.zeros(2)}
+    source = _community_v2(tmp_path / "pt")
+    torch.save({f"module.{name}": each for name, each in {**state, **odd}.items()},
+               source / "pytorch_model.bin")  # fmt: skip
+    with pytest.raises(CheckpointError) as caught:
+        convert(source, tmp_path / "out")
+    assert "not expected: module.roformer.encoder.layer.0.adapter.weight" in str(caught.value)
+    torch.save({"weights": state, "args": 1}, source / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"holds 'weights', 'args', expected .*state_dict"):
+        convert(source, tmp_path / "out")
+    (source / "pytorch_model.bin").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 2\n"
+    )
+    with pytest.raises(DataError, match=r"pytorch_model\.bin is a git-lfs pointer.*git lfs pull"):
+        convert(source, tmp_path / "out")
+    bare = {name.removeprefix("roformer."): each for name, each in state.items()}
+    (source / "config.json").write_text(json.dumps(CONFIG))
+    torch.save(bare, source / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"has no model_type.*encoder\.layer.*--family"):
+        convert(source, tmp_path / "out")
+    convert(source, tmp_path / "out", family="roformer_v2")
+
+
+def test_tables_and_vocabularies_that_would_be_lost(tmp_path: Path) -> None:
+    config = transformers.RoFormerConfig(**CONFIG, embedding_size=8)
+    theirs = transformers.RoFormerForMaskedLM(config)
+    state = {name: each.clone() for name, each in theirs.state_dict().items()}
+    table = transformers.models.roformer.modeling_roformer.RoFormerSinusoidalPositionalEmbedding
+    name = "roformer.encoder.embed_positions.weight"
+    state[name] = table(16, 4)._init_weight() if name not in state else state[name]
+    theirs.config.save_pretrained(tmp_path)
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    convert(tmp_path, tmp_path / "good")
+    state[name] = state[name] + 0.1
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"embed_positions\.weight differs from .* by 0\.1"):
+        convert(tmp_path, tmp_path / "out")
+    source = _community_v2(tmp_path / "pt")
+    specials = "[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n"
+    (source / "vocab.txt").write_text(specials + "".join(f"p{i}\n" for i in range(16)))
+    with pytest.raises(CheckpointError, match="tokenizer has 21 tokens, the embedding 20 rows"):
+        convert(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_model_without_a_head_is_converted_as_one(tmp_path: Path) -> None:
     config = transformers.BertConfig(**CONFIG)
     transformers.BertModel(config).save_pretrained(tmp_path / "hf")
@@ -317,12 +400,12 @@ def test_a_model_without_segments_gets_a_row_of_zeros(tmp_path: Path) -> None:
 def test_word_model_is_converted_without_its_tokenizer(tmp_path: Path) -> None:
     source = _source(tmp_path, "roformer")
     (source / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n")
-    report = convert(source, tmp_path / "words", family=None, overrides=[]).read
+    report = convert(source, tmp_path / "words", family="roformer").read
     assert "splits words with jieba" in report.no_tokenizer
     with pytest.raises(CheckpointError, match="came without a tokenizer"):
         load_model(tmp_path / "words").require_tokenizer()
     (source / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
-    report = convert(source, tmp_path / "characters", family=None, overrides=[]).read
+    report = convert(source, tmp_path / "characters", family="roformer").read
     assert report.no_tokenizer == ""
     assert load_model(tmp_path / "characters").require_tokenizer().vocab_size == 5
 
