@@ -2,8 +2,9 @@
 
 A user's dictionary can add words to jieba's own, which cuts terms of medicine and the like.
 Whole-word masking needs them; they are computed once, here, on the normalised text that the tokens
-spell, and stored as one bit per token. Only this module imports rjieba (jieba's algorithm and
-dictionary in Rust: a prefix dictionary, the most likely path, and an HMM for unknown words).
+spell, and stored as one bit per token. In data_prep only this module imports rjieba (jieba's
+algorithm and dictionary in Rust: a prefix dictionary, the most likely path, and an HMM for unknown
+words).
 """
 
 import hashlib

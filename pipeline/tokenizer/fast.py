@@ -7,7 +7,7 @@ Datasets are made with what `pipeline.tokenizer.load` reads.
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -22,6 +22,7 @@ from pipeline.errors import DataError
 from pipeline.runtime.files import refuse_pointer
 from pipeline.tokenizer.sentencepiece import BLANKS, BREAK, BREAKS, Definition
 
+_WORDS = "words"
 TOKENIZER_JSON = "tokenizer.json"
 CONFIG_JSON = "tokenizer_config.json"
 _SPACE = "\u2581"  # sentencepiece's mark for a space
@@ -35,7 +36,40 @@ _BERT = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask":
 _ROBERTA = {"pad": "<pad>", "unk": "<unk>", "cls": "<s>", "sep": "</s>", "mask": "<mask>"}
 _NEEDED = ("cls", "sep", "mask")
 # Classes that read a vocab.txt but first split words with another program.
-_FOREIGN_SPLITTERS = {"RoFormerTokenizer": "jieba", "BertJapaneseTokenizer": "MeCab"}
+_FOREIGN_SPLITTERS = {"BertJapaneseTokenizer": "MeCab"}
+_OF_WORDS = "RoFormerTokenizer"
+"""The class of transformers whose words jieba cuts."""
+JIEBA = "jieba"
+
+
+class JiebaWords:
+    """The words in which pieces of WoBERT and RoFormer are looked up (Su 2020, WoBERT).
+
+    jieba cuts a text, without its hidden Markov model; a word that the vocabulary lacks is split at
+    its Chinese characters. As transformers' RoFormerTokenizer, for `tokenizers` as a pre-tokenizer.
+    """
+
+    def __init__(self, vocabulary: Mapping[str, int]) -> None:
+        import rjieba  # its dictionary takes 0.2 s
+
+        self._vocabulary, self._jieba = vocabulary, rjieba
+        self._characters = normalizers.BertNormalizer(
+            clean_text=False, handle_chinese_chars=True, strip_accents=False, lowercase=False
+        )
+
+    def spans(self, text: str) -> Iterator[tuple[int, int]]:
+        """Yield the characters [start, end) of each word of a normalised text."""
+        for word, start, end in self._jieba.tokenize(text, hmm=False):
+            if word in self._vocabulary:
+                yield start, end
+                continue
+            for part in self._characters.normalize_str(word).split():
+                yield start, start + len(part)
+                start += len(part)
+
+    def pre_tokenize(self, text: tokenizers.PreTokenizedString) -> None:
+        """Split a text in place."""
+        text.split(lambda _, piece: [piece[a:b] for a, b in self.spans(str(piece))])
 
 
 class FastTokenizer:
@@ -61,7 +95,7 @@ class FastTokenizer:
         try:
             self.content: bytes = path.read_bytes() if content is None else content
             """The file as it was read."""
-            self._tokenizer = tokenizers.Tokenizer.from_str(self.content.decode())
+            self._tokenizer, self._jieba = _load(self.content.decode())
         except Exception as error:  # tokenizers raises plain Exception
             raise DataError(f"tokenizer {path} cannot be loaded: {error}") from error
         self.path = path
@@ -138,9 +172,20 @@ class FastTokenizer:
         """Return all tokens by id as the file spells them; None where an id has no token."""
         return [self._tokenizer.id_to_token(token) for token in range(self.vocab_size)]
 
+    @property
+    def words(self) -> Literal["", "jieba"]:
+        """`jieba` where that cuts the words, else empty."""
+        return "jieba" if self._jieba else ""
+
     def to_json(self) -> str:
         """Return a tokenizer.json that loads as this tokenizer."""
-        return self._tokenizer.to_str()
+        if self._jieba is None:
+            return self._tokenizer.to_str()
+        # What Python splits cannot be written down.
+        self._tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        text = self._tokenizer.to_str()
+        self._tokenizer.pre_tokenizer = pre_tokenizers.PreTokenizer.custom(self._jieba)
+        return _with_words(text)
 
     def _vocabulary(self, kind: Literal["wordpiece", "byte_bpe"]) -> Vocabulary:
         absent = [
@@ -166,10 +211,15 @@ class FastTokenizer:
         """Whether a token that is not special is in the ids of some text; by kind of vocabulary."""
         raise NotImplementedError
 
+    def __getstate__(self) -> dict[str, Any]:
+        # What Python splits cannot be pickled, either.
+        return {**self.__dict__, "_tokenizer": self.to_json(), "_jieba": None}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         # It is made anew from the tokenizer, as pickling would lose its setting as well.
         state.pop("_finds_masks", None)
         self.__dict__.update(state)
+        self._tokenizer, self._jieba = _load(state["_tokenizer"])
         self._tokenizer.encode_special_tokens = True  # pickling forgets it
 
     def _special_names(self) -> set[str]:
@@ -182,9 +232,27 @@ class FastTokenizer:
         body = json.loads(self.to_json())
         for token in body["added_tokens"]:
             token["special"] = token["special"] and token["content"] != self._mask_name
-        finds_masks = tokenizers.Tokenizer.from_str(json.dumps(body))
+        finds_masks, _ = _load(json.dumps(body))
         finds_masks.encode_special_tokens = True
         return finds_masks
+
+
+def _load(text: str) -> tuple[tokenizers.Tokenizer, JiebaWords | None]:
+    """Load a tokenizer.json; also what cuts its words, if jieba does."""
+    made = tokenizers.Tokenizer.from_str(text)
+    # `tokenizers` ignores the key.
+    if JIEBA not in text or (json.loads(text)["pre_tokenizer"] or {}).get(_WORDS) != JIEBA:
+        return made, None
+    words = JiebaWords(made.get_vocab())
+    made.pre_tokenizer = pre_tokenizers.PreTokenizer.custom(words)
+    return made, words
+
+
+def _with_words(text: str) -> str:
+    """Note in a tokenizer.json that jieba cuts the words."""
+    body = json.loads(text)
+    body["pre_tokenizer"] = {"type": "BertPreTokenizer", _WORDS: JIEBA}
+    return json.dumps(body, ensure_ascii=False)
 
 
 def _role_names(vocabulary: dict[str, int], special: set[str], path: Path) -> dict[str, str]:
@@ -241,13 +309,16 @@ def build_tokenizer_json(folder: Path, default_class: str = "BertTokenizer") -> 
         for name in (TOKENIZER_JSON, "vocab.txt", "vocab.json", "merges.txt"):
             refuse_pointer(folder / name)
         if any((folder / name).is_file() for name in (TOKENIZER_JSON, "vocab.txt", "vocab.json")):
-            refuse_foreign_splitter(config.get("tokenizer_class") or default_class, folder)
+            config["tokenizer_class"] = config.get("tokenizer_class") or default_class
+            refuse_foreign_splitter(config["tokenizer_class"], folder)
         if (folder / TOKENIZER_JSON).is_file():
-            return (folder / TOKENIZER_JSON).read_text(encoding="utf-8")
+            text = (folder / TOKENIZER_JSON).read_text(encoding="utf-8")
+            # transformers saves BERT's words there, and names the class beside it.
+            return _with_words(text) if BertOptions.from_json(config).words else text
         if (folder / "vocab.txt").is_file():
             path = folder / "vocab.txt"
             pieces = split_lines(path.read_bytes().decode())
-            return word_piece(pieces, BertOptions.from_json(config), path).to_str()
+            return word_piece(pieces, BertOptions.from_json(config), path)
         if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
             return byte_level_bpe(folder, config).to_str()
     except DataError:
@@ -265,12 +336,16 @@ class BertOptions:
     strip_accents: bool | None = None
     """None means the value of `do_lower_case`."""
     tokenize_chinese_chars: bool = True
+    words: Literal["", "jieba"] = ""
+    """What cuts words of several Chinese characters, if anything does."""
 
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> "BertOptions":
         """Read the options in a tokenizer_config.json, which may have many other keys."""
-        names = {field.name for field in dataclasses.fields(cls)}
-        return cls(**{name: value for name, value in config.items() if name in names})
+        names = {field.name for field in dataclasses.fields(cls)} - {_WORDS}
+        given = {name: value for name, value in config.items() if name in names}
+        is_of_words = str(config.get("tokenizer_class")).removesuffix("Fast") == _OF_WORDS
+        return cls(**given, words="jieba" if is_of_words else "")
 
 
 def split_lines(content: str) -> list[str]:
@@ -279,8 +354,8 @@ def split_lines(content: str) -> list[str]:
     return lines if lines[-1] else lines[:-1]
 
 
-def word_piece(pieces: Sequence[str], options: BertOptions, path: Path) -> tokenizers.Tokenizer:
-    """Build BERT's tokenizer (google-research/bert, tokenization.py).
+def word_piece(pieces: Sequence[str], options: BertOptions, path: Path) -> str:
+    """Build the tokenizer.json of BERT (google-research/bert, tokenization.py) or of RoFormer.
 
     Raises:
         DataError: a special token is missing.
@@ -290,7 +365,7 @@ def word_piece(pieces: Sequence[str], options: BertOptions, path: Path) -> token
     tokenizer = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token=names["unk"]))
     tokenizer.normalizer = normalizers.BertNormalizer(
         clean_text=True,
-        handle_chinese_chars=options.tokenize_chinese_chars,
+        handle_chinese_chars=options.tokenize_chinese_chars and not options.words,
         strip_accents=options.strip_accents,
         lowercase=options.do_lower_case,
     )
@@ -298,7 +373,8 @@ def word_piece(pieces: Sequence[str], options: BertOptions, path: Path) -> token
     tokenizer.decoder = decoders.WordPiece(prefix="##")
     tokenizer.post_processor = _template(names["cls"], names["sep"], vocabulary)
     tokenizer.add_special_tokens(list(names.values()))
-    return tokenizer
+    text = tokenizer.to_str()
+    return _with_words(text) if options.words else text
 
 
 def byte_level_bpe(folder: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:

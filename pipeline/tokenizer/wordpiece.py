@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import tokenizers
 
 from pipeline.data.format import SPECIAL_TOKENS, Vocabulary
 from pipeline.errors import DataError
-from pipeline.tokenizer.fast import BertOptions, FastTokenizer, split_lines, word_piece
+from pipeline.tokenizer.fast import BertOptions, FastTokenizer, JiebaWords, split_lines, word_piece
 from pipeline.tokenizer.sentencepiece import Spelling
 
 _SPACE, _ALONE, _PART = 1, 2, 3
@@ -35,19 +36,32 @@ class WordPieceTokenizer(FastTokenizer):
 
     def spell(self, text: str) -> tuple[npt.NDArray[np.int32], Spelling]:
         """Encode a text like `encode` and return how the tokens spell it."""
+        spelled = None
         if self._word_table:
-            ids, places = self._word_table.spell(text)
-        else:
+            spelled = self._word_table.spell(text)
+        elif self._jieba_table:
+            spelled = self._jieba_table.spell(text)
+        if spelled is None:
             encoded, spans = self.encode_with_offsets(text)
-            ids = np.array(encoded, dtype=np.int32)
-            places = np.array([start for start, _ in spans], dtype=np.int64)
+            starts = np.array([start for start, _ in spans], dtype=np.int64)
+            spelled = np.array(encoded, dtype=np.int32), starts
+        ids, places = spelled
         return ids, _Spelling(text, places, self._continues)
 
     @cached_property
     def _word_table(self) -> "_WordTable | None":
         """None where runs of Chinese characters are words, of which few come twice."""
-        is_split = len(self._split("\u4e2d\u6587")) == 2
+        is_split = not self.words and len(self._split("\u4e2d\u6587")) == 2
         return _WordTable(self._split, self.encode_with_offsets) if is_split else None
+
+    @cached_property
+    def _jieba_table(self) -> "_JiebaTable | None":
+        return _JiebaTable(self.normalise, self._jieba, self._tokenizer) if self._jieba else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        state.pop("_jieba_table", None)
+        return state
 
     def _split(self, text: str) -> list[str]:
         """Split a text into the words in which pieces are looked up, in the pieces' form."""
@@ -163,6 +177,49 @@ class _WordTable:
         return number
 
 
+class _JiebaTable:
+    """Words of jieba, whose pieces are looked up once.
+
+    Offsets in the text are those in its normalised form where that is the text, or its lower case,
+    character by character; other texts are left to `tokenizers`.
+    """
+
+    def __init__(
+        self,
+        normalise: Callable[[str], str],
+        words: JiebaWords,
+        tokenizer: tokenizers.Tokenizer,
+    ) -> None:
+        self._normalise, self._words, self._model = normalise, words, tokenizer.model
+        self._pieces: dict[str, tuple[list[int], list[int]]] = {}
+        self._num_chars = 0
+
+    def spell(self, text: str) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]] | None:
+        """Return (n,) ids of a text and the (n,) places where its tokens start; None: not here."""
+        plain = self._normalise(text)
+        lower = text.lower()
+        if len(lower) != len(text) or plain not in (text, lower):
+            return None
+        ids, places = list[int](), list[int]()
+        for start, end in self._words.spans(plain):
+            tokens, offsets = self._look_up(plain[start:end])
+            ids += tokens
+            places += [start + offset for offset in offsets]
+        return np.array(ids, dtype=np.int32), np.array(places, dtype=np.int64)
+
+    def _look_up(self, word: str) -> tuple[list[int], list[int]]:
+        found = self._pieces.get(word)
+        if found is None:
+            if self._num_chars > _MOST_CHARS:
+                self._pieces.clear()
+                self._num_chars = 0
+            tokens = self._model.tokenize(word)
+            found = [token.id for token in tokens], [token.offsets[0] for token in tokens]
+            self._pieces[word] = found
+            self._num_chars += len(word)
+        return found
+
+
 class _Column:
     """A growing array of int32."""
 
@@ -226,7 +283,7 @@ def build(pieces: Sequence[str], options: BertOptions, path: Path) -> str:
             + (f", and {len(twice) - 1} other pieces more than once" if len(twice) > 1 else "")
             + "; a piece has one id: use the published file"
         )
-    return word_piece(pieces, options, path).to_str()
+    return word_piece(pieces, options, path)
 
 
 def read_vocab_txt(content: bytes, path: Path) -> list[str]:
@@ -282,8 +339,10 @@ def read_tokenizer_json(body: dict[str, Any], path: Path) -> tuple[list[str], Be
                 if vocabulary.get(token["content"]) != token["id"]
             ],
         }
+        words = body["pre_tokenizer"].get("words", "")
+        splits_characters = normalizer["handle_chinese_chars"] or bool(words)
         options = BertOptions(
-            normalizer["lowercase"], normalizer["strip_accents"], normalizer["handle_chinese_chars"]
+            normalizer["lowercase"], normalizer["strip_accents"], splits_characters, words
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is not the tokenizer.json of a BERT model: {error!r}") from None

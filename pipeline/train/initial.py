@@ -45,10 +45,12 @@ def start_from(
         ConfigError: they fit another architecture, or another tokenizer's ids.
     """
     theirs, ours = asdict(initial.config), asdict(config.model)
+    # Without a table of positions its size says nothing.
+    free = _FREE_TO_DIFFER | (set() if ours["positions"] == "learned" else {"max_positions"})
     problems = [
         f"model.{name}: {theirs[name]} there, {value} here"
         for name, value in ours.items()
-        if theirs[name] != value and name not in _FREE_TO_DIFFER
+        if theirs[name] != value and name not in free
     ]
     other_ids, other_text = tokenizer_differences(initial.tokenizer, index)
     problems += [f"tokenizer: {text}" for text in other_ids]

@@ -82,6 +82,13 @@ _PLAIN = {
 
 NEZHA has `use_relative_position`: its tensors have the names of RoFormer's.
 """
+_WHOSE = {
+    "pooler_activation": "; RoFormer-Sim has a linear pooler, for which there is no place here",
+    "use_relative_position": "; NEZHA's relative positions have no place here",
+    "is_decoder": "; a decoder sees the past alone: SimBERT's and RoFormer-Sim's encoders are read "
+    "from a config without it",
+}
+"""Whose such a value is."""
 # Names, versions, labels and tokens, which come with the tokenizer; what is of training alone, or
 # of how results are handed over; what is seen in the tensors (the pooler, a tied output); heads of
 # tasks (ours say how they pool); generation of text.
@@ -226,6 +233,7 @@ def _account(source: ForeignCheckpoint, ignored: Sequence[str]) -> dict[str, lis
             raise CheckpointError(
                 f"{source.origin}: {key} is {value!r}; only {plain[key]!r} can be converted"
                 f"{' as ' + source.family if key in ('norm_type', 'use_bias') else ''}"
+                f"{_WHOSE.get(key, '')}"
             )
         elif value is not None and (key in used or key in plain):
             keys["used"].append(key)

@@ -122,8 +122,9 @@ def _config(
     tokenizer: Tokenizer | FastTokenizer, *, max_length: int, token_types: bool
 ) -> dict[str, Any]:
     """Make the content of tokenizer_config.json."""
+    is_of_words = isinstance(tokenizer, FastTokenizer) and bool(tokenizer.words)
     return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
+        "tokenizer_class": "RoFormerTokenizer" if is_of_words else "PreTrainedTokenizerFast",
         "model_max_length": max_length,
         "clean_up_tokenization_spaces": False,
         "model_input_names": ["input_ids", *["token_type_ids"] * token_types, "attention_mask"],

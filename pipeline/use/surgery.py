@@ -190,7 +190,7 @@ def read_vocabulary(path: Path, old: AnyTokenizer) -> AnyTokenizer:
         path = path / SENTENCEPIECE_FILE
     if path.suffix == ".txt" and path.is_file():
         pieces = read_vocab_txt(path.read_bytes(), path)
-        return FastTokenizer(path, word_piece(pieces, _options(old), path).to_str().encode())
+        return FastTokenizer(path, word_piece(pieces, _options(old), path).encode())
     return FastTokenizer(path) if path.suffix == ".json" else Tokenizer(path)
 
 
@@ -198,9 +198,10 @@ def _options(tokenizer: AnyTokenizer) -> BertOptions:
     rules: Any = None
     if isinstance(tokenizer, FastTokenizer):
         rules = json.loads(tokenizer.to_json())["normalizer"]
-    if not rules or rules["type"] != "BertNormalizer":
+    if not isinstance(tokenizer, FastTokenizer) or not rules or rules["type"] != "BertNormalizer":
         return BertOptions()
-    return BertOptions(rules["lowercase"], rules["strip_accents"], rules["handle_chinese_chars"])
+    splits = rules["handle_chinese_chars"] or bool(tokenizer.words)
+    return BertOptions(rules["lowercase"], rules["strip_accents"], splits, tokenizer.words)
 
 
 def with_vocabulary(

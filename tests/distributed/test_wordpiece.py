@@ -1,6 +1,7 @@
 """Published vocabularies from raw text to a trained, exported, continued model."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from pipeline.use.hf import export_hf
 from pipeline.use.model import load as load_model
 from pipeline.use.surgery import convert
 from tests.distributed.conftest import Train
-from tests.support import bert_vocabulary, byte_bpe, near_texts
+from tests.support import bert_vocabulary, byte_bpe, near_texts, words
 from tests.support.ranks import Ranks, losses
 from tests.support.steps import train_loader
 
@@ -81,9 +82,9 @@ def train(tmp_path: Path, prepared: DatasetIndex, start_ranks: type[Ranks]) -> T
     return Train(tmp_path, prepared)
 
 
-def _prepare(folder: Path, tokenizer: Path) -> DatasetIndex:
+def _prepare(folder: Path, tokenizer: Path, chinese: list[str] | None = None) -> DatasetIndex:
     sources = []
-    for name, texts in (("en", [*ENGLISH, TYPED]), ("zh", CHINESE)):
+    for name, texts in (("en", [*ENGLISH, TYPED]), ("zh", chinese or CHINESE)):
         rows = [json.dumps({"id": str(n), "text": text}) for n, text in enumerate(texts)]
         (folder / f"{name}.jsonl").write_text("\n".join(rows))
         sources.append(f"{{name: {name}, inputs: [{folder}/{name}.jsonl]}}")
@@ -194,7 +195,8 @@ def test_byte_level_vocabulary_to_its_export(tmp_path: Path, start_ranks: type[R
 
 def _loss_of_transformers(folder: Path, batch: MicroBatch) -> float:
     """Mean loss, each document by itself, as transformers knows no packing."""
-    model = transformers.BertForMaskedLM.from_pretrained(folder, local_files_only=True).eval()
+    auto = transformers.AutoModelForMaskedLM
+    model = auto.from_pretrained(folder, local_files_only=True).eval()
     places, ids = (batch.inputs[name].tolist() for name in ("masked_index", "targets"))
     targets = dict(zip(places, ids, strict=True))
     total = 0.0
@@ -221,6 +223,40 @@ def test_run_from_published_model(
     # A new run goes on from that one, whose tokenizer lies in its checkpoint.
     begin = f"init_from={tmp_path / 'run'}"
     train("again", begin, *BERT, *SHORT, world_size=1)
+
+
+def test_words_of_several_characters_to_an_export(tmp_path: Path, start_ranks: type[Ranks]) -> None:
+    """RoFormer with WoBERT's vocabulary: convert, prepare, go on, export."""
+    texts = [text + chr(0x3400 + number) for number, text in enumerate(words.texts(120))]
+    pieces = words.rows([*texts, *ENGLISH])
+    bert_vocabulary.write(tmp_path / "vocab.txt", pieces)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "RoFormerTokenizer"}')
+    torch.manual_seed(0)
+    config = transformers.RoFormerConfig(
+        **{**SIZES, "vocab_size": len(pieces)}, embedding_size=32, hidden_act="gelu"
+    )
+    transformers.RoFormerForMaskedLM(config).save_pretrained(tmp_path)
+    convert(tmp_path, tmp_path / "model")
+    index = _prepare(tmp_path, tmp_path / "model/tokenizer.json", texts)
+    reference = transformers.RoFormerTokenizer(vocab={p: i for i, p in enumerate(pieces)})
+    documents = _documents(index)
+    for number, text in enumerate(texts):
+        expected = reference(normalise(text), add_special_tokens=False).input_ids
+        assert documents[f"zh/{number}"].tolist() == expected
+    long = {i for i, piece in enumerate(pieces) if len(piece) > 1 and piece[0] > "\u4e00"}
+    assert sum(token in long for ids in documents.values() for token in ids.tolist()) > 1000
+    roformer = ("model.positions=rotary", *BERT[2:])
+    begin = (f"init_from={tmp_path / 'model'}", *roformer, *SHORT)
+    start_ranks(tmp_path / "run", index, *begin, world_size=1).ended()
+    batch = _first_batch(index, 8, DataConfig(dir="unused", seq_len=64, window_blocks=2), seed=3)
+    expected_loss = _loss_of_transformers(tmp_path, batch)
+    assert losses(tmp_path / "run")[1] == pytest.approx(expected_loss, abs=1e-4)
+    export_hf(tmp_path / "run", tmp_path / "hf")
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf", local_files_only=True)
+    for text in texts[:20]:
+        assert loaded(text).input_ids == reference(text).input_ids
+    [found] = load_model(tmp_path / "hf").fill_mask("今天[MASK]非常好")
+    assert len(found) == 5
 
 
 def _without_sha256(folder: Path) -> None:
@@ -252,4 +288,5 @@ def test_other_vocabulary_is_refused_and_other_options_are_told(
     path.unlink()
     shutil.copyfile(dataset.folder / "tokenizer.model", changed / "tokenizer.model")
     ranks = train("other", *arguments, world_size=1, code=2)
-    assert "tokenizer.model there" in ranks.output
+    assert re.search(rf"pieces? there, .* here \({changed}/tokenizer\.model", ranks.output)
+    assert f"convert {changed} OUT --vocab " in ranks.output

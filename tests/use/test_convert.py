@@ -397,13 +397,17 @@ def test_a_model_without_segments_gets_a_row_of_zeros(tmp_path: Path) -> None:
     assert torch.equal(weight, torch.zeros(1, 8))
 
 
-def test_word_model_is_converted_without_its_tokenizer(tmp_path: Path) -> None:
+def test_word_model_is_converted_with_its_tokenizer(tmp_path: Path) -> None:
     source = _source(tmp_path, "roformer")
     (source / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n")
     report = convert(source, tmp_path / "words", family="roformer").read
-    assert "splits words with jieba" in report.no_tokenizer
+    assert report.no_tokenizer == ""
+    assert load_model(tmp_path / "words").require_tokenizer().words == "jieba"
+    (source / "tokenizer_config.json").write_text('{"tokenizer_class": "BertJapaneseTokenizer"}')
+    report = convert(source, tmp_path / "japanese", family="roformer").read
+    assert "splits words with MeCab" in report.no_tokenizer
     with pytest.raises(CheckpointError, match="came without a tokenizer"):
-        load_model(tmp_path / "words").require_tokenizer()
+        load_model(tmp_path / "japanese").require_tokenizer()
     (source / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
     report = convert(source, tmp_path / "characters", family="roformer").read
     assert report.no_tokenizer == ""

@@ -33,7 +33,7 @@ HEADS: dict[str, dict[str, Any]] = {
 
 
 def _word_piece(pieces: list[str]) -> FastTokenizer:
-    content = word_piece(pieces, BertOptions(), Path("vocab.txt")).to_str()
+    content = word_piece(pieces, BertOptions(), Path("vocab.txt"))
     return FastTokenizer(Path("tokenizer.json"), content.encode())
 
 
