@@ -164,7 +164,9 @@ def _lose_python(run: SlurmRun, choice: Random) -> Blow:
         run.python.rename(away)
         kill()
         run.cluster.wait_for(job, "FAILED", timeout_s=NOTICED_WITHIN_S)
-        assert f"{run.python} is missing or may not be run" in run.log, run.log[-5000:]
+        last = run.log.splitlines()[-1]
+        assert last.startswith("end: the launcher cannot be started"), run.log[-5000:]
+        assert str(run.python) in last
         away.rename(run.python)
         run.resume()
 
@@ -174,7 +176,7 @@ def _lose_python(run: SlurmRun, choice: Random) -> Blow:
 def _lose_folder_of_python(run: SlurmRun, choice: Random) -> Blow:
     """The job must name it and wait, as for a mount that is gone for a while."""
     kill, folder = _kill_rank(run, choice).strike, run.python.parent
-    away, waits = folder.with_suffix(".away"), f"storage fails, trying again: {run.python}"
+    away, waits = folder.with_suffix(".away"), f"{run.python} cannot be read"
 
     def strike() -> None:
         told = run.log.count(waits)
