@@ -140,9 +140,9 @@ def _fill_mask(
 def _export(
     source: Path = MODEL,
     out: Path = _OUT,
-    format: Literal["postnorm", "hf", "sentence-transformers"] = option(
-        "for this project (default), for transformers, or for sentence-transformers, which "
-        "alone takes the options below",
+    format: Literal["postnorm", "hf", "onnx", "sentence-transformers"] = option(
+        "for this project (default), for transformers, with a graph for ONNX Runtime besides, or "
+        "for sentence-transformers, which alone takes the options below",
         default="postnorm",
     ),
     pooling: Pooling | None = POOLING,
@@ -152,6 +152,7 @@ def _export(
     """Write a run's model as a folder."""
     from pipeline.finetune.export import export_hf
     from pipeline.use.export import export
+    from pipeline.use.onnx import export_onnx
     from pipeline.use.sentences import export_sentence_transformers
 
     if format == "sentence-transformers":
@@ -161,6 +162,8 @@ def _export(
             "--pooling, --max-length and --whiten are of --format sentence-transformers; leave "
             f"them out of --format {format}"
         )
+    elif format == "onnx":
+        report = export_onnx(source, out)
     else:
         report = (export_hf if format == "hf" else export)(source, out)
     print(

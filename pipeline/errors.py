@@ -135,6 +135,8 @@ _EXTRAS = {
     "scipy": "tables",
     "matplotlib": "studies",
     "transformers": "hf",
+    "onnx": "onnx",
+    "onnxruntime": "onnx",
 }
 """By module that is not among the base dependencies: what installs it."""
 

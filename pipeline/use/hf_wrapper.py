@@ -196,8 +196,11 @@ class PostnormWithHead(PostnormPreTrainedModel):
         self.dropout = nn.Dropout(dropout)
         self.classifier = nn.Linear(self.config.hidden_size, self.config.num_labels)
 
-    def score(self, states: Any, mask_BS: Tensor | None) -> Tensor:
-        """Return logits of the base model's output: those of every token here."""
+    def head_logits(self, states: Any, mask_BS: Tensor | None) -> Tensor:
+        """Return logits of the base model's output: those of every token here.
+
+        Not `score`, where PEFT looks for the matrix of a classifier.
+        """
         return self.classifier(self.dropout(states.last_hidden_state))  # type: ignore[no-any-return]
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -220,7 +223,7 @@ class PostnormWithHead(PostnormPreTrainedModel):
         hidden = _first(options.pop("output_hidden_states", None), self.config.output_hidden_states)
         needed = hidden or self.config.pool == "first_last_avg"
         states = self.postnorm(*given, output_hidden_states=needed, return_dict=True, **options)
-        logits = self.score(states, attention_mask)
+        logits = self.head_logits(states, attention_mask)
         output = self.output_class(
             loss=None if labels is None else self.loss(logits, labels),
             logits=logits,
@@ -239,7 +242,7 @@ class PostnormForMaskedLM(PostnormWithHead, MaskedHead):
         """Make the head whose output matrix is the token embedding."""
         self.make_head()
 
-    def score(self, states: Any, mask_BS: Tensor | None) -> Tensor:
+    def head_logits(self, states: Any, mask_BS: Tensor | None) -> Tensor:
         """Return logits of every token."""
         return self.project(states.last_hidden_state, self._encoder.token_embedding.weight)
 
@@ -271,7 +274,7 @@ class PostnormForSequenceClassification(PostnormWithHead):
             raise ValueError(f"pool={self.config.pool!r}, this model has {', '.join(known)}")
         super().add_head()
 
-    def score(self, states: Any, mask_BS: Tensor | None) -> Tensor:
+    def head_logits(self, states: Any, mask_BS: Tensor | None) -> Tensor:
         """Return logits of rows."""
         x_BSD = states.last_hidden_state
         mask_BS = torch.ones_like(x_BSD[..., 0]) if mask_BS is None else mask_BS
@@ -338,7 +341,7 @@ class PostnormForQuestionAnswering(PostnormWithHead):
         self.dropout = nn.Dropout(_first(self.config.classifier_dropout, 0.0))
         self.qa_outputs = nn.Linear(self.config.hidden_size, 2)
 
-    def score(self, states: Any, mask_BS: Tensor | None) -> Tensor:
+    def head_logits(self, states: Any, mask_BS: Tensor | None) -> Tensor:
         """Return both logits of every token."""
         return self.qa_outputs(self.dropout(states.last_hidden_state))  # type: ignore[no-any-return]
 

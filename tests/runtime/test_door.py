@@ -80,7 +80,10 @@ def test_help_lists_every_verb_in_its_group(capsys: pytest.CaptureFixture[str]) 
     [
         (["pretrian", "c.yaml"], "'pretrian' is not known; did you mean `pretrain`?"),
         (["checkpoint", "verfy"], "did you mean `verify`?"),
-        (["export", "a", "b", "--format", "HF"], "one of postnorm, hf, sentence-transformers"),
+        (
+            ["export", "a", "b", "--format", "HF"],
+            "one of postnorm, hf, onnx, sentence-transformers",
+        ),
         (["quux"], "'quux' is not known (expected one of"),
         (["export", "a", "b", "--fromat=hf"], "--fromat=hf"),
     ],
