@@ -23,7 +23,7 @@ from transformers.modeling_outputs import (
 from pipeline.model.encoder import Encoder, MaskedHead, initialise_matrix
 from pipeline.model.heads import masked_documents, pool
 from pipeline.model.layers import Residual, RMSNorm, Trace
-from pipeline.model.layout import masked
+from pipeline.model.layout import Layout, masked
 
 
 class PostnormConfig(PretrainedConfig):
@@ -138,7 +138,9 @@ class PostnormModel(PostnormPreTrainedModel):
     ) -> Any:
         """Compute (B, S, D) hidden states of (B, S) ids, or of (B, S, E) embeddings of tokens.
 
-        Positions count the tokens that the (B, S) mask shows, unless they are given.
+        Positions count the tokens that the (B, S) mask shows, unless they are given. A (B, 1, S, S)
+        mask says which token (row) sees which: true or 1, or, as a number that is added to scores,
+        0; positions then count all slots.
 
         Raises:
             ValueError: ids and embeddings are both given or both missing, or there are more
@@ -151,7 +153,7 @@ class PostnormModel(PostnormPreTrainedModel):
         self._require_positions(tokens.shape[1], position_ids)
         if attention_mask is None:
             attention_mask = torch.ones(tokens.shape[:2], device=tokens.device)
-        layout = masked(attention_mask)
+        layout = _layout(attention_mask)
         if position_ids is not None:
             layout = layout._replace(positions=position_ids.expand(tokens.shape[:2]))
         attentions = _first(output_attentions, config.output_attentions)
@@ -277,7 +279,13 @@ class PostnormForSequenceClassification(PostnormWithHead):
     def head_logits(self, states: Any, mask_BS: Tensor | None) -> Tensor:
         """Return logits of rows."""
         x_BSD = states.last_hidden_state
-        mask_BS = torch.ones_like(x_BSD[..., 0]) if mask_BS is None else mask_BS
+        if mask_BS is not None and mask_BS.ndim == 4 and self.config.pool not in ("cls", "pooler"):
+            raise ValueError(
+                f"pool={self.config.pool!r} needs an attention_mask of (rows, tokens): one of "
+                "(rows, 1, tokens, tokens) does not say which tokens are padding"
+            )
+        if mask_BS is None or mask_BS.ndim == 4:
+            mask_BS = torch.ones_like(x_BSD[..., 0])
         hidden = states.hidden_states or (x_BSD,)
         pooled = pool(self.config.pool, hidden, masked_documents(mask_BS), self._encoder)
         return self.classifier(self.dropout(pooled))  # type: ignore[no-any-return]
@@ -377,6 +385,15 @@ class PostnormForQuestionAnswering(PostnormWithHead):
             attentions=states.attentions,
         )
         return self._returned(output, return_dict)
+
+
+def _layout(mask: Tensor) -> Layout:
+    if mask.ndim != 4:
+        return masked(mask)
+    allowed = mask == 0 if mask.is_floating_point() else mask.bool()
+    num_rows, length = mask.shape[0], mask.shape[-1]
+    positions = torch.arange(length, device=mask.device).expand(num_rows, -1)
+    return Layout(positions, allowed, None)
 
 
 def _first(given: Any, default: Any) -> Any:

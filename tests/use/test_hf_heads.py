@@ -19,7 +19,8 @@ from pipeline.config.model import ModelConfig
 from pipeline.model.architecture import WEIGHTS_FILE
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layout import rows
-from pipeline.use.hf import HEADS, load_own_hf
+from pipeline.use.convert import load_own_hf
+from pipeline.use.hf import HEADS
 
 SIZES = {"vocab_size": 40, "num_layers": 3, "hidden_size": 16, "num_heads": 2, "ffn_size": 24}
 KINDS: dict[str, dict[str, Any]] = {
@@ -71,6 +72,33 @@ def test_logits_are_those_of_the_trainer_s_model(modeling: ModuleType, kind: str
     ids, every = _ids(2, 7), torch.arange(14)
     layout = rows(torch.ones_like(ids), torch.arange(7).expand(2, 7))
     assert torch.allclose(ours(ids, layout, every), theirs(ids).logits.flatten(0, 1), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_masks_of_who_sees_whom(modeling: ModuleType, kind: str) -> None:
+    """Two texts in a row that do not see each other are two rows."""
+    model = _model(modeling, "Model", _config(modeling, kind))
+    ids, text = _ids(1, 8), torch.tensor([0, 0, 0, 1, 1, 1, 1, 1])
+    allowed = (text[:, None] == text[None, :])[None, None]
+    places = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+    expected = torch.cat(
+        [model(ids[:, :3]).last_hidden_state, model(ids[:, 3:]).last_hidden_state], 1
+    )
+    added = torch.zeros(1, 1, 8, 8).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    for mask in (allowed, allowed.long(), added):
+        found = model(ids, attention_mask=mask, position_ids=places).last_hidden_state
+        assert torch.allclose(found, expected, atol=1e-5)
+    if kind == "roformer_v2":
+        classifier = _model(modeling, "ForSequenceClassification", _config(modeling, pool="mean"))
+        with pytest.raises(ValueError, match="which tokens are padding"):
+            classifier(ids, attention_mask=allowed)
+
+
+def test_a_classifier_s_matrix_is_where_peft_looks_for_it(modeling: ModuleType) -> None:
+    """`target_modules="all-linear"` leaves out `score`, or else `classifier`, by identity."""
+    model = _model(modeling, "ForSequenceClassification", _config(modeling))
+    head = getattr(model, "score", None) or getattr(model, "classifier", None)
+    assert [name for name, module in model.named_modules() if module is head] == ["classifier"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
