@@ -148,15 +148,26 @@ def _export(
     pooling: Pooling | None = POOLING,
     max_length: int | None = MAX_LENGTH,
     whiten: Path | None = WHITENING,
+    push: str | None = option(
+        "upload the folder to Hugging Face's hub, private if it is new; @REVISION is a branch, "
+        "such as step-40000",
+        "ORG/NAME[@REVISION]",
+    ),
 ) -> None:
     """Write a run's model as a folder."""
     from pipeline.finetune.export import export_hf
     from pipeline.use.export import export
+    from pipeline.use.hf import hub_name
+    from pipeline.use.hf import push as push_to_hub
     from pipeline.use.onnx import export_onnx
     from pipeline.use.sentences import export_sentence_transformers
 
+    if push is not None:
+        hub_name(push)  # refused before anything is written
     if format == "sentence-transformers":
         report = export_sentence_transformers(source, out, pooling, max_length, whiten)
+    elif push is not None and format == "postnorm":
+        raise ConfigError("--push is for folders that others load; give --format hf or onnx")
     elif pooling or max_length or whiten:
         raise ConfigError(
             "--pooling, --max-length and --whiten are of --format sentence-transformers; leave "
@@ -171,6 +182,8 @@ def _export(
     )
     if report.note:
         print(report.note)
+    if push is not None:
+        print(push_to_hub(out, push))
 
 
 @verb(

@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import json
 import logging
+import re
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from pipeline.config.model import ModelConfig
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, ConfigError
 from pipeline.kernels import attention
 from pipeline.model import encoder, heads, layers, layout
 from pipeline.model.architecture import CONFIG_FILE, WEIGHTS_FILE
@@ -354,6 +355,47 @@ def _own_config(trained: TrainedModel, auto: str) -> dict[str, Any]:
     if trained.tokenizer is not None:
         body["pad_token_id"] = trained.tokenizer.pad_id
     return body
+
+
+def hub_name(text: str) -> tuple[str, str | None]:
+    """Read ORG/NAME[@REVISION] of Hugging Face's hub (ConfigError: it is not one)."""
+    repo, _, revision = text.partition("@")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
+        raise ConfigError(f"--push {text}: expected ORG/NAME, or ORG/NAME@REVISION")
+    return repo, revision or None
+
+
+def push(folder: Path, name: str) -> str:
+    """Upload an exported folder to Hugging Face's hub; return its address.
+
+    A repository that is not there yet is made, private. The token is that of `hf auth login`.
+
+    Args:
+        folder: with the card, as `postnorm export` wrote it.
+        name: as `hub_name` reads it; a revision is a branch, which is made.
+
+    Raises:
+        ConfigError: the name is not one of the hub's.
+        CheckpointError: the hub refused, or cannot be reached; the folder stays as it is.
+    """
+    import huggingface_hub
+
+    repo, revision = hub_name(name)
+    hub, message = huggingface_hub.HfApi(), f"Export of {folder.name}"
+    try:
+        hub.create_repo(repo, private=True, exist_ok=True)
+        if revision:
+            hub.create_branch(repo, branch=revision, exist_ok=True)
+        done = hub.upload_folder(
+            repo_id=repo, folder_path=folder, revision=revision, commit_message=message
+        )
+    except Exception as error:  # errors of the hub, of its client and of the network
+        why = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{folder} is written, but not pushed to {repo}: {why}. Check `hf auth whoami` and the "
+            f"name, then `hf upload {repo} {folder}`"
+        ) from error
+    return str(done.commit_url)
 
 
 def _masked_logits(folder: Path, ids: Tensor, layout: Layout, every: Tensor) -> Tensor:
