@@ -43,6 +43,8 @@ class _Answers(BaseHTTPRequestHandler):
                 "branches": ["main"],
             }
             return self._say(200, {"url": f"https://huggingface.co/{name}", "id": name})
+        if parts[1] == "validate-yaml":  # of the card
+            return self._say(200, {"errors": [], "warnings": []})
         name, verb, revision = "/".join(parts[2:4]), parts[4], "/".join(parts[5:])
         repository = self.server.repositories.get(name)
         if repository is None:
