@@ -148,6 +148,7 @@ def _export(
     pooling: Pooling | None = POOLING,
     max_length: int | None = MAX_LENGTH,
     whiten: Path | None = WHITENING,
+    license: str | None = option("for the model card, as hubs name it, such as apache-2.0", "ID"),
     push: str | None = option(
         "upload the folder to Hugging Face's hub, private if it is new; @REVISION is a branch, "
         "such as step-40000",
@@ -157,26 +158,27 @@ def _export(
     """Write a run's model as a folder."""
     from pipeline.finetune.export import export_hf
     from pipeline.use.export import export
-    from pipeline.use.hf import hub_name
+    from pipeline.use.hf import NO_LICENSE, hub_name
     from pipeline.use.hf import push as push_to_hub
     from pipeline.use.onnx import export_onnx
     from pipeline.use.sentences import export_sentence_transformers
 
     if push is not None:
         hub_name(push)  # refused before anything is written
+    license_id = license or NO_LICENSE
     if format == "sentence-transformers":
-        report = export_sentence_transformers(source, out, pooling, max_length, whiten)
-    elif push is not None and format == "postnorm":
-        raise ConfigError("--push is for folders that others load; give --format hf or onnx")
+        report = export_sentence_transformers(source, out, pooling, max_length, whiten, license_id)
+    elif (push or license) and format == "postnorm":
+        raise ConfigError("--push and --license are for folders that others load: --format hf")
     elif pooling or max_length or whiten:
         raise ConfigError(
             "--pooling, --max-length and --whiten are of --format sentence-transformers; leave "
             f"them out of --format {format}"
         )
-    elif format == "onnx":
-        report = export_onnx(source, out)
+    elif format == "postnorm":
+        report = export(source, out)
     else:
-        report = (export_hf if format == "hf" else export)(source, out)
+        report = (export_hf if format == "hf" else export_onnx)(source, out, license_id)
     print(
         f"{out}: largest difference of logits {report.max_abs_diff:.2e} over {report.num_logits:,}"
     )

@@ -41,7 +41,7 @@ _PROBE_LENGTH = 32
 _PROTOCOL = ("model", "max_length", "truncate", "steps", "batch", "lr", "head_lr", "selected_on")
 
 
-def export_hf(source: str | Path, out: Path) -> ExportReport:
+def export_hf(source: str | Path, out: Path, license_id: str = hf.NO_LICENSE) -> ExportReport:
     """Write a model for transformers; a fine-tuned one with the head of its task.
 
     Raises:
@@ -51,7 +51,7 @@ def export_hf(source: str | Path, out: Path) -> ExportReport:
     """
     folder = fine_tuned(split_step(source)[0])
     if not is_model_folder(folder) or "task" not in read_architecture(folder)[1]:
-        return hf.export_hf(source, out)
+        return hf.export_hf(source, out, license_id)
     hf.require_transformers()
     tuned = load_fine_tuned(folder)
     spec, config = tuned.model.task.spec, tuned.model.config
@@ -90,7 +90,7 @@ def export_hf(source: str | Path, out: Path) -> ExportReport:
             tuned, units, lambda *batch: hf.transformers_logits(unfinished, auto, *batch)
         )
         card = _card(tuned, hf.loading(out.name, family), _result(folder))
-        text = hf.model_card(out.name, trained, family, report.max_abs_diff, card)
+        text = hf.model_card(out.name, trained, family, report.max_abs_diff, card, license_id)
         write_atomic(unfinished / "README.md", text.encode())
     return ExportReport(report.max_abs_diff, report.num_logits, f"{note}; compared on {origin}")
 
@@ -221,7 +221,8 @@ def _card(tuned: FineTuned, folder: str, result: dict[str, Any]) -> hf.Card:
     batch = batch.format(texts=form.texts, truncation=form.truncation).replace("[SEP]", sep)
     usage = _USAGE.format(folder=folder, auto=form.auto, batch=batch, answer=form.answer)
     text = f"A bidirectional encoder, fine-tuned on {spec.name}."
-    return hf.Card(hf.METADATA.format(_TAGS[form.auto]), text, rows, usage)
+    intended = f"For rows as those of {spec.name}; scores on others are not known."
+    return hf.Card(hf.METADATA.format(_TAGS[form.auto]), text, rows, usage, intended)
 
 
 def _result(model: Path) -> dict[str, Any]:

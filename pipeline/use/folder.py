@@ -5,6 +5,7 @@ input from the moment of writing, and every reader compares them. Before an expo
 under its name, its logits are compared with the trainer's, too.
 """
 
+import json
 import logging
 import shutil
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ from pipeline.checkpoints.manifest import (
 from pipeline.checkpoints.state import read_weights
 from pipeline.config.load import provenance
 from pipeline.config.model import ModelConfig
-from pipeline.data.format import NUM_SPECIAL
+from pipeline.data.format import INDEX_FILE, NUM_SPECIAL
 from pipeline.errors import CheckpointError
 from pipeline.model.architecture import (
     BESIDE_MODEL,
@@ -343,6 +344,7 @@ def load_run(run: Path, step: Step | None = None) -> TrainedModel:
     facts: dict[str, Any] = {
         "step": manifest.step,
         "data_fingerprint": manifest.fingerprint,
+        "data_sources": _sources(path),
         "scores": _scores(run, manifest.step),
         "trained_with": manifest.provenance,
     }
@@ -438,6 +440,15 @@ def newest(run: Path) -> Path:
     for text in rejected:
         logger.warning("%s; %s is taken in its place", text, path.name)
     return path
+
+
+def _sources(checkpoint: Path) -> list[str]:
+    """Read the names of the data's sources; none in checkpoints of other data than texts."""
+    try:
+        index = json.loads((checkpoint / INDEX_FILE).read_bytes())
+        return [str(source["name"]) for source in index["sources"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
 
 
 def _scores(run_dir: Path, step: int) -> dict[str, float]:

@@ -41,6 +41,12 @@ from pipeline.use.hf_tokenizer import NO_MAX_LENGTH, write_hf_tokenizer
 logger = logging.getLogger(__name__)
 
 METADATA = "library_name: transformers\npipeline_tag: {}\ntags: [postnorm, encoder]"
+NO_LICENSE = "unknown"
+"""What hubs call a license that nobody named."""
+_INTENDED = (
+    "To be fine-tuned on tasks of understanding, or for vectors of texts, in the languages of its "
+    "training text. It writes no text, states no facts, and repeats what its text was biased to."
+)
 _LOADING = """\
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 model = AutoModelForMaskedLM.from_pretrained({0})
@@ -72,6 +78,7 @@ class Card:
     """Rows of the table, below the number of parameters."""
     usage: str
     """Python."""
+    intended: str = _INTENDED
 
 
 def loading(name: str, family: str | None) -> str:
@@ -85,6 +92,7 @@ def masked_card(trained: TrainedModel, name: str) -> Card:
     scores = facts.get("scores") or {}
     rows = {
         "optimizer steps": facts.get("step", "unknown"),
+        "training text": ", ".join(facts.get("data_sources", ())) or "unknown",
         "data fingerprint": facts.get("data_fingerprint", "unknown"),
         "held-out loss": f"{scores['loss']:.4f} nats a masked token" if scores else "unknown",
         "held-out accuracy": f"{scores['accuracy']:.4f}" if scores else "unknown",
@@ -95,7 +103,12 @@ def masked_card(trained: TrainedModel, name: str) -> Card:
 
 
 def model_card(
-    name: str, trained: TrainedModel, family: str | None, max_abs_diff: float, card: Card
+    name: str,
+    trained: TrainedModel,
+    family: str | None,
+    max_abs_diff: float,
+    card: Card,
+    license_id: str = NO_LICENSE,
 ) -> str:
     """Write the Markdown with the metadata block that model hubs read."""
     num_parameters = sum(parameter.numel() for parameter in trained.model.parameters())
@@ -106,8 +119,9 @@ def model_card(
     }
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
     return (
-        f"---\n{card.metadata}\n---\n"
+        f"---\n{card.metadata}\nlicense: {license_id}\n---\n"
         f"# {name}\n\n{card.text}\n\n| | |\n|---|---|\n{table}\n\n"
+        f"## Intended use\n\n{card.intended}\n\n"
         f"## Loading\n\n{'' if family else _OWN}```python\n{card.usage}```\n\n"
         "## Architecture\n\n```json\n"
         f"{json.dumps(asdict(trained.model.config), indent=1)}\n```\n"
@@ -168,8 +182,8 @@ torch.save(found.logits, out)
 """
 
 
-def export_hf(source: str | Path, out: Path) -> ExportReport:
-    """Write a model for transformers.
+def export_hf(source: str | Path, out: Path, license_id: str = NO_LICENSE) -> ExportReport:
+    """Write a model for transformers; the card names its license as hubs do, such as mit.
 
     Raises:
         ModuleNotFoundError: transformers is not installed.
@@ -180,7 +194,7 @@ def export_hf(source: str | Path, out: Path) -> ExportReport:
     with publishing(out) as folder:
         report = write_hf(trained, folder)
         family, card = native_family(trained.model.config), masked_card(trained, out.name)
-        text = model_card(out.name, trained, family, report.max_abs_diff, card)
+        text = model_card(out.name, trained, family, report.max_abs_diff, card, license_id)
         write_atomic(folder / "README.md", text.encode())
     return report
 

@@ -25,7 +25,14 @@ from pipeline.runtime import tensors
 from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.use.export import ExportReport
 from pipeline.use.folder import publishing
-from pipeline.use.hf import load_for_hf, masked_card, model_card, native_family, write_hf
+from pipeline.use.hf import (
+    NO_LICENSE,
+    load_for_hf,
+    masked_card,
+    model_card,
+    native_family,
+    write_hf,
+)
 from pipeline.use.model import Model
 from pipeline.use.whiten import Vectors, Whitening
 
@@ -173,6 +180,7 @@ def export_sentence_transformers(
     pooling: Pool | None = None,
     max_length: int | None = None,
     whitening_file: Path | None = None,
+    license_id: str = NO_LICENSE,
 ) -> ExportReport:
     """Write a model for sentence-transformers, which makes the vectors of `Model.encode`.
 
@@ -182,6 +190,7 @@ def export_sentence_transformers(
         pooling: as in `Model.encode`, like max_length; not "first_last_avg".
         max_length: tokens of a text.
         whitening_file: that `Whitening.save` wrote; it has pooling and length.
+        license_id: for the card, as hubs name it.
 
     Raises:
         PostnormError: as `export_hf` and `Model.encode`; or the pooling cannot be expressed.
@@ -215,7 +224,7 @@ def export_sentence_transformers(
         text = f"{card.text}\n\n{_CARD.format(name=out.name, table=about)}"
         card = replace(card, metadata=_METADATA, text=text)
         family = native_family(trained.model.config)
-        body = model_card(out.name, trained, family, report.max_abs_diff, card)
+        body = model_card(out.name, trained, family, report.max_abs_diff, card, license_id)
         write_atomic(folder / "README.md", body.encode())
     return report
 

@@ -122,7 +122,7 @@ def test_folder_alone_computes_the_same(
         monkeypatch.setattr(env, "run_script", NEW_PROGRAM)  # as users run it, both times
     else:
         source = _model_folder(tmp_path / "ours", straight_run, **KINDS[kind])
-    assert export_hf(source, tmp_path / "hf").max_abs_diff <= 1e-4
+    assert export_hf(source, tmp_path / "hf", "apache-2.0").max_abs_diff <= 1e-4
     found = _alone(tmp_path / "hf", tmp_path)
 
     trained = load_source(source)
@@ -150,9 +150,12 @@ def test_folder_alone_computes_the_same(
     assert body["model_type"] == (kind if native else "postnorm")
     assert (tmp_path / "hf" / "modeling_postnorm.py").exists() == (not native)
     card = (tmp_path / "hf" / "README.md").read_text()
+    assert "\nlicense: apache-2.0\n---\n" in card
+    assert "## Intended use" in card
     assert f'"num_layers": {trained.model.config.num_layers}' in card
     if kind == "run":
         assert trained.facts["data_fingerprint"] in card
+        assert f"| training text | {', '.join(trained.facts['data_sources'])} |" in card
         assert f"{trained.facts['scores']['loss']:.4f} nats" in card
 
 
