@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments import baselines, intervals
-from experiments.intervals import Interval, interval_of, judged, row_variance
+from experiments import baselines
 from experiments.read import TaskScores, difference, read_scores
 from pipeline.config.load import find_config, load, provenance
 from pipeline.config.schema import walk
@@ -35,6 +34,8 @@ from pipeline.errors import (
 from pipeline.finetune.result import seed_folders
 from pipeline.runtime.env import module_command
 from pipeline.runtime.files import write_atomic
+from pipeline.tasks import intervals
+from pipeline.tasks.intervals import Interval, interval_of, judged, row_variance
 from pipeline.tasks.readers import read_task
 from pipeline.tasks.task import RANDOM, PublishedConfig, SuiteConfig, TaskConfig, load_task
 

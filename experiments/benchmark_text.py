@@ -9,10 +9,10 @@ from typing import Any
 from experiments import page
 from experiments.baselines import NAME
 from experiments.benchmark import BenchmarkPlan, Body
-from experiments.intervals import in_percent
 from pipeline.runtime import summary
 from pipeline.runtime.files import write_atomic
 from pipeline.runtime.summary import FolderSummary
+from pipeline.tasks.intervals import ROWS_ALONE, in_percent
 from pipeline.tasks.task import RANDOM
 
 _HIDDEN = ("model", "weights_sha256", "data_sha256")
@@ -82,7 +82,7 @@ def _section(body: Body) -> str:
             "Holm's correction. *: dev chose the epoch or the settings, and is what is reported."
         ],
         [body["how_sure"]],
-        ["Of one seed, intervals are over rows alone: other seeds may differ by more."] * is_alone,
+        [ROWS_ALONE] * is_alone,
         [_overlap(body)],
         _protocols(body),
         _published(body),

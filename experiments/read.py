@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from experiments.intervals import Interval, interval_of, row_draws, row_variance
 from experiments.probes import PROBES, ProbeResult, read_masks
 from experiments.study import MEAN_SCORE, StudyPlan, StudyRun, fits, safe_name
 from pipeline.config.load import build
@@ -23,6 +22,7 @@ from pipeline.finetune.result import read_result, read_runs
 from pipeline.model.architecture import TASK_FILE
 from pipeline.runtime.files import read_json_lines, write_json_atomic
 from pipeline.runtime.run_folder import RunFolder
+from pipeline.tasks.intervals import Interval, interval_of, row_draws, row_variance
 from pipeline.tasks.scores import Floats
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,6 @@ from statistics import fmean, median
 from typing import Any
 
 from experiments import page
-from experiments.intervals import LEVEL, Interval, interval_of, judged
 from experiments.page import MARKED, SIDE_BY_SIDE, svg
 from experiments.study import PRESETS, StudyArguments, StudyConfig
 from experiments.study_run import embedded_corpus
@@ -23,6 +22,7 @@ from pipeline.config.schema import REQUIRED, param
 from pipeline.errors import ConfigError, DataError
 from pipeline.runtime.env import module_command
 from pipeline.runtime.files import write_json_atomic
+from pipeline.tasks.intervals import LEVEL, Interval, interval_of, judged
 
 _COMPILE_S = 90.0
 """Of a subject at one length, the first time, on two cores: an estimate."""

@@ -19,12 +19,12 @@ from experiments.effects import (
     summaries,
     verdicts,
 )
-from experiments.intervals import LEVEL, RowVariance
 from experiments.page import Point, draw_lines, svg
 from experiments.read import Reading
 from experiments.study import StudyPlan
 from pipeline.config.load import provenance
 from pipeline.runtime.summary import duration
+from pipeline.tasks.intervals import LEVEL, RowVariance
 
 _NOT_WRITTEN = "No conclusion has been written yet; what the numbers decide by themselves:"
 

@@ -14,8 +14,9 @@ from typing import Any
 from pipeline.errors import ConfigError, DataError
 from pipeline.runtime.files import write_atomic
 from pipeline.tasks.config import TaskTrainConfig
+from pipeline.tasks.intervals import HOW_SURE, score_interval
 from pipeline.tasks.kinds.base import Kind
-from pipeline.tasks.scores import Table, bootstrap, interval
+from pipeline.tasks.scores import Table
 from pipeline.tasks.task import TaskConfig, load_task
 from pipeline.tasks.types import PredictionRow
 
@@ -213,11 +214,14 @@ def combine(
     """Return the body of `result.json` for runs of one seed or several on the same rows.
 
     `scores` are those of the metric on the reported rows, `dev` and `test` means over the seeds,
-    `interval` is the middle 95% of bootstrap draws of rows and seeds. `about` has what predictions
-    cannot tell (task, counts, prior, protocol, rows of train), which stays as it is.
+    `interval` holds the limits of `mean` at 95%, None where nothing is known of chance; `method`
+    names what it is of, as in `Interval`, and `how_sure` says it in words. `about` has what
+    predictions cannot tell (task, counts, prior, protocol, rows of train), which stays as it is.
     """
     bodies = [run.body for run in runs]
     scores = [run.table.score for run in runs]
+    interval = score_interval([run.table for run in runs])
+    limits = [None if math.isnan(limit) else limit for limit in (interval.low, interval.high)]
     old = dict(about or {})
     computed = {
         **averaged(bodies),
@@ -225,7 +229,9 @@ def combine(
         "scores": scores,
         "mean": fmean(scores),
         "sd": stdev(scores) if len(scores) > 1 else 0.0,
-        "interval": list(interval(bootstrap([run.table for run in runs]))),
+        "interval": limits,
+        "method": interval.method,
+        "how_sure": HOW_SURE[interval.method],
         "rows": old.pop("rows", {}) | bodies[0]["rows"],
         "warnings": joined(seeds, [body["warnings"] for body in bodies]),
     }
