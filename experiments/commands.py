@@ -19,7 +19,6 @@ from experiments.study import (
     plan,
     read_study,
 )
-from experiments.sweep_status import cancel_sweep, sweep_report, sweep_summary
 from launch.commands import SubmitArguments, refuse_dry_run, submit_one
 from launch.local import combined_exit_code
 from launch.queue import room_of
@@ -116,22 +115,22 @@ def _submit_sweep(arguments: ManyArguments) -> int:
 
 
 def _sweep_text(folder: Path) -> str:
-    return sweep_summary(sweep_report(folder.resolve())).text()
+    return grid.sweep_summary(grid.sweep_report(folder.resolve())).text()
 
 
 def sweep_look(folder: Path) -> tuple[FolderSummary, dict[str, Any]] | None:
     """Look at the folder of a sweep, for `status`; None for another folder."""
     if not grid.is_sweep(folder):
         return None
-    report = sweep_report(folder.resolve())
-    return sweep_summary(report), asdict(report)
+    report = grid.sweep_report(folder.resolve())
+    return grid.sweep_summary(report), asdict(report)
 
 
 def sweep_cancel(folder: Path, save: bool, save_s: float) -> Iterable[str] | None:
     """End the jobs of a sweep, for `cancel`; None for another folder."""
     if not grid.is_sweep(folder):
         return None
-    return cancel_sweep(folder.resolve(), save=save, save_s=save_s)
+    return grid.cancel_sweep(folder.resolve(), save=save, save_s=save_s)
 
 
 # Tables of tasks

@@ -42,10 +42,9 @@ from pipeline.multitask.config import (
     mix_text,
     require_split,
 )
-from pipeline.multitask.data import Corruption, MixedStream
+from pipeline.multitask.data import Corruption, MixedStream, known_losses, prepare_mix, read_mix
 from pipeline.multitask.draws import Draws, shares
 from pipeline.multitask.model import MultiTaskModel, MultiTaskObjective
-from pipeline.multitask.prepare import known_losses, prepare_mix, read_mix
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime import dist, env
 from pipeline.runtime.files import write_atomic, write_json_atomic

@@ -1,6 +1,6 @@
 """Makes the model's inputs of masked language modelling from packed slots, without torch.
 
-What an objective needs beside them is made by its parts, each in a module of its own.
+What an objective needs beside them is made by its parts.
 
 B sequences of S slots each, M slots to be predicted.
 """
@@ -25,9 +25,7 @@ from pipeline.data.pairs import PairRule
 from pipeline.data.random import Purpose
 from pipeline.data.record import sequence_hashes
 from pipeline.data.run_order import TrainSteps
-from pipeline.objectives.boundary_inputs import boundary_inputs
-from pipeline.objectives.pair_inputs import pair_inputs, pair_rule
-from pipeline.objectives.rtd_inputs import rtd_inputs
+from pipeline.objectives.parts import boundary_inputs, pair_inputs, pair_rule, rtd_inputs
 
 EVAL_MASK_SEED = 0
 """Not the run's seed: the evaluation masks and pairs are the same for every run."""
