@@ -323,11 +323,7 @@ def recorded_sha256(path: Path) -> str | None:
 # Two runs in one folder once mixed their pieces with exit code 0, and a flipped bit went into the
 # dataset.
 def require_written(path: Path, found: str, expected: str) -> None:
-    """Check that a file is as its task wrote it.
-
-    Raises:
-        DataError: it is not.
-    """
+    """Check that a file is as its task wrote it (DataError: it is not)."""
     if found != expected:
         raise not_as_written(path, f"its sha256 is {found}, and {expected} was recorded")
 

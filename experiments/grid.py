@@ -94,10 +94,6 @@ def _check_training_here(config: PretrainConfig, ranks: int, work_dir: str) -> N
     require_data(config, work_dir)
 
 
-def _value_of_training(folder: Path, report: RunReport, metric: str) -> float | None:
-    return getattr(report.run, metric, None)
-
-
 def _check_task_here(config: TaskConfig, ranks: int, work_dir: str) -> None:
     require_task(config, work_dir)
     if config.train.batch % (config.train.accumulate * ranks):
@@ -132,7 +128,7 @@ KINDS: dict[str, SweepVerb] = {
         prepare=prepare_training,
         check_here=_check_training_here,
         load=lambda path, words: load_run(path, words).config,
-        value=_value_of_training,
+        value=lambda folder, report, metric: getattr(report.run, metric, None),
     ),
     FINETUNE: SweepVerb(
         config=TaskConfig,

@@ -388,7 +388,10 @@ def plan(
         runs={run: runs[run] for run in runs if run in wanted},
         of_cells=of_cells,
         tasks={
-            task: load_task(entry.file, (*_words(entry.set), *of_tasks))
+            task: load_task(
+                entry.file,
+                (*(f"{path}={json.dumps(value)}" for path, value in entry.set.items()), *of_tasks),
+            )
             for task, entry in study.tasks.items()
             if task in asked
         },
@@ -404,10 +407,6 @@ def run_plan(config: PretrainConfig, preset: str = "gpu") -> RunPlan:
     config = replace(config, model=replace(config.model, vocab_size=size or _VOCABULARY))
     profile = ClusterConfig(hardware=_HARDWARE[preset])
     return plan_run(config, profile, counts_activations=False)
-
-
-def _words(values: Values) -> list[str]:
-    return [f"{path}={json.dumps(value)}" for path, value in values.items()]
 
 
 def _base(

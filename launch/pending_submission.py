@@ -224,11 +224,7 @@ def _refuse_unrecorded(
 
 
 def _compare(job: str, script: str) -> None:
-    """Compare a new job with its script.
-
-    Raises:
-        ConfigError: SLURM made another job of it.
-    """
+    """Compare a new job with its script (ConfigError: SLURM made another job of it)."""
     try:
         form = ",".join(f"{name}:0|" for name in _SHOWN[:-1]) + f",{_SHOWN[-1]}:0"
         command = ["squeue", f"--jobs={job}", "--noheader", "--states=all", f"--Format={form}"]

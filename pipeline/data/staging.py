@@ -68,7 +68,10 @@ class _Staging:
             self.folder.mkdir(parents=True, exist_ok=True)
             assert self.reader.index.cache is not None
             self.reader.index.cache.recounted()
-            self._require_space()
+            # In this order, so that bytes written by others in between do not count as missing.
+            free = self._free_bytes()
+            if free < self.total - self._bytes_there():
+                raise self._no_space(free)
             logger.info(
                 "staging %.3f GB of blocks to %s, %.3f GB are there",
                 self.total / 1e9, self.folder, self._bytes_there() / 1e9,
@@ -106,12 +109,6 @@ class _Staging:
     def _bytes_there(self) -> int:
         assert self.reader.index.cache is not None
         return self.reader.index.cache.counts().kept_bytes
-
-    def _require_space(self) -> None:
-        # In this order, so that bytes written by others in between do not count as missing.
-        free = self._free_bytes()
-        if free < self.total - self._bytes_there():
-            raise self._no_space(free)
 
     def _free_bytes(self) -> int:
         return shutil.disk_usage(self.folder).free

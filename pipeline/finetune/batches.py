@@ -208,11 +208,7 @@ class TaskStream:
         row_weights: dict[str, float] | None,
         corrupt: Corrupt | None = None,
     ) -> None:
-        """Take the examples.
-
-        Raises:
-            DataError: there is none.
-        """
+        """Take the examples (DataError: there is none)."""
         self._spec, self._data, self._plan, self._share = spec, data, plan, share
         self._seed, self._pad_id, self._row_weights = seed, pad_id, row_weights
         self._corrupt = corrupt

@@ -35,11 +35,7 @@ def predictions_file(folder: Path, split: str) -> Path:
 
 
 def write_predictions(path: Path, rows: Sequence[PredictionRow]) -> None:
-    """Write a row a line, atomically.
-
-    Raises:
-        DataError: a score or a number is infinite or NaN.
-    """
+    """Write a row a line, atomically (DataError: a score or a number is infinite or NaN)."""
     lines = []
     for row in rows:
         values = {name: value for name, value in row._asdict().items() if name != "scores"}
@@ -326,11 +322,7 @@ def require_layout(out: Path, *, several: bool) -> None:
 
 
 def read_result(folder: Path) -> dict[str, Any]:
-    """Read a folder's `result.json`.
-
-    Raises:
-        DataError: it is missing or damaged.
-    """
+    """Read a folder's `result.json` (DataError: it is missing or damaged)."""
     path = folder / RESULT
     try:
         body = json.loads(path.read_text(encoding="utf-8"))

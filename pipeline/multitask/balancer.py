@@ -266,7 +266,7 @@ class StepWeighing:
         for name, loss in valid.items():
             first.setdefault(name, loss)
         if config.method == "uncertainty":
-            self._slide("log_variance", valid, -0.5, self._uncertainty_slope)
+            self._slide("log_variance", valid, -0.5, lambda _, *of: rules.uncertainty_slope(*of))
         elif config.method == "gradnorm":
             self._slide("logit", valid, 0.0, self._gradnorm_slope)
         elif config.method == "dwa":
@@ -292,11 +292,6 @@ class StepWeighing:
         falls = slope(names, before, np.array([*losses.values()]))
         after = before - self.balancer.config.lr * falls
         self.memory.setdefault(what, {}).update(zip(names, after.tolist(), strict=True))
-
-    def _uncertainty_slope(
-        self, names: list[str], values: rules.Floats, losses: rules.Floats
-    ) -> rules.Floats:
-        return rules.uncertainty_slope(values, losses)
 
     def _gradnorm_slope(
         self, names: list[str], values: rules.Floats, losses: rules.Floats

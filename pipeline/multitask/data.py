@@ -53,8 +53,9 @@ def read_mix(mix: TaskMix) -> tuple[dict[str, TaskData], dict[str, dict[str, int
     evaluated: dict[bytes, str] = {}
     for name, data in read.items():
         _add(evaluated, name, data)
+    root = () if mix.config.root is None else (f"data.root={mix.config.root}",)
     for file in mix.config.reported:
-        config = load_task(file, _root(mix))
+        config = load_task(file, root)
         _add(evaluated, str(config.name), read_task(config, ("dev", "test")))
     found: dict[str, dict[str, int]] = {}
     for name, data in read.items():
@@ -77,10 +78,6 @@ def read_mix(mix: TaskMix) -> tuple[dict[str, TaskData], dict[str, dict[str, int
             logger.info(text, name, dropped.total(), len(kept) + dropped.total(), of)
             read[name] = replace(data, splits={**data.splits, "train": tuple(kept)})
     return read, found
-
-
-def _root(mix: TaskMix) -> tuple[str, ...]:
-    return () if mix.config.root is None else (f"data.root={mix.config.root}",)
 
 
 def _add(evaluated: dict[bytes, str], name: str, data: TaskData) -> None:

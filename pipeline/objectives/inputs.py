@@ -78,7 +78,9 @@ class MaskedInputs:
             config=self.data,
             vocabulary=self.vocabulary,
             key=(self.seed, self.purpose),
-            ratio=self._ratio(number),
+            ratio=self.data.mask_prob
+            if self.purpose is Purpose.EVAL_MASK
+            else schedule.mask_ratio(number, self.data),
         )
         masked_index = np.flatnonzero(selected)
         targets = slots.tokens.reshape(-1)[masked_index]
@@ -130,11 +132,6 @@ class MaskedInputs:
         """Return the same slots with nothing to predict."""
         nothing = {name: array[:0] for name, array in batch.inputs.items()}
         return batch._replace(inputs=nothing, weights=dict.fromkeys(batch.weights, 0.0))
-
-    def _ratio(self, number: int) -> float:
-        if self.purpose is Purpose.EVAL_MASK:
-            return self.data.mask_prob
-        return schedule.mask_ratio(number, self.data)
 
 
 def train_inputs(config: TrainDataConfig, index: DatasetIndex) -> MaskedInputs:

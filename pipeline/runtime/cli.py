@@ -180,17 +180,11 @@ def verb(*example: str, if_interrupted: str = "") -> Callable[[Callable[..., int
         for kind in [each.annotation for each in parameters.values()]:
             if isinstance(kind, type) and is_dataclass(kind):
                 parameters = inspect.signature(kind).parameters
-                call = partial(_call_with, function, kind)
+                call = partial(lambda of, kind, **values: of(kind(**values)), function, kind)
         shown = "\n".join(example)
         return Verb(name, summary, rest or summary, shown, call, parameters, if_interrupted)
 
     return made
-
-
-def _call_with(
-    function: Callable[..., int | None], kind: Callable[..., Any], **values: Any
-) -> int | None:
-    return function(kind(**values))
 
 
 class Parser(argparse.ArgumentParser):

@@ -75,10 +75,8 @@ class _Stderr(logging.Handler):
 
 def _console(handler: logging.Handler) -> logging.Handler:
     handler.setFormatter(logging.Formatter("%(message)s"))
-    handler.addFilter(_ours_or_warning)
+    # Libraries' chatter stays out of the console; it is in the files.
+    handler.addFilter(
+        lambda record: record.name.startswith(_OURS) or record.levelno >= logging.WARNING
+    )
     return handler
-
-
-def _ours_or_warning(record: logging.LogRecord) -> bool:
-    """Keep libraries' chatter out of the console; it is in the files."""
-    return record.name.startswith(_OURS) or record.levelno >= logging.WARNING

@@ -102,20 +102,12 @@ def list_files(address: str) -> list[tuple[RemoteFile, str, bool]]:
 
 
 def open_file(address: str) -> IO[bytes]:
-    """Open a file to read it; it can be sought.
-
-    Raises:
-        As `stat`; reading raises them, too.
-    """
+    """Open a file to read it; it can be sought (raises as `stat`; reading raises them, too)."""
     return io.BufferedReader(_Ranges(stat(address)), _RANGE_BYTES)
 
 
 def read_range(address: str, start: int, end: int) -> bytes:
-    """Read bytes of a file from `start` up to `end`, which it must have.
-
-    Raises:
-        As `stat`.
-    """
+    """Read bytes of a file from `start` up to `end`, which it must have (raises as `stat`)."""
 
     def read() -> bytes:
         store, path = _store(address)
@@ -144,11 +136,7 @@ def download(address: str, path: Path) -> None:
 
 
 def upload(path: Path, address: str) -> None:
-    """Send a file, which others see when it is complete.
-
-    Raises:
-        As `stat`.
-    """
+    """Send a file, which others see when it is complete (raises as `stat`)."""
 
     def send() -> None:
         store, target = _store(address)

@@ -201,8 +201,8 @@ def _labels(config: TaskConfig, read: dict[str, list[Example]]) -> tuple[str, ..
                 if name not in known:
                     raise DataError(
                         f"{row.where}: label {name!r} is not one of the {len(labels)} of {origin}: "
-                        f"{_some(labels)}; correct the row, list the labels in data.labels, or "
-                        "drop such rows by data.drop_labels"
+                        f"{', '.join(labels[:20])}{', ...' * (len(labels) > 20)}; correct the "
+                        "row, list the labels in data.labels, or drop such rows by data.drop_labels"
                     )
     return labels
 
@@ -211,11 +211,6 @@ def _label_order(name: str) -> tuple[bool, int, str]:
     """Sort numbers by value, and before words."""
     is_number = name.isdecimal()
     return (not is_number, int(name) if is_number else 0, name)
-
-
-def _some(names: Iterable[str]) -> str:
-    every = list(names)
-    return ", ".join(every[:20]) + (", ..." if len(every) > 20 else "")
 
 
 # A row to an example

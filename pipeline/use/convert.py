@@ -194,7 +194,9 @@ def _convert(
     read = _read(source)
     carry_is_said = family in ("bert", "realformer")
     family = _check_family(read, family)
-    style = _style(family)
+    style: Style = "roformer" if family.startswith("roformer") else "bert"
+    if family == "roberta":
+        style = "roberta"
     given, left_out = _own_part(_strip(read, style), read.is_tensorflow)
     segments = next((each for name, each in given.items() if _SEGMENTS in name), None)
     checkpoint = ForeignCheckpoint(
@@ -299,12 +301,6 @@ def _check_family(read: _Source, family: Family | None) -> Family:
             "--family, or correct it"
         )
     return family
-
-
-def _style(family: Family) -> Style:
-    if family == "roberta":
-        return "roberta"
-    return "roformer" if family.startswith("roformer") else "bert"
 
 
 def _strip(read: _Source, style: Style) -> dict[str, Tensor]:

@@ -181,11 +181,7 @@ class Kind:
         return ()
 
     def read_gold(self, source: TableFile, row: Row, example: Example, value: Any) -> Gold:
-        """Read the gold of a row.
-
-        Raises:
-            DataError: it does not fit; names the place and the field.
-        """
+        """Read the gold of a row (DataError: it does not fit; names the place and the field)."""
         raise NotImplementedError
 
     def types(self, labels: Sequence[str]) -> tuple[str, ...]:
