@@ -29,8 +29,8 @@ from pipeline.runtime.summary import progress
 
 RECEIPT_FILE = "published.json"
 _MORE = ("index.npz", REPORT_FILE, "datasheet.html", "datasheet.md", "packing-*.npz")
+# Each has one file in work; a store's package sends a large one in parts at the same time.
 _THREADS = 4
-"""Each has one file in work; a store's package sends a large one in parts at the same time."""
 _RECORD_EVERY_S = 10.0
 _CHUNK_BYTES = 1 << 24
 

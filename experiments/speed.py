@@ -24,10 +24,10 @@ from pipeline.runtime.env import module_command
 from pipeline.runtime.files import write_json_atomic
 from pipeline.tasks.intervals import LEVEL, Interval, interval_of, judged
 
+# Of a subject at one length, the first time, on two cores: an estimate.
 _COMPILE_S = 90.0
-"""Of a subject at one length, the first time, on two cores: an estimate."""
+# Of a subject in each start: its process, its model, its first steps.
 _PREPARE_S = 12.0
-"""Of a subject in each start: its process, its model, its first steps."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,10 +27,10 @@ from pipeline.runtime.summary import duration
 
 logger = logging.getLogger(__name__)
 
+# Time for a job to end; SLURM's KillWait is 30 s by default.
 _END_S = 60.0
-"""Time for a job to end; SLURM's KillWait is 30 s by default."""
+# Age from which a job's script hears signals: before it has set its trap, a signal ends it.
 _DEAF_S = 10.0
-"""Age from which a job's script hears signals: before it has set its trap, a signal ends it."""
 
 
 def cancel(run_dir: Path, *, save: bool, save_s: float) -> Iterator[str]:

@@ -30,8 +30,8 @@ INTENT_FILE = "submitting.json"
 """In the launcher's folder while a submission is made, and after one that may have left a job."""
 _LOCK_FILE = "submitting.lock"
 _NOTHING = {"", "(null)", "n/a"}
+# Most seconds by which the clocks of this machine and of the controller may differ.
 _CLOCKS_S = 5.0
-"""Most seconds by which the clocks of this machine and of the controller may differ."""
 
 
 # On disk before sbatch: a lock alone would not know what a killed process left in the queue.

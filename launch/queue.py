@@ -43,8 +43,8 @@ _SACCT = (
     "ExitCode", "Comment",
 )  # fmt: skip
 _NOTHING = {"", "(null)", "None", "N/A", "Unknown", "None assigned", "n/a"}
+# Clocks of a cluster differ by less than this.
 _ID_REUSED_S = 600.0
-"""Clocks of a cluster differ by less than this."""
 _SHARE = 4
 """Arrays that fill the room: the next one comes when the first of them have ended."""
 

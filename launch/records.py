@@ -56,8 +56,8 @@ PREP_RECORD = Path("work", "logs", "submitted.json")
 """In a dataset folder: its last submission."""
 FAILED_MARK = "failed-"
 """With the name of a stage, in the folder of a preparation's submission: which part failed."""
+# `postnorm/configs` is a link in a checkout, which `rglob` does not follow.
 _FOLDERS = ("data_prep", "launch", "pipeline", "postnorm", "postnorm/configs", "experiments")
-"""`postnorm/configs` is a link in a checkout, which `rglob` does not follow."""
 _ROOT = Path(__file__).resolve().parents[1]
 _HASH_LETTERS = 16
 

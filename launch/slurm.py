@@ -22,13 +22,13 @@ PATIENCE_S = 60.0
 _CALL_S = 120.0
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 30.0
 _UNREACHED = ("Unable to contact slurm controller", "Unable to contact slurm daemon")
+# With these the request may have reached the controller.
 _UNANSWERED = (
     "Socket timed out",
     "Unexpected message received",
     "Zero Bytes were transmitted",
     "Connection timed out",
 )
-"""With these the request may have reached the controller."""
 # sbatch names the limit (QOSMaxSubmitJobPerUserLimit, AssocMaxSubmitJobLimit), then the policy,
 # which is the same text for limits on sizes and times.
 _TOO_MANY = re.compile("MaxSubmitJob|job submit limit")

@@ -44,8 +44,8 @@ _PACKAGES = frozenset(
     {"torch", "deepspeed", "numpy", "triton", "safetensors", "tokenizers", "sentencepiece", "numba"}
 )
 """Packages that decide what a run computes; with all that start with `nvidia-`, such as NCCL."""
+# Files that a folder must still take; checkpoints and logs of weeks need some thousands.
 _LEAST_INODES = 10_000
-"""Files that a folder must still take; checkpoints and logs of weeks need some thousands."""
 _LEAST = {
     "min_free_gb": ("space", "remove files there, or lower that"),
     "min_open_files": ("open files", "raise it in `setup` of the profile"),
@@ -373,8 +373,8 @@ _HEALTH = {
 }
 """By query and the name of its UUID field: fields that are set where a GPU is not healthy."""
 _REFUSED = re.compile(r'Field "([^"]+)" is not a valid field')
+# Memory in use on an idle GPU at most: drivers and daemons hold some hundred MiB.
 _MOST_USED_MIB = 2048
-"""Memory in use on an idle GPU at most: drivers and daemons hold some hundred MiB."""
 _MPS = "nvidia-cuda-mps-server"
 
 

@@ -49,14 +49,14 @@ Key = tuple[int, ...]
 _STATE_FILE = "state"
 _STATE = struct.Struct("<4q")
 _STATE_BYTE = 0  # is locked to change the numbers and to remove blocks; block k has a byte above
+# For the process that fetches a block; a process that was stopped must not stop the others.
 _WAIT_S = 120.0
-"""For the process that fetches a block; a process that was stopped must not stop the others."""
 _RETRY_S = 0.01
 _PART = ".part"
 _MEMORY = Path("/dev/shm")
 _USERS_FILE = "users"
+# Raise it when arrays have another layout, so that two revisions never share them.
 _LAYOUT = 2
-"""Raise it when arrays have another layout, so that two revisions never share them."""
 _DTYPES = tuple(np.dtype(kind) for kind in ("u1", "u2", "u4", "i4", "i8"))
 _ALIGN = 64
 _warned: set[Path] = set()

@@ -23,8 +23,8 @@ from pipeline.errors import ConfigError, PostnormError, StorageError
 logger = logging.getLogger(__name__)
 
 _PROGRESS_EVERY_S = 10.0
+# What killed ranks left counts, too: a bound of the dataset's size would remove copies for it.
 _NO_BOUND = 2**62
-"""What killed ranks left counts, too: a bound of the dataset's size would remove copies for it."""
 _WAIT_S = 1.0
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 # EEXIST: `mkdir` with exist_ok raises it where a file has the folder's name.

@@ -195,8 +195,8 @@ def _serve(
 
 
 _ALIGN = 64
+# Bytes; numbers of masked tokens vary, and a file should do for the next batches, too.
 _GRAIN = 1 << 18
-"""Bytes; numbers of masked tokens vary, and a file should do for the next batches, too."""
 _FIELDS = ("input_ids", "documents", "positions", "segments")
 
 

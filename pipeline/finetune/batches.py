@@ -40,8 +40,8 @@ _WINDOW_BATCHES = 32
 """Batches whose examples are sorted by length together."""
 Corrupt = Callable[[Batch, Sequence[tuple[int, int]]], Batch]
 """Changes a batch whose rows are these (epoch, number)."""
+# Version of the files of tokens; files of another version are tokenised again.
 _VERSION = 2
-"""Version of the files of tokens; files of another version are tokenised again."""
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# Slots up to which `_ShortRows` is faster; 4 heads of 64, two cores with AMX.
 _SHORT = 256
-"""Slots up to which `_ShortRows` is faster; 4 heads of 64, two cores with AMX."""
 
 
 def attention(

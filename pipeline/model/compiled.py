@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from pipeline.errors import ConfigError
 from pipeline.model.layers import SharedInputs, run_layer
 
+# More than all combinations of first or later layer, training or evaluation, one or more sequences
+# and lengths, with or without alpha. torch's own limit, 8, is too low, and exceeding it an error.
 _MOST_GRAPHS = 64
-"""More than all combinations of first or later layer, training or evaluation, one or more sequences
-and lengths, with or without alpha. torch's own limit, 8, is too low, and exceeding it an error."""
 
 
 class CompiledLayer:

@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 
 _TWO_32 = 2.0**32
 _KINDS_OF_WORDS = 4
+# Letters and digits of a text that is looked for on its own; shorter ones occur by chance.
 _SHORTEST = 8
-"""Letters and digits of a text that is looked for on its own; shorter ones occur by chance."""
 
 
 def read_mix(mix: TaskMix) -> tuple[dict[str, TaskData], dict[str, dict[str, int]]]:

@@ -20,15 +20,15 @@ from pipeline.tokenizer.load import load_tokenizer
 
 MAX_BOUNDARY_TOKENS = 20
 """Runs of more tokens have no boundary targets."""
+# Above the documents' numbers, of which a sequence of 65,536 slots has fewer than 2^16.
 _PAIRS_BIT = 24
-"""Above the documents' numbers, of which a sequence of 65,536 slots has fewer than 2^16."""
+# Bits of a uniform draw: fp32 holds all its values.
 _DRAW_BITS = 24
-"""Bits of a uniform draw: fp32 holds all its values."""
 _HALF = 32
 """Bits of half a sample id, and of a target where it is hashed, below its draw."""
 _LOW = (1 << _HALF) - 1
+# Purposes of their own, so that no draw follows from whether its slot is masked.
 _DRAWN_FOR = {Purpose.MASK: Purpose.GENERATOR, Purpose.EVAL_MASK: Purpose.EVAL_GENERATOR}
-"""Purposes of their own, so that no draw follows from whether its slot is masked."""
 
 
 # Where span boundaries predict tokens

@@ -28,8 +28,8 @@ from pipeline.runtime.files import temporary_beside
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+# Before each further try. botocore tries a request five times by itself.
 _WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Before each further try. botocore tries a request five times by itself."""
 _RANGE_BYTES = 1 << 22
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
 _VERSIONS = (

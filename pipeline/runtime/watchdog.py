@@ -26,13 +26,13 @@ from pipeline.runtime.run_folder import RunFolder, record_exit
 logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 1.0
+# After which the process ends, even if what hangs is the file system of the run's folder.
 _WRITING_TAKES_S = 10.0
-"""After which the process ends, even if what hangs is the file system of the run's folder."""
 
 
 # On a loaded machine making the engine took 100 s.
+# Until a step is done, a phase may take this long whatever the limit: import, compilation.
 _STARTING_TAKES_S = 600.0
-"""Until a step is done, a phase may take this long whatever the limit: import, compilation."""
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,8 @@ _BUILT_IN = {
 _TELL_EVERY_S = 600.0
 _MOST_WAITING = 10_000
 """Records that wait for a slow sink; later ones are lost to it."""
+# How long the end of a run waits for a slow sink; torchrun kills a rank 30 s after a SIGTERM.
 _PATIENCE_S = 10.0
-"""How long the end of a run waits for a slow sink; torchrun kills a rank 30 s after a SIGTERM."""
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from pipeline.tasks.types import Span
 
 Floats = npt.NDArray[np.float64]
+# BMES and BILOU write the tags of BIOES in other letters.
 _OTHER_NAMES = {"M": "I", "L": "E", "U": "S"}
-"""BMES and BILOU write the tags of BIOES in other letters."""
 
 
 # Tags and entities
