@@ -106,14 +106,12 @@ def tasks(progress: Progress, folder: Path) -> list[stage.StageTask[ShardJob]]:
 
 
 def _holding_out_one(config: ShardsConfig, pieces: Pieces) -> ShardsConfig:
-    """Raise the share of held-out documents so that a small corpus has one of them, if it has two.
-
-    Documents are drawn by their ids, each by itself: of few, all may be drawn for training.
-    """
+    """Raise the share of held-out documents, so that a small corpus of two or more has one."""
     rows = {name: set(pieces.kept_rows(name).tolist()) for name in pieces.names}
     # With more documents than this, the chance that none is held out is below 1e-9.
     if sum(map(len, rows.values())) > 20 / config.eval_fraction:
         return config
+    # Documents are drawn by their ids, each by itself: of few, all may be drawn for training.
     draws = sorted(
         hash_share(text, "split")
         for name in pieces.names
@@ -272,11 +270,9 @@ def _counted(
 def _spelt(
     documents: Iterator[dict[str, str]], tokenizer: DatasetTokenizer
 ) -> Iterator[tuple[dict[str, str], tuple[Any, Spelling]]]:
-    """Yield documents with their tokens and spelling.
-
-    Many are read, then tokenised: if reading and the tokenizer took turns, they would push each
-    other's tables out of the processor's cache, and the tokenizer would take a quarter longer.
-    """
+    """Yield documents with their tokens and spelling."""
+    # Many are read, then tokenised: by turns, reading and the tokenizer would push each other's
+    # tables out of the processor's cache, and the tokenizer would take a quarter longer.
     for batch in batches(documents, _BATCH_CHARS):
         spelt = [tokenizer.spell(document["text"]) for document in batch]
         yield from zip(batch, spelt, strict=True)

@@ -415,11 +415,12 @@ def _results(
 
 # After kill -9 of the parent workers waited for ever, and outlived the job.
 def _end_with_parent() -> None:
-    """End this worker when the process that started it is killed, or it would wait forever."""
+    """End this worker when the process that started it is killed."""
     parent = multiprocessing.parent_process()
     assert parent
 
     def watch() -> None:
+        # Without its parent it would wait for work forever.
         parent.join()
         os._exit(EXIT_FAILED_RETRY)
 

@@ -138,10 +138,7 @@ def read_plan(
 
 
 def sweep(plan: BenchmarkPlan) -> dict[str, Any]:
-    """Describe all fine-tunings as a sweep (`postnorm submit --sweep`), a run for each seed.
-
-    Where a task has a search, its seeds are one run, since the first one chooses for all.
-    """
+    """Describe all fine-tunings as a sweep (`postnorm submit --sweep`), a run for each seed."""
     runs: list[dict[str, Any]] = []
     for (task, config), column in product(plan.tasks.items(), plan.columns):
         if column == baselines.NAME:
@@ -150,6 +147,7 @@ def sweep(plan: BenchmarkPlan) -> dict[str, Any]:
         written = {path: value for path, _, value in walk(load_task(file))}
         cell = plan.folder(task, column).relative_to(plan.out)
         parts = dict(zip(seed_folders(cell, seeds), ((seed,) for seed in seeds), strict=True))
+        # Where a task has a search, its seeds are one run, since the first one chooses for all.
         for folder, own in ({cell: seeds} if config.search.points else parts).items():
             train = replace(config.train, seeds=own)
             leaves = walk(replace(config, name=task, model=column, train=train))

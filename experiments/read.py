@@ -71,11 +71,7 @@ def task_name(run: str, task: str) -> str:
 
 
 def outcome(folder: Path) -> Outcome:
-    """Describe how a pre-training run stands.
-
-    One that gave up because its numbers were not finite has diverged, and would again; any other
-    failure may be a full disk, and is tried again.
-    """
+    """Describe how a pre-training run stands."""
     run = RunFolder(folder)
     if run.done.is_file():
         return "finished"
@@ -87,6 +83,8 @@ def outcome(folder: Path) -> Outcome:
         return "missing" if code in (EXIT_FINISHED, EXIT_PREEMPTED) else "failed"
     log = run.log(0)
     said = log.read_bytes()[-_LOG_TAIL:] if log.is_file() else b""
+    # One that gave up because its numbers were not finite has diverged, and would again; any other
+    # failure may be a full disk, and is tried again.
     lost = bool(read_ledger(folder).non_finite) or b"is not finite" in said
     return "diverged" if lost else "failed"
 

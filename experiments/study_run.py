@@ -194,8 +194,7 @@ def _sweep(study: str, verb: str, folder: Path, configs: Mapping[str, Any], wher
 def subset(config: TaskConfig, sizes: ClassesConfig, seed: int, folder: Path) -> TaskConfig:
     """Write the rows of some classes into a folder; return the task that reads them.
 
-    This varies the number of classes apart from rows a class and imbalance. Each seed draws classes
-    of its own, so that a mean over seeds is one over draws as well.
+    This varies the number of classes apart from rows a class and imbalance.
 
     Train has equally many rows of each class, dev and test all they have of these classes.
 
@@ -211,6 +210,7 @@ def subset(config: TaskConfig, sizes: ClassesConfig, seed: int, folder: Path) ->
             f"{config.name}: {len(enough)} classes have {wanted} rows of train, expected "
             f"{sizes.number}; lower classes.number or its rows"
         )
+    # Each seed draws classes of its own, so that a mean over seeds is one over draws as well.
     random = np.random.default_rng((seed, sizes.number))
     chosen = [enough[i] for i in sorted(random.permutation(len(enough))[: sizes.number].tolist())]
     drawn = {

@@ -159,7 +159,7 @@ def _nothing_to_cancel(run_dir: Path) -> str:
 
 
 def note_cancelled(run_dir: Path, facts: JobFacts) -> None:
-    """Record a cancelled job in the run's history, since SLURM forgets it without accounting.
+    """Record a cancelled job in the run's history.
 
     A job that came to a decision of its own before is left as it is.
     """
@@ -168,6 +168,7 @@ def note_cancelled(run_dir: Path, facts: JobFacts) -> None:
         return
     newest = newest_checkpoint(run_dir)
     # None: it says nothing of progress, and `decide` must not count it.
+    # On record here, since SLURM without accounting forgets the job.
     record = {"job": facts.job, "restart": facts.restarts or 0, "nodes": [], "miss": None}
     record |= {"before": newest, "after": newest, "decision": CANCELLED}
     try:

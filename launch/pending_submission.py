@@ -254,12 +254,12 @@ def options_of(script: str) -> dict[str, str]:
 def differences(asked: Mapping[str, str], shown: Mapping[str, str]) -> list[str]:
     """List what a job has otherwise than its script asks for, as squeue shows it. Pure.
 
-    Only what was asked for is compared: defaults are the site's. An account, a QOS and a number of
-    cores that squeue does not show are not known, which is so on sites without accounting.
+    Only what was asked for is compared: defaults are the site's.
     """
     texts = []
     for name, (field, is_same) in _COMPARED.items():
         value, want = shown[field], asked.get(name, "")
+        # squeue does not show these on sites without accounting.
         unknown = field in ("Account", "QOS", "cpus-per-task") and value.lower() in _NOTHING
         if (want or name in asked) and not unknown and not is_same(want, value):
             said = f"--{name}={want}" if want else f"--{name}"

@@ -595,9 +595,6 @@ def exchanged_bytes(config: RunConfig, parameters: int, passes: float) -> dict[s
 
     They are those of `pipeline/train/engine.py` with DeepSpeed 0.19.8, which
     `tests/distributed/test_moved.py` counts: gradients are added in fp32 whatever the precision.
-    Stages 1 and 2 all-reduce them, although a rank keeps only its part, and stages 2 and 3 do so
-    for every micro-batch. Stage 3 gathers weights for every micro-batch, and a model too large to
-    be kept for its backward pass twice.
     """
     stage = config.train.zero_stage
     gradients = float(_GRADIENT_BYTES * parameters)
@@ -605,7 +602,10 @@ def exchanged_bytes(config: RunConfig, parameters: int, passes: float) -> dict[s
     if stage == 0:
         return {"all-reduce": gradients}
     if stage < 3:
+        # DeepSpeed all-reduces, although a rank keeps only its part; stage 2 for every micro-batch.
         return {"all-reduce": gradients * (passes if stage == 2 else 1), "all-gather": weights}
+    # Weights are gathered for every micro-batch, and those of a model that is too large to be kept
+    # for its backward pass twice.
     times = passes * (2 if 2 * parameters > _KEPT_ELEMENTS else 1)
     return {"reduce-scatter": gradients * passes, "all-gather": weights * times}
 

@@ -182,10 +182,10 @@ def job_facts(
 ) -> JobFacts:
     """Ask the queue, then accounting, about one job; `UNKNOWN` with the reason if neither can tell.
 
-    Another job may have the same id by chance: only one of `folder` counts, if it is given, and no
-    accounting record from before the submission.
+    Only a job of `folder` counts, if it is given, and no record from before the submission.
     """
     queued = jobs_of([job])
+    # Another job may have the same id by chance.
     ours = [facts for facts in queued if folder is None or facts.is_of(folder)]
     if ours:
         return current(ours)

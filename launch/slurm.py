@@ -74,8 +74,8 @@ def run_command(
     """Run a SLURM command and return its output. Times are printed as Unix seconds.
 
     While the controller does not answer it is retried; one that is not `repeatable` only where the
-    controller was not reached at all. sbatch is not repeatable: it may have submitted. The command
-    gets the variables of `passed_on`, so that no option of SLURM among them has an effect.
+    controller was not reached at all. The command gets the variables of `passed_on`, so that no
+    option of SLURM among them has an effect.
 
     Raises:
         NoSlurmError: the command does not exist here.
@@ -90,6 +90,7 @@ def run_command(
         words = [word for word in command if not word.startswith("--")]
         refusal = f"{shlex.join(words)} failed ({code}): {message}"
         # What did not reach the controller changed nothing, so even sbatch may be tried again.
+        # sbatch is not repeatable: it may have submitted.
         again = _UNREACHED if not repeatable else _UNREACHED + _UNANSWERED
         if not any(text in message for text in _UNREACHED + _UNANSWERED):
             raise SlurmError(refusal)

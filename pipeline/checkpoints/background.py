@@ -37,10 +37,7 @@ Described = dict[str, dict[str, Any]]
 
 
 class BackgroundTask(Generic[T]):
-    """A function on its own thread, with its result or error. It must not call a collective.
-
-    The thread is a daemon, so a process that fails does not wait for its disk.
-    """
+    """A function on its own thread, with its result or error. It must not call a collective."""
 
     def __init__(self, function: Callable[[], T]) -> None:
         self.result: T | None = None
@@ -49,6 +46,7 @@ class BackgroundTask(Generic[T]):
         self._function = function
         # It calls no collective; writing, hashing and fsync hold the interpreter for 16 ms at
         # most.
+        # A daemon: a process that fails does not wait for its disk.
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 

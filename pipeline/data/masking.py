@@ -125,9 +125,7 @@ def mask_tokens(
 ) -> Masked:
     """Corrupt a batch.
 
-    The key is (seed, purpose). Random replacements are drawn from the ids that text can have: any
-    other id would tell the model that its place is to be predicted. The ratio, in (0, 1), is by
-    default `config.mask_prob`.
+    The key is (seed, purpose). The ratio, in (0, 1), is by default `config.mask_prob`.
     """
     # Always of these types: numba would compile again for others, for 3 to 4 s.
     batch = Sequences(
@@ -135,6 +133,8 @@ def mask_tokens(
     )
     corrupted = batch.tokens.copy()
     selected = np.zeros(corrupted.shape, dtype=np.bool_)
+    # Random replacements are drawn from the ids that text can have: any other id would tell the
+    # model that its place is to be predicted.
     rule = _rule(config, vocabulary, config.mask_prob if ratio is None else ratio)
     seed, purpose = key
     unmasked = np.empty(len(corrupted), np.int64)

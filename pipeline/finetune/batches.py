@@ -69,12 +69,11 @@ def tokenised(
 ) -> TaskRows:
     """Encode examples, or read them from a folder where they were encoded before.
 
-    Files are named by a hash of texts, gold, settings and tokenizer, so runs may share a folder.
-
     Raises:
         ConfigError: see `encode`.
     """
     max_answer = config.head.max_answer  # what is longer is counted
+    # All that rows follow from is in a file's name, so runs may share a folder.
     settings = (_VERSION, config.task.kind, config.input, max_answer, tokenizer_sha256)
     key = hashlib.sha256(repr(settings).encode())
     for example in examples:
@@ -179,11 +178,12 @@ def collate(
 
 
 def rows_hash(input_ids: npt.NDArray[np.int64], mask: npt.NDArray[np.bool_]) -> int:
-    """Add up hashes of rows without their padding, so that parts of a batch add up, too."""
+    """Add up hashes of rows without their padding."""
     digests = [
         hashlib.blake2b(ids[seen].tobytes(), digest_size=8).digest()
         for ids, seen in zip(input_ids, mask, strict=True)
     ]
+    # A sum, so that hashes of parts of a batch add up to that of the whole.
     return sum(int.from_bytes(digest, "little") for digest in digests) % 2**64
 
 

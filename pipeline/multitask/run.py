@@ -312,9 +312,10 @@ class MultiTaskWork:
         return flops_per_token(self._config.model, longest, masked_share, document_len).total
 
     def lr_scale(self, parameter: str) -> float:
-        """Keep an MLM head as it is that no task trains: weight decay would shrink it."""
+        """Keep an MLM head as it is that no task trains."""
         trains_mlm = MLM in self._mix.members
         is_mlm = not parameter.startswith(("encoder.", TASK_HEADS))
+        # Without a loss, weight decay would shrink it.
         return 0.0 if is_mlm and not trains_mlm else 1.0
 
     def weighing(self, state: TrainState, batch: int) -> StepWeighing:

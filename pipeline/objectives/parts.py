@@ -172,16 +172,16 @@ def pair_rule(
 def rtd_inputs(whole: Whole) -> AddTo:
     """Add `uniform` (M,), fp32 in [0, 1), one for each slot to predict.
 
-    The generator's probabilities become tokens at these numbers (`pipeline.objectives.rtd`). They
-    are drawn here, as the masks are, so that a step needs no random state: it is the same on any
-    number of ranks and in any micro-batch. The hash covers them, so that equal records mean equal
-    tokens put in, as far as the generators are equal.
+    The generator's probabilities become tokens at these numbers (`pipeline.objectives.rtd`).
 
     The weight of `discriminator` is the number of tokens: it judges all of them, masked or not.
     """
     seq_len = whole.slots.tokens.shape[1]
+    # Drawn here, as the masks are, a step needs no random state: it is the same on any number of
+    # ranks and in any micro-batch.
     draws = _draws(whole.masked, whole.locations, seq_len, whole.key)
     whole.predicted["uniform"] = (draws * 2.0**-_DRAW_BITS).astype(np.float32)
+    # Equal records mean equal tokens put in, as far as the generators are equal.
     whole.hashed["targets"] = whole.hashed["targets"] | draws << _HALF
     return _with_weight
 

@@ -349,12 +349,7 @@ def run(parser: argparse.ArgumentParser) -> int:
 
 
 def main(parser: argparse.ArgumentParser) -> NoReturn:
-    """Run a command line and end the process, at once if it failed within its process group.
-
-    Python's way out would run into gloo's threads, which abort it with another exit code now and
-    then. Children see their pipes closed. After Ctrl-C it waits for threads at work, and gives
-    another exit code if the interrupt came while C code called Python.
-    """
+    """Run a command line and end the process, at once if it failed within its process group."""
     try:
         code = run(parser)
     except Exception:  # noqa: BLE001 - Python would print it as well, then end in its own way
@@ -365,6 +360,9 @@ def main(parser: argparse.ArgumentParser) -> NoReturn:
         atexit._run_exitfuncs()  # or semaphores of worker processes are complained about
     distributed = sys.modules.get("torch.distributed")
     in_group = distributed is not None and distributed.is_initialized()
+    # Python's way out would run into gloo's threads, which abort it with another exit code now and
+    # then. After Ctrl-C it waits for threads at work, and gives another exit code if the interrupt
+    # came while C code called Python.
     if in_group or code == EXIT_INTERRUPTED:
         logging.shutdown()
         sys.stdout.flush()

@@ -179,13 +179,11 @@ class _Ranges(io.RawIOBase):
 # Our own ranges on top of fsspec: its files have caches that differ from store to store, and take
 # an answer that was cut short for the end of some files.
 def _store(address: str) -> tuple[Any, str]:
-    """Return fsspec's file system, without memory of listings, and the path in it.
-
-    It keeps one for each process, as their connections must not be shared with forked ones.
-    """
+    """Return fsspec's file system, without memory of listings, and the path in it."""
     try:
         from fsspec.core import url_to_fs  # type: ignore[import-untyped,import-not-found]
 
+        # fsspec keeps one for each process: connections must not be shared with forked ones.
         store, path = url_to_fs(address)
     except ImportError as error:
         raise ConfigError(

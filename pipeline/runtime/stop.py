@@ -101,7 +101,8 @@ def release() -> None:
 
 
 def ignore_from_now() -> None:
-    """Ignore the signals at the end of a process that listened: Python would let them kill."""
+    """Ignore the signals at the end of a process that listened."""
     if _request is not None:
         for number in _NUMBERS:
+            # Python, as it ends, would let them kill.
             signal.signal(number, signal.SIG_IGN)

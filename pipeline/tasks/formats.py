@@ -150,12 +150,10 @@ def head_of(path: Path) -> str:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the lines that are not blank with their numbers, from 1.
-
-    Only a line feed ends a line: `str.splitlines` would also cut at U+2028 and the like, which
-    stand in texts.
-    """
+    """Yield the lines that are not blank with their numbers, from 1."""
     with _opened(path) as file:
+        # Only a line feed ends a line: `str.splitlines` would also cut at U+2028 and the like,
+        # which stand in texts.
         for number, line in enumerate(file, start=1):
             if line.strip():
                 yield number, line.rstrip("\r\n")

@@ -95,10 +95,8 @@ def interval_of(values: Sequence[float], of_rows: RowVariance | None = None) -> 
 
 
 def row_draws(tables: Sequence[Table]) -> Floats:
-    """Score rows that are drawn with replacement, the same for all seeds: [draws, seeds].
-
-    Models with equally many rows are drawn alike, so that differences of draws are paired.
-    """
+    """Score rows that are drawn with replacement, the same for all seeds: [draws, seeds]."""
+    # Models with equally many rows are drawn alike, so that differences of draws are paired.
     random, num_rows = np.random.default_rng((KEY, 0)), len(tables[0].lines)
     draws = np.empty((DRAWS, len(tables)))
     for draw in draws:

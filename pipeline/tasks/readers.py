@@ -145,7 +145,8 @@ def _source(
 
 
 def _held_out(train: list[Example], share: float) -> tuple[list[Example], list[Example]]:
-    """Split train by the digest of its texts (passages), so that none stands on both sides."""
+    """Split train by the digest of its texts (passages)."""
+    # By passages, so that none stands on both sides.
     passages = sorted({row.text for row in train}, key=_digest)
     held = set(passages[: max(1, round(len(passages) * share))])
     return (

@@ -138,12 +138,10 @@ class Tokenizer:
         return tidied(text) if self.keeps_breaks else text
 
     def spell(self, text: str) -> tuple[npt.NDArray[np.int32], Spelling]:
-        """Encode a text like `encode` and return how the tokens spell it; fast enough for a corpus.
-
-        Normalised text, which nearly all text in data preparation is, is not normalised again, and
-        its spelling does not need the pieces: twice as fast as `encode` and `surface`.
-        """
+        """Encode like `encode`, and return how tokens spell the text; fast enough for a corpus."""
         plain = self._plain_text.flat(text)
+        # Nearly all text in data preparation is normalised. It is not normalised again, and its
+        # spelling does not need the pieces: twice as fast as `encode` and `surface`.
         if plain is not None:
             ids = self._plain_text.encode(plain)
             num_chars = self._surface_tables[1].take(ids)
@@ -443,12 +441,12 @@ def keep_line_breaks(model: bytes) -> bytes:
     """Return a model that keeps line breaks, each as the piece <0x0A>; no piece changes its id.
 
     Without a rule for them a line break reaches the vocabulary, which has no such character, and
-    falls back to its byte, which no other text has. The rules are a trie, a double array (darts.h
-    in s-yata/darts-clone): the child of its root that the byte 0x0A leads to is given a label that
-    no byte has.
+    falls back to its byte, which no other text has.
     """
     normalizer = _protobuf_fields(_protobuf_fields(model)[3])
     charsmap = bytearray(normalizer[2])
+    # The rules are a trie, a double array (darts.h in s-yata/darts-clone): the child of its root
+    # that the byte 0x0A leads to is given a label that no byte has.
     root = int.from_bytes(charsmap[4:8], "little")
     unit = 4 + 4 * ((root >> 10) << ((root & 512) >> 6) ^ ord("\n"))
     assert charsmap[unit] == ord("\n"), "rules without one for the line break"
@@ -460,10 +458,8 @@ def keep_line_breaks(model: bytes) -> bytes:
 
 
 def tidied(text: str) -> str:
-    """Return a text as a tokenizer that keeps line breaks reads it; see the module.
-
-    Breaks at its beginning and end stay: the part of a text beside a `[MASK]` may have one there.
-    """
+    """Return a text as a tokenizer that keeps line breaks reads it; see the module."""
+    # Breaks at its beginning and end stay: the part of a text beside a `[MASK]` may have one there.
     return _BREAK_RUN.sub(lambda run: "\n" * min(2, len(_BREAK.findall(run[0]))), text)
 
 

@@ -64,8 +64,7 @@ def grow(
     """Write a larger model folder.
 
     `width`, a power of 2, is a factor on hidden size, heads and inner width; `depth` is a multiple
-    of the layers there are. `noise` is a share of each matrix' own deviation; without it the
-    doubled units would learn the same for ever.
+    of the layers there are.
 
     Raises:
         ConfigError: an argument is out of range, or doubling would change logits.
@@ -94,6 +93,7 @@ def grow(
         config, weights = double_width(config, weights)
         config, note = _require_same(config, weights, expected)
         notes.append(f"width {config.hidden_size}: {note}")
+    # Without it the doubled units would learn the same for ever.
     if noise:
         weights = _with_noise(weights, noise, seed)
         moved = _difference(config, weights, expected)

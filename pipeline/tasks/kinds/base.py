@@ -283,14 +283,12 @@ class Kind:
     def majority(
         self, golds: Values, *, labels: Labels = (), scorer: str = "squad"
     ) -> dict[str, float]:
-        """Score the best constant prediction: the commonest gold, the mean, no span, no answer.
-
-        Of two classes either counts: the rarer one has the higher f1 where it is the second.
-        """
+        """Score the best constant prediction: the commonest gold, the mean, no span, no answer."""
         every = [
             self.score(golds, [constant] * len(golds), labels=labels, scorer=scorer)
             for constant in self.constants(golds, labels)
         ]
+        # Of two classes either may be best: the rarer one has the higher f1 where it is the second.
         return {name: max(tables[name].score for tables in every) for name in every[0]}
 
 
