@@ -93,6 +93,7 @@ def publish(dataset: Path, address: str) -> Sent:
         finally:
             pool.shutdown(cancel_futures=True)
             record()
+        # The index, when all is there: whoever reads it finds all that it lists.
         advance(send(last))
     num_bytes = sum(file.num_bytes for file in sent)
     return Sent(len(sent), num_bytes, len(files) + 1 - len(sent))

@@ -1,7 +1,6 @@
 """The runs of a grid as job arrays of SLURM, an element a run.
 
-`DIR/sweep/launch` holds the profile, the script and the code of each submission. A submission that
-was killed between sbatch and its record is adopted by the next one, so that no run starts twice.
+`DIR/sweep/launch` holds the profile, the script and the code of each submission.
 """
 
 import json
@@ -185,6 +184,8 @@ def submit(draft: SweepDraft) -> str | None:
         adopted.extend(_adopt(draft, job))
         return bool(adopted)
 
+    # A submission that was killed between sbatch and its record is adopted, so that no run starts
+    # twice.
     with submitting(base, draft.folder, lambda: _recorded(draft), adopt) as intent:
         return None if adopted else _submit(draft, intent)
 

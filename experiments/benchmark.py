@@ -220,6 +220,7 @@ def run(
         except (StoppedError, PreemptedError):
             raise
         except Exception as error:  # whatever it is, the others go on
+            # A traceback for our own bugs alone: other messages say what to change.
             is_told = isinstance(error, (PostnormError, OSError))
             logger.error("%s, %s: %s", task, column, error, exc_info=not is_told)
             failed[task, column] = str(error) or type(error).__name__

@@ -1,8 +1,7 @@
 """The SLURM site as its own commands describe it, and whether a cluster profile fits it.
 
-Text formats with separators are read, which are the same from 22.05 on; `--json` changes between
-versions and leaves options out. Names of reservations and accounts come from `scontrol` and
-`sacctmgr`, the latter only where SLURM enforces them.
+Names of reservations and accounts come from `scontrol` and `sacctmgr`, the latter only where SLURM
+enforces them.
 """
 
 import difflib
@@ -21,6 +20,8 @@ from pipeline.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+# Text formats with separators are read, which are the same from 22.05 on; `--json` changes between
+# versions and leaves options out.
 _NODE_FORMAT = "%P|%a|%l|%s|%N|%c|%m|%G|%f"
 _NOT_NOW = "Requested node configuration is not available"
 

@@ -1,8 +1,4 @@
-"""The one place that runs SLURM's commands; it retries while the controller does not answer.
-
-Measured on 22.05: without a controller each command fails by itself after 9 to 20 s (at most twice
-`MessageTimeout`), with exit code 1 like any other error, so only the message tells them apart.
-"""
+"""The one place that runs SLURM's commands; it retries while the controller does not answer."""
 
 import logging
 import re
@@ -21,6 +17,9 @@ PATIENCE_S = 60.0
 # Twice a MessageTimeout of 60 s; SLURM's default is 10 s.
 _CALL_S = 120.0
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 30.0
+# Measured on 22.05: without a controller each command fails by itself after 9 to 20 s (at most
+# twice `MessageTimeout`), with exit code 1 like any other error, so only the message tells them
+# apart.
 _UNREACHED = ("Unable to contact slurm controller", "Unable to contact slurm daemon")
 # With these the request may have reached the controller.
 _UNANSWERED = (

@@ -1,11 +1,7 @@
 """The check of one node, which runs on that node before training, and its report.
 
-    DIR/NODE.json             everything that the node reports about itself
-    DIR/NODE.bandwidth.json   its speed, which `python -m pipeline bandwidth` writes
-
-Every part runs in a thread of its own, which is abandoned when the time is up: a call into a file
-system or a driver that hangs cannot be ended. Such threads do not hold the process back, since it
-leaves by `os._exit`.
+DIR/NODE.json             everything that the node reports about itself
+DIR/NODE.bandwidth.json   its speed, which `python -m pipeline bandwidth` writes
 """
 
 import csv
@@ -157,6 +153,8 @@ def check_node(
         except Exception as error:  # noqa: BLE001 - an error in a thread is a finding like others
             results[name] = [Finding(name, f"{name}: {type(error).__name__}: {error}", "all")]
 
+    # Abandoned when the time is up: a call into a file system or a driver that hangs cannot be
+    # ended. Threads do not hold the process back, since it leaves by `os._exit`.
     threads = [threading.Thread(target=run, args=(name,), daemon=True) for name in parts]
     deadline = time.monotonic() + cluster.preflight.timeout_s
     for thread in threads:

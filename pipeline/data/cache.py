@@ -15,8 +15,7 @@ Files, unfinished ones included, never take more than a bound. In memory what wa
 goes first. On a disk it is the other way round: an epoch uses each block once, in a new order, so
 what was used just now is needed last, and the oldest are those that the running epoch still has
 before it. With room for half of a dataset the least recently used rule finds an eighth of the
-blocks, this one nearly half. The newest eighth stays for other ranks, which use the same blocks at
-the same time.
+blocks, this one nearly half.
 """
 
 import fcntl
@@ -233,6 +232,7 @@ class BlockCache:
         # A sixteenth at once, because finding the oldest lists every file.
         goal = self.max_bytes - max(need, self.max_bytes // 16)
         sizes = np.cumsum([size for _, size, _ in found])
+        # The newest eighth goes last: other ranks use the same blocks at the same time.
         newest = int(np.searchsorted(sizes, self.max_bytes // 8, side="right"))
         if self.in_memory:
             newest = len(found)

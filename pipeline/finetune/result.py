@@ -217,6 +217,7 @@ def combine(
     bodies = [run.body for run in runs]
     scores = [run.table.score for run in runs]
     interval = score_interval([run.table for run in runs])
+    # JSON has no NaN.
     limits = [None if math.isnan(limit) else limit for limit in (interval.low, interval.high)]
     old = dict(about or {})
     computed = {

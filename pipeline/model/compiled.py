@@ -1,9 +1,7 @@
 """Layers compiled by torch.compile, once for all layers of a model.
 
-A graph holds one layer with its weights as inputs, so that the time to compile does not grow with
-the depth. The model's modules are not wrapped, so parameters keep their names. The first dimension
-of activations, sequences or tokens, is symbolic from the start; lengths of sequences become
-symbolic when a second one comes.
+The first dimension of activations, sequences or tokens, is symbolic from the start; lengths of
+sequences become symbolic when a second one comes.
 """
 
 import shutil
@@ -24,6 +22,8 @@ class CompiledLayer:
 
     def __init__(self) -> None:
         torch._dynamo.config.recompile_limit = _MOST_GRAPHS
+        # A graph of one layer with its weights as inputs: the time to compile does not grow with
+        # the depth. Modules are not wrapped, so parameters keep their names.
         self._run = torch.compile(run_layer, fullgraph=True)
 
     def __call__(

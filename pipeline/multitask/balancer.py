@@ -4,9 +4,6 @@ Shared parameters are those of the encoder, embeddings included: norms and produ
 gradients (of gradnorm: of the last layer's). A rule of losses, and gradient normalisation, scale
 the gradient of a head as that of the encoder. Rules that combine gradients leave each head its own
 gradient, divided by the number of tasks of the step.
-
-The sum of gradients of length 1 is divided by the number of tasks, so that it is at most 1 long
-whatever the losses' scales are; PCGrad's sum likewise.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -132,6 +129,8 @@ class StepWeighing:
         config, num = self.balancer.config, len(names)
         if config.method == "gradient_norm":
             norms = self.memory.get("norm", {})
+            # The sum of gradients of length 1, divided by the number of tasks, is at most 1 long,
+            # whatever the losses' scales are.
             return [1 / (num * norms[name]) if norms.get(name) else self._first(name, num)
                     for name in names]  # fmt: skip
         every = self.balancer.names

@@ -3,9 +3,7 @@
 Whoever works calls `heartbeat` with what it is about to do. A thread looks at the last one; where
 it is too old, it writes the stacks of all threads to `RUN/hangs/`, says so in the log and ends the
 process with exit code 1. It runs while the main thread waits in a collective, in a file system that
-does not answer, or in any other C code that has released the interpreter's lock. Where C code keeps
-that lock, no Python thread runs: then faulthandler's timer, a thread without Python that ours winds
-up again and again, writes the stacks to the rank's log and ends the process.
+does not answer, or in any other C code that has released the interpreter's lock.
 """
 
 import faulthandler
@@ -95,7 +93,9 @@ def _watch(
         idle_s = time.monotonic() - last.at_s
         # The beginning of the second step is the first sign that one was done.
         limit_s = timeout_s if last.steps_begun > 1 else max(timeout_s, _STARTING_TAKES_S)
-        # Wound up at each look, so it fires only where this thread cannot run.
+        # Where C code keeps the interpreter's lock, no Python thread runs: then this timer, a
+        # thread without Python, writes the stacks to the rank's log and ends the process. Wound up
+        # at each look, so it fires only where this thread cannot run.
         faulthandler.dump_traceback_later(limit_s, exit=True, file=rank_log)
         if idle_s > limit_s:
             # What is written to may be what hangs.

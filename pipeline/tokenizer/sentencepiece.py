@@ -4,10 +4,8 @@ Preparation and inference use this one class, so that they cannot tokenise diffe
 
 A model treats line breaks as white space, or keeps them (`keep_line_breaks`): each is then the byte
 piece <0x0A>, a word of its own. The model's rules say which, so that whoever has the model, also
-without this project, gets the same. A symbol of its own would do as well, but only in models that
-are trained with it; and a private character in place of the break could also stand in a text.
-Around breaks that are kept, a text is tidied as cleaning does it: white space beside them goes, and
-more than one blank line becomes one.
+without this project, gets the same. Around breaks that are kept, a text is tidied as cleaning does
+it: white space beside them goes, and more than one blank line becomes one.
 """
 
 import io
@@ -437,6 +435,8 @@ def train(
     return model.getvalue()
 
 
+# Not a symbol of its own, which only models have that are trained with it, nor a private character
+# in place of the break, which could also stand in a text.
 def keep_line_breaks(model: bytes) -> bytes:
     """Return a model that keeps line breaks, each as the piece <0x0A>; no piece changes its id.
 

@@ -2,9 +2,8 @@
 
 Doubling the width changes nothing the model computes. Hidden states become pairs of equal
 coordinates, which norms keep; heads are doubled, not widened, so that rotary angles stay the same;
-and every matrix that reads a doubled input is halved. The tied output would count each pair twice:
-gain and shift of the norm before it are halved. Where that norm has none, the embeddings are, whose
-norm forgets their scale but for eps, which is then divided by 4. Logits before and after are
+and every matrix that reads a doubled input is halved. Where that norm has none, the embeddings are,
+whose norm forgets their scale but for eps, which is then divided by 4. Logits before and after are
 compared in float64. Stacking layers is not an identity, but a start (Gong et al. 2019, "Efficient
 Training of BERT by Progressively Stacking"); how far it moves logits is reported.
 
@@ -215,6 +214,8 @@ def _doubled(name: str, weight: Tensor, config: ModelConfig, last: str | None) -
     if module.endswith("_embedding"):
         return weight.repeat_interleave(2, dim=-1) / (2 if last is None else 1)
     if module.endswith("_norm"):
+        # The tied output would count each pair twice: gain and shift of the norm before it are
+        # halved.
         halves = module == last and not factorised
         return weight.repeat_interleave(2) / (2 if halves else 1)
     if module.endswith("attention.qkv"):
