@@ -85,8 +85,8 @@ def _submit_sweep(arguments: ManyArguments) -> int:
     }
     code, text = EXIT_FINISHED, ""
     if not arguments.json:
-        for line in grid.left_lines(what):
-            print(line, flush=True)
+        for name, why in what.left.items():
+            print(f"left alone: {name}: {why}", flush=True)
     if what.runs and arguments.local:
         refuse_dry_run(arguments)
         codes = grid.run_here(config, what, jobs, arguments.ranks, arguments.cluster, work_dir)
@@ -110,12 +110,10 @@ def _submit_sweep(arguments: ManyArguments) -> int:
     if arguments.json:
         print(json.dumps(said))
     else:
-        print(text + ("" if arguments.dry_run else _sweep_text(Path(said["dir"]))))
+        if not arguments.dry_run:
+            text += grid.sweep_summary(grid.sweep_report(Path(said["dir"]).resolve())).text()
+        print(text)
     return code
-
-
-def _sweep_text(folder: Path) -> str:
-    return grid.sweep_summary(grid.sweep_report(folder.resolve())).text()
 
 
 def sweep_look(folder: Path) -> tuple[FolderSummary, dict[str, Any]] | None:

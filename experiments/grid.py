@@ -459,12 +459,6 @@ def run_here(
     return run_side_by_side(commands, jobs, ranks)
 
 
-def left_lines(what: Todo) -> Iterator[str]:
-    """List the runs that are left alone, and why."""
-    for name, why in what.left.items():
-        yield f"left alone: {name}: {why}"
-
-
 # Status and end
 
 

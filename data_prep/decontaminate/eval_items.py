@@ -121,10 +121,6 @@ def _csv(file: InputFile, reading: Reading) -> Items:
         ) from error
 
 
-def _jsonl(file: InputFile, reading: Reading) -> Items:
-    return _values(file, _lines(file, reading), reading)
-
-
 def _json(file: InputFile, reading: Reading) -> Items:
     """Read one value per line if the first line is one by itself, or else one value in all."""
     lines = _lines(file, reading)
