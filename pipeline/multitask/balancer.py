@@ -227,6 +227,7 @@ class StepWeighing:
         if not np.isfinite(products).all():
             return [float("nan")] * len(names)  # the step is skipped
         if config.method == "pcgrad":
+            # Divided as the sum of gradients of length 1 is.
             found = rules.pcgrad(products, seed, self.step) / len(names)
         elif config.method == "cagrad":
             found = rules.cagrad(products)

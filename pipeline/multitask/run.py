@@ -73,9 +73,6 @@ def multitask(mix: TaskMix, rank: Rank) -> int:
 
     Returns:
         An exit code of `pipeline.errors`.
-
-    Raises:
-        PostnormError: the user can fix it.
     """
     require_split(mix, rank.process.world_size)
     folder = mix.config.folder.path

@@ -69,9 +69,6 @@ def train_run(config: RunConfig, rank: Rank, work: Workload) -> int:
 
     Returns:
         An exit code of `pipeline.errors`.
-
-    Raises:
-        PostnormError: the user can fix it.
     """
     folder, run_dir, process = config.folder, config.folder.path, rank.process
     folder.create()
