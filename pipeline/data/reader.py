@@ -353,11 +353,9 @@ class BlockReader:
         return data[start : start + int(blocks.member_length[row, member])]
 
     def _array(self, row: int, member: int, data: Bytes) -> npt.NDArray[Any]:
-        """View a .npy member as an array; format: numpy.lib.format version 1.0.
-
-        NumPy's own reader of headers calls `ast.literal_eval`, which fails at random in Python 3.11
-        when threads call it at the same time (python/cpython issue 106905).
-        """
+        """View a .npy member as an array; format: numpy.lib.format version 1.0."""
+        # NumPy's own reader of headers calls `ast.literal_eval`, which fails at random in Python
+        # 3.11 when threads call it at the same time (python/cpython issue 106905).
         header = _NPY_HEADER.match(data[:_NPY_HEADER_BYTES].tobytes())
         dtype = np.dtype(
             token_dtype(self.index.vocab_size) if member == 0 else (np.int64, np.uint8)[member - 1]
