@@ -12,8 +12,8 @@ from pathlib import Path
 
 _MIN_DOCSTRING_CHARS = 60
 _MAX_FILE_BYTES = 4_000_000
+# Of packages one file in so many is read: all of them would be 50 MB, and minutes of parsing.
 _EVERY = 4
-"""Of packages one file in so many is read: all of them would be 50 MB, and minutes of parsing."""
 # Docstrings of tests repeat one another.
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "__pycache__", "lib2to3"}
 _PROSE_SUFFIXES = {".rst", ".md"}

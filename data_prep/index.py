@@ -1,8 +1,6 @@
 """Stage index: writes the dataset's tokenizer, index, report and datasheet, and removes old shards.
 
-`report.json` is written after the index: without it the folder is not a finished dataset. The
-datasheet comes last: if it cannot be made, a warning says so, and `data_prep datasheet` makes it
-again.
+`report.json` is written after the index: without it the folder is not a finished dataset.
 """
 
 import logging
@@ -43,6 +41,7 @@ def run(task: StageTask[Progress]) -> Result:
     write_json_atomic(output / gather.REPORT_FILE, report)
     try:
         page.write(output)
+    # Last, and no error: the dataset is complete without a datasheet, which can be made again.
     except Exception:
         # A failing page must not cost a dataset that took days.
         text = (

@@ -52,8 +52,8 @@ for _first, _end in ((0xC3, 0xE2), (0xEA, 0xEF), (0xF0, 0xF5)):
     _SCRIPTS[_first:_end] = [_OTHER] * (_end - _first)
 
 
+# Different values that are counted; URLs have more.
 _MOST_VALUES = 1000
-"""Different values that are counted; URLs have more."""
 _MOST_CHARS = 60
 
 

@@ -30,8 +30,8 @@ FORMATS = {
     ".parquet": "parquet",
 }
 TEXT_SUFFIXES = tuple(FORMATS)
+# In a folder of data a README.md is no text of it.
 _ONLY_ON_REQUEST = {".md": "md"}
-"""In a folder of data a README.md is no text of it."""
 RECORDS = ("jsonl", "json", "csv", "tsv", "parquet")
 """Formats whose documents are records with fields."""
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".xz", ".bz2")
@@ -40,8 +40,8 @@ SMALLEST_PIECE_MB = 64
 _MOST_PIECES = 8_000
 _HEAD_BYTES = 1 << 12
 _ANY = "any"
+# Files in a folder that Spark or Dask wrote; train.jsonl/part-00000 has the folder's format.
 _PART_NAME = re.compile(r"part-\d+|\d+\.part")
-"""Files in a folder that Spark or Dask wrote; train.jsonl/part-00000 has the folder's format."""
 _WIKIEXTRACTOR_NAME = re.compile(r"wiki_\d+")
 
 

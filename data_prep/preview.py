@@ -300,16 +300,12 @@ def text_of(result: dict[str, Any]) -> str:
     if result["near"]:
         lines += ["", "near duplicates at the limit, from where they differ:"]
     for pair in result["near"]:
-        lines.append(f"  similarity {pair['jaccard']:.2f}, {_fate(pair)}")
+        fate = f"{'goes' if pair['jaccard'] >= pair['threshold'] else 'stays'}"
+        fate += f", limit {pair['threshold']:g}"
+        lines.append(f"  similarity {pair['jaccard']:.2f}, the first one {fate}")
         sides = (pair["dropped"], pair["kept"])
         lines += [f"    {side['id']}: {side['text']}" for side in sides]
     return "\n".join(lines)
-
-
-def _fate(pair: dict[str, Any]) -> str:
-    """Say what becomes of the later document of a pair."""
-    is_dropped = pair["jaccard"] >= pair["threshold"]
-    return f"the first one {'goes' if is_dropped else 'stays'}, limit {pair['threshold']:g}"
 
 
 def _measured_text(name: str, rules: dict[str, Any], scales: dict[str, Any]) -> Iterable[str]:

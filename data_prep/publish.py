@@ -29,8 +29,8 @@ from pipeline.runtime.summary import progress
 
 RECEIPT_FILE = "published.json"
 _MORE = ("index.npz", REPORT_FILE, "datasheet.html", "datasheet.md", "packing-*.npz")
+# Each has one file in work; a store's package sends a large one in parts at the same time.
 _THREADS = 4
-"""Each has one file in work; a store's package sends a large one in parts at the same time."""
 _RECORD_EVERY_S = 10.0
 _CHUNK_BYTES = 1 << 24
 
@@ -93,6 +93,7 @@ def publish(dataset: Path, address: str) -> Sent:
         finally:
             pool.shutdown(cancel_futures=True)
             record()
+        # The index, when all is there: whoever reads it finds all that it lists.
         advance(send(last))
     num_bytes = sum(file.num_bytes for file in sent)
     return Sent(len(sent), num_bytes, len(files) + 1 - len(sent))

@@ -20,20 +20,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from data_prep import stage
 from data_prep.config import ShardsConfig
 from data_prep.corpus import SHARD_FOLDER, Progress
 from data_prep.pieces import Pieces, batches, hash_share, read_documents
-from data_prep.stage import (
-    Estimate,
-    Result,
-    Size,
-    StageCounts,
-    StageTask,
-    make_key,
-    replacing,
-    save_array,
-    task_name,
-)
 from data_prep.word_boundaries import Words, word_starts_of
 from pipeline.data.format import MEMBERS, SPLITS, token_dtype
 from pipeline.tokenizer.load import DatasetTokenizer, load_tokenizer
@@ -90,7 +80,7 @@ def _text_bytes(shard_mb: int) -> float:
     return shard_mb * 1_000_000 / _TAR_BYTES_PER_TEXT_BYTE
 
 
-def tasks(progress: Progress, folder: Path) -> list[StageTask[ShardJob]]:
+def tasks(progress: Progress, folder: Path) -> list[stage.StageTask[ShardJob]]:
     """Make one task per group of `plan`; shards belong to the dataset, not to work/."""
     pieces, words = progress.pieces, progress.corpus.words
     config = _holding_out_one(progress.corpus.config.shards, pieces)
@@ -99,7 +89,7 @@ def tasks(progress: Progress, folder: Path) -> list[StageTask[ShardJob]]:
     for number, group in enumerate(plan(kept_bytes, config.shard_mb)):
         names = tuple(pieces.names[i] for i in group)
         is_large = sum(kept_bytes[i] for i in group) > 2 * _text_bytes(config.shard_mb)
-        key = make_key(
+        key = stage.make_key(
             number,
             [progress.written[i].digest for i in group],
             [progress.kept.files[f"{name}.keep.npy"] for name in names],
@@ -111,19 +101,17 @@ def tasks(progress: Progress, folder: Path) -> list[StageTask[ShardJob]]:
         most = config.shard_mb * 1_000_000 if is_large else None
         job = ShardJob(replace(pieces, names=names), progress.tokenizer_path, config, words, most)
         output = progress.corpus.output / SHARD_FOLDER
-        made.append(StageTask(task_name(number, 6), output, key, job))
+        made.append(stage.StageTask(stage.task_name(number, 6), output, key, job))
     return made
 
 
 def _holding_out_one(config: ShardsConfig, pieces: Pieces) -> ShardsConfig:
-    """Raise the share of held-out documents so that a small corpus has one of them, if it has two.
-
-    Documents are drawn by their ids, each by itself: of few, all may be drawn for training.
-    """
+    """Raise the share of held-out documents, so that a small corpus of two or more has one."""
     rows = {name: set(pieces.kept_rows(name).tolist()) for name in pieces.names}
     # With more documents than this, the chance that none is held out is below 1e-9.
     if sum(map(len, rows.values())) > 20 / config.eval_fraction:
         return config
+    # Documents are drawn by their ids, each by itself: of few, all may be drawn for training.
     draws = sorted(
         hash_share(text, "split")
         for name in pieces.names
@@ -135,11 +123,11 @@ def _holding_out_one(config: ShardsConfig, pieces: Pieces) -> ShardsConfig:
     return replace(config, eval_fraction=math.nextafter(draws[0], 1))
 
 
-def run(task: StageTask[ShardJob]) -> Result:
+def run(task: stage.StageTask[ShardJob]) -> stage.Result:
     """Tokenise one group and write its tars."""
     job = task.payload
     tokenizer = load_tokenizer(job.tokenizer_path)
-    counts = StageCounts()
+    counts = stage.StageCounts()
     sources: dict[str, dict[str, Counter[str]]] = {split: {} for split in SPLITS}
     frequencies = np.zeros(tokenizer.vocab_size, dtype=np.int64)
     tars: list[dict[str, Any]] = []
@@ -165,7 +153,7 @@ def run(task: StageTask[ShardJob]) -> Result:
             if job.max_tar_bytes is None:
                 break
     frequency_path = task.path(".frequencies.npy")
-    save_array(frequency_path, frequencies)
+    stage.save_array(frequency_path, frequencies)
     totals = {
         split: {
             name: sum(counted[name] for counted in of_sources.values())
@@ -178,12 +166,12 @@ def run(task: StageTask[ShardJob]) -> Result:
     return result, [*paths, frequency_path]
 
 
-def estimates(size: Size) -> dict[str, Estimate]:
+def estimates(size: stage.Size) -> dict[str, stage.Estimate]:
     """Estimate the cost of this stage."""
     pieces = [int(size.text_bytes / size.pieces)] * size.pieces
     groups = plan(pieces, size.config.shards.shard_mb)
     cpu_s, disk_bytes = size.text_bytes / 1e6 / 10, 0.6 * size.text_bytes
-    return {"shards": Estimate(len(groups), cpu_s, disk_bytes, 500e6, 4 * len(groups))}
+    return {"shards": stage.Estimate(len(groups), cpu_s, disk_bytes, 500e6, 4 * len(groups))}
 
 
 def _tar_paths(folder: Path, split: str, number: str) -> Iterator[Path]:
@@ -199,7 +187,7 @@ def _write_tar(
     """Write blocks to a tar until it is full, and yield each; closes it after the last."""
     # Not webdataset's TarWriter: that of 1.0.2 imports torch and ignores `format`.
     with (
-        replacing(path) as temporary,
+        stage.replacing(path) as temporary,
         tarfile.open(temporary, mode="w", format=tarfile.USTAR_FORMAT) as tar,
     ):
         for number, block in enumerate(blocks):
@@ -255,7 +243,7 @@ def _documents(job: ShardJob, held_out: list[dict[str, str]]) -> Iterator[dict[s
 def _counted(
     documents: Iterator[dict[str, str]],
     tokenizer: DatasetTokenizer,
-    counts: StageCounts,
+    counts: stage.StageCounts,
     sources: dict[str, Counter[str]],
 ) -> Iterator[_Tokenised]:
     """Tokenise documents and add them to the counts of the stage and of their source."""
@@ -282,11 +270,9 @@ def _counted(
 def _spelt(
     documents: Iterator[dict[str, str]], tokenizer: DatasetTokenizer
 ) -> Iterator[tuple[dict[str, str], tuple[Any, Spelling]]]:
-    """Yield documents with their tokens and spelling.
-
-    Many are read, then tokenised: if reading and the tokenizer took turns, they would push each
-    other's tables out of the processor's cache, and the tokenizer would take a quarter longer.
-    """
+    """Yield documents with their tokens and spelling."""
+    # Many are read, then tokenised: by turns, reading and the tokenizer would push each other's
+    # tables out of the processor's cache, and the tokenizer would take a quarter longer.
     for batch in batches(documents, _BATCH_CHARS):
         spelt = [tokenizer.spell(document["text"]) for document in batch]
         yield from zip(batch, spelt, strict=True)

@@ -24,7 +24,7 @@ from data_prep.corpus import RESOLVED_FILE, Corpus
 from data_prep.documents import ReadStats, read_piece
 from data_prep.lease import holders
 from data_prep.pieces import id_hash, piece_name, read_documents, read_lines
-from data_prep.stage import FOLDER_TASKS, Estimate, Size, Stage, State, state_of
+from data_prep.stage import FOLDER_TASKS, Size, Stage, State, state_of
 from data_prep.types import Document, Metadata
 from pipeline.config.load import load
 from pipeline.config.strict_yaml import read_file
@@ -77,7 +77,10 @@ def plan(config: PrepConfig) -> dict[str, Any]:
             "disk_gb": _figure(made.disk_bytes / 1e9),
             "memory_gb": round(made.memory_bytes / 1e9, 2),
             "files": made.files,
-            "files_a_folder": math.ceil(made.files / _folders(made, size)),
+            # A single task may write every piece's files, in folders of FOLDER_TASKS.
+            "files_a_folder": math.ceil(
+                made.files / math.ceil(max(made.tasks, min(made.files, size.pieces)) / FOLDER_TASKS)
+            ),
             "todo": todo.get(name),
         }
         for name, made in costs.items()
@@ -91,11 +94,6 @@ def plan(config: PrepConfig) -> dict[str, Any]:
         "disk_gb": _figure(sum(e.disk_bytes for e in costs.values()) / 1e9),
         "files_made": sum(e.files for e in costs.values()),
     }
-
-
-def _folders(made: Estimate, size: Size) -> int:
-    """Count the folders that the files of a stage are in; a single task may write every piece's."""
-    return math.ceil(max(made.tasks, min(made.files, size.pieces)) / FOLDER_TASKS)
 
 
 def plan_text(made: dict[str, Any], cores: int) -> str:

@@ -323,11 +323,7 @@ def recorded_sha256(path: Path) -> str | None:
 # Two runs in one folder once mixed their pieces with exit code 0, and a flipped bit went into the
 # dataset.
 def require_written(path: Path, found: str, expected: str) -> None:
-    """Check that a file is as its task wrote it.
-
-    Raises:
-        DataError: it is not.
-    """
+    """Check that a file is as its task wrote it (DataError: it is not)."""
     if found != expected:
         raise not_as_written(path, f"its sha256 is {found}, and {expected} was recorded")
 
@@ -419,11 +415,12 @@ def _results(
 
 # After kill -9 of the parent workers waited for ever, and outlived the job.
 def _end_with_parent() -> None:
-    """End this worker when the process that started it is killed, or it would wait forever."""
+    """End this worker when the process that started it is killed."""
     parent = multiprocessing.parent_process()
     assert parent
 
     def watch() -> None:
+        # Without its parent it would wait for work forever.
         parent.join()
         os._exit(EXIT_FAILED_RETRY)
 

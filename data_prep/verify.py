@@ -72,6 +72,7 @@ class _Derived:
     def problems(self) -> Iterator[str]:
         """Compare with what the index claims."""
         index = self._index
+        # Without a block a split has no array, and concatenate needs one.
         ids = {split: np.concatenate([*parts, _NO_IDS]) for split, parts in self._ids.items()}
         for split, total in index.totals.items():
             found = {"tokens": self._tokens[split], "documents": len(ids[split])}

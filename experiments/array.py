@@ -1,7 +1,6 @@
 """The runs of a grid as job arrays of SLURM, an element a run.
 
-`DIR/sweep/launch` holds the profile, the script and the code of each submission. A submission that
-was killed between sbatch and its record is adopted by the next one, so that no run starts twice.
+`DIR/sweep/launch` holds the profile, the script and the code of each submission.
 """
 
 import json
@@ -16,22 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from experiments.grid import HOME, SweepConfig, SweepRun, Todo, record, refuse, todo, write_run
+from launch import records
 from launch.cluster import ClusterConfig
 from launch.pending_submission import PendingSubmission, submitting
 from launch.queue import Quota
-from launch.records import (
-    CLUSTER_FILE,
-    CODE_FOLDER,
-    CONFIG_FILE,
-    FOLDER,
-    SCRIPT_FILE,
-    SUBMISSION_FILE,
-    next_number,
-    snapshot_for,
-    start_file,
-    submission_folder,
-    submissions,
-)
 from launch.script import RUN, Job, render
 from launch.site import ask_sbatch, max_array_size
 from launch.slurm import SlurmError, TooManyJobsError, run_command, withheld_line
@@ -97,12 +84,12 @@ def prepare(
     # Together with what an earlier array still runs there are never more than `jobs`.
     room = jobs - len(what.alive)
     before = ":".join(sorted({one.array for one in what.alive}))
-    start = (str(start_file(base / FOLDER / CODE_FOLDER)),)
+    start = (str(records.start_file(base / records.FOLDER / records.CODE_FOLDER)),)
     job = Job(
         kind=sweep.verb,
         name=folder.name,
         run_dir=str(folder),
-        words=("pipeline", sweep.verb, f"{RUN}{CONFIG_FILE}", *sweep.kind.options(folder)),
+        words=("pipeline", sweep.verb, f"{RUN}{records.CONFIG_FILE}", *sweep.kind.options(folder)),
         work_dir=source.work_dir,
         start=start,
         log_dir=str(folder / "logs"),
@@ -111,7 +98,9 @@ def prepare(
             str(folder),
             *(mount for draft in drafts for mount in draft.job.mounts),
         ),
-        profile=str(submission_folder(base, next_number(base)) / CLUSTER_FILE),
+        profile=str(
+            records.submission_folder(base, records.next_number(base)) / records.CLUSTER_FILE
+        ),
         runs=tuple(str(run.folder) for run in what.runs),
         at_once=room if room > 0 else jobs,
     )
@@ -185,6 +174,8 @@ def submit(draft: SweepDraft) -> str | None:
         adopted.extend(_adopt(draft, job))
         return bool(adopted)
 
+    # A submission that was killed between sbatch and its record is adopted, so that no run starts
+    # twice.
     with submitting(base, draft.folder, lambda: _recorded(draft), adopt) as intent:
         return None if adopted else _submit(draft, intent)
 
@@ -203,12 +194,15 @@ def _adopt(draft: SweepDraft, job: str) -> list[str]:
 
 
 def _submission_of(element: Mapping[str, Any]) -> Path:
-    return submission_folder(Path(element["run_dir"]), element["number"]) / SUBMISSION_FILE
+    return (
+        records.submission_folder(Path(element["run_dir"]), element["number"])
+        / records.SUBMISSION_FILE
+    )
 
 
 def _recorded(draft: SweepDraft) -> list[str]:
     """List the jobs on record, without an array of which only some elements are."""
-    jobs = [one.job for run in draft.every for one in submissions(run.folder)]
+    jobs = [one.job for run in draft.every for one in records.submissions(run.folder)]
     elements = _last_elements(draft)
     half = {json.loads(path.read_bytes())["job"] for path in _records_of(elements)}
     return jobs if len(half) == len(elements) else [job for job in jobs if job not in half]
@@ -216,7 +210,7 @@ def _recorded(draft: SweepDraft) -> list[str]:
 
 def _last_elements(draft: SweepDraft) -> list[dict[str, Any]]:
     base = draft.home.parent.parent
-    path = submission_folder(base, next_number(base) - 1) / ELEMENTS_FILE
+    path = records.submission_folder(base, records.next_number(base) - 1) / ELEMENTS_FILE
     try:
         found: list[dict[str, Any]] = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -236,18 +230,18 @@ def _submit(draft: SweepDraft, intent: PendingSubmission) -> str:
     new = [run.folder for run in draft.runs if not run.folder.exists()]
     try:
         Path(draft.job.log_dir).mkdir(exist_ok=True)
-        snapshot_for(Path(draft.job.start[0]), draft.home.parent / CODE_FOLDER)
+        records.snapshot_for(Path(draft.job.start[0]), draft.home.parent / records.CODE_FOLDER)
         profile = to_yaml(draft.cluster).encode()
-        write_atomic(draft.home / CLUSTER_FILE, profile)
-        write_atomic(draft.home / SCRIPT_FILE, draft.script.encode())
+        write_atomic(draft.home / records.CLUSTER_FILE, profile)
+        write_atomic(draft.home / records.SCRIPT_FILE, draft.script.encode())
         for run, one in zip(draft.runs, draft.drafts, strict=True):
             write_run(run)
             one.folder.mkdir(parents=True)
-            write_atomic(one.folder / CONFIG_FILE, run.config_file.read_bytes())
-            write_atomic(one.folder / CLUSTER_FILE, profile)
+            write_atomic(one.folder / records.CONFIG_FILE, run.config_file.read_bytes())
+            write_atomic(one.folder / records.CLUSTER_FILE, profile)
         elements = [record_of(one, "") for one in draft.drafts]
         write_json_atomic(draft.home / ELEMENTS_FILE, elements)
-        job = intent.queue(draft.options, draft.script, draft.home / SCRIPT_FILE)
+        job = intent.queue(draft.options, draft.script, draft.home / records.SCRIPT_FILE)
         for index, element in enumerate(elements):
             _record_element(element, draft.job.log_dir, f"{job}_{index}")
         record(draft.sweep, draft.folder, draft.every)
@@ -290,10 +284,11 @@ def _name_elements(run_dirs: Sequence[str], job: str) -> None:
 
 def dry_run_text(draft: SweepDraft) -> str:
     """Show what `submit` would do: the runs and the script."""
+    call = ["sbatch", *draft.options, str(draft.home / records.SCRIPT_FILE)]
     lines = [
         withheld_line(),
         f"# would write {draft.home}, {len(draft.runs)} run folder(s) in {draft.folder}:",
         *(f"#   {index}  {run.name}" for index, run in enumerate(draft.runs)),
-        f"# then {' '.join(['sbatch', *draft.options, str(draft.home / SCRIPT_FILE)])}, which is:",
+        f"# then {' '.join(call)}, which is:",
     ]
     return "\n".join([*lines, draft.script.removesuffix("\n")])

@@ -65,10 +65,11 @@ def run_baseline(config: TaskConfig, *, name: str, out: Path) -> dict[str, Any] 
         return None
     started_s = time.monotonic()
     data = read_task(config)
+    read = [[split, row.id, row.texts, row.gold] for split, of in data.splits.items() for row in of]
     labelled = replace(config, data=replace(config.data, labels=data.labels or "auto"))
     protocol = {
         "model": NAME,
-        "data_sha256": _hash(data),
+        "data_sha256": hashlib.sha256(json.dumps([data.labels, read]).encode()).hexdigest(),
         "selected_on": "last",
         "metric": config.metric,
         "regularisation": [_C, _RIDGE],
@@ -103,11 +104,6 @@ def run_baseline(config: TaskConfig, *, name: str, out: Path) -> dict[str, Any] 
     result = combine([score_run(config, data.labels, found)], [0], about)
     write_json_atomic(out / RESULT, result)
     return result
-
-
-def _hash(data: TaskData) -> str:
-    rows = [[split, row.id, row.texts, row.gold] for split, of in data.splits.items() for row in of]
-    return hashlib.sha256(json.dumps([data.labels, rows]).encode()).hexdigest()
 
 
 class _Dictionary:

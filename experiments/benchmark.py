@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments import baselines, intervals
-from experiments.intervals import Interval, interval_of, judged, row_variance
+from experiments import baselines
 from experiments.read import TaskScores, difference, read_scores
 from pipeline.config.load import find_config, load, provenance
 from pipeline.config.schema import walk
@@ -35,6 +34,8 @@ from pipeline.errors import (
 from pipeline.finetune.result import seed_folders
 from pipeline.runtime.env import module_command
 from pipeline.runtime.files import write_atomic
+from pipeline.tasks import intervals
+from pipeline.tasks.intervals import Interval, interval_of, judged, row_variance
 from pipeline.tasks.readers import read_task
 from pipeline.tasks.task import RANDOM, PublishedConfig, SuiteConfig, TaskConfig, load_task
 
@@ -137,10 +138,7 @@ def read_plan(
 
 
 def sweep(plan: BenchmarkPlan) -> dict[str, Any]:
-    """Describe all fine-tunings as a sweep (`postnorm submit --sweep`), a run for each seed.
-
-    Where a task has a search, its seeds are one run, since the first one chooses for all.
-    """
+    """Describe all fine-tunings as a sweep (`postnorm submit --sweep`), a run for each seed."""
     runs: list[dict[str, Any]] = []
     for (task, config), column in product(plan.tasks.items(), plan.columns):
         if column == baselines.NAME:
@@ -149,6 +147,7 @@ def sweep(plan: BenchmarkPlan) -> dict[str, Any]:
         written = {path: value for path, _, value in walk(load_task(file))}
         cell = plan.folder(task, column).relative_to(plan.out)
         parts = dict(zip(seed_folders(cell, seeds), ((seed,) for seed in seeds), strict=True))
+        # Where a task has a search, its seeds are one run, since the first one chooses for all.
         for folder, own in ({cell: seeds} if config.search.points else parts).items():
             train = replace(config.train, seeds=own)
             leaves = walk(replace(config, name=task, model=column, train=train))
@@ -221,6 +220,7 @@ def run(
         except (StoppedError, PreemptedError):
             raise
         except Exception as error:  # whatever it is, the others go on
+            # A traceback for our own bugs alone: other messages say what to change.
             is_told = isinstance(error, (PostnormError, OSError))
             logger.error("%s, %s: %s", task, column, error, exc_info=not is_told)
             failed[task, column] = str(error) or type(error).__name__

@@ -9,10 +9,10 @@ from typing import Any
 from experiments import page
 from experiments.baselines import NAME
 from experiments.benchmark import BenchmarkPlan, Body
-from experiments.intervals import in_percent
 from pipeline.runtime import summary
 from pipeline.runtime.files import write_atomic
 from pipeline.runtime.summary import FolderSummary
+from pipeline.tasks.intervals import ROWS_ALONE, in_percent
 from pipeline.tasks.task import RANDOM
 
 _HIDDEN = ("model", "weights_sha256", "data_sha256")
@@ -82,7 +82,7 @@ def _section(body: Body) -> str:
             "Holm's correction. *: dev chose the epoch or the settings, and is what is reported."
         ],
         [body["how_sure"]],
-        ["Of one seed, intervals are over rows alone: other seeds may differ by more."] * is_alone,
+        [ROWS_ALONE] * is_alone,
         [_overlap(body)],
         _protocols(body),
         _published(body),
@@ -116,7 +116,9 @@ def _rows(body: Body) -> tuple[Rows, list[str]]:
         differences = {(each["model"], each["against"]): each for each in line["differences"]}
         row += [in_percent(differences[pair]) if pair in differences else "-" for pair in pairs]
         minutes = [cell.get("minutes", 0.0) for cell in line["columns"].values()]
-        rows.append([*row, _share(line["overlap"]), f"{sum(minutes):.1f}" if any(minutes) else "-"])
+        overlap = line["overlap"]
+        row.append(_percent(overlap["shared"] / overlap["rows"]) if overlap else "not counted")
+        rows.append([*row, f"{sum(minutes):.1f}" if any(minutes) else "-"])
     means = ["chance", "majority", *body["columns"]]
     last = ["mean", "", "", f"{len(body['mean']['tasks'])} tasks"]
     last += [_percent(body["mean"].get(name)) for name in means]
@@ -164,10 +166,6 @@ def _score(line: dict[str, Any], column: str, shown: str, notes: list[str]) -> s
     star = "*" if on_dev and protocol["scored_on"] == "dev" else ""
     spread = f" ± {_percent(cell['sd'])} ({cell['n']})" if cell["n"] > 1 else ""
     return f"{_percent(cell['mean'])}{spread}{star}{mark}"
-
-
-def _share(overlap: dict[str, int] | None) -> str:
-    return "not counted" if overlap is None else _percent(overlap["shared"] / overlap["rows"])
 
 
 def _mean_of(body: Body) -> str:

@@ -19,7 +19,6 @@ from experiments.study import (
     plan,
     read_study,
 )
-from experiments.sweep_status import cancel_sweep, sweep_report, sweep_summary
 from launch.commands import SubmitArguments, refuse_dry_run, submit_one
 from launch.local import combined_exit_code
 from launch.queue import room_of
@@ -86,8 +85,8 @@ def _submit_sweep(arguments: ManyArguments) -> int:
     }
     code, text = EXIT_FINISHED, ""
     if not arguments.json:
-        for line in grid.left_lines(what):
-            print(line, flush=True)
+        for name, why in what.left.items():
+            print(f"left alone: {name}: {why}", flush=True)
     if what.runs and arguments.local:
         refuse_dry_run(arguments)
         codes = grid.run_here(config, what, jobs, arguments.ranks, arguments.cluster, work_dir)
@@ -111,27 +110,25 @@ def _submit_sweep(arguments: ManyArguments) -> int:
     if arguments.json:
         print(json.dumps(said))
     else:
-        print(text + ("" if arguments.dry_run else _sweep_text(Path(said["dir"]))))
+        if not arguments.dry_run:
+            text += grid.sweep_summary(grid.sweep_report(Path(said["dir"]).resolve())).text()
+        print(text)
     return code
-
-
-def _sweep_text(folder: Path) -> str:
-    return sweep_summary(sweep_report(folder.resolve())).text()
 
 
 def sweep_look(folder: Path) -> tuple[FolderSummary, dict[str, Any]] | None:
     """Look at the folder of a sweep, for `status`; None for another folder."""
     if not grid.is_sweep(folder):
         return None
-    report = sweep_report(folder.resolve())
-    return sweep_summary(report), asdict(report)
+    report = grid.sweep_report(folder.resolve())
+    return grid.sweep_summary(report), asdict(report)
 
 
 def sweep_cancel(folder: Path, save: bool, save_s: float) -> Iterable[str] | None:
     """End the jobs of a sweep, for `cancel`; None for another folder."""
     if not grid.is_sweep(folder):
         return None
-    return cancel_sweep(folder.resolve(), save=save, save_s=save_s)
+    return grid.cancel_sweep(folder.resolve(), save=save, save_s=save_s)
 
 
 # Tables of tasks

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.intervals import (
+from experiments.read import Reading
+from experiments.study import MEAN_SCORE, StudyCell, StudyPlan
+from pipeline.tasks.intervals import (
     LEVEL,
     Interval,
     RowVariance,
@@ -17,8 +19,6 @@ from experiments.intervals import (
     row_variance,
     slope_of,
 )
-from experiments.read import Reading
-from experiments.study import MEAN_SCORE, StudyCell, StudyPlan
 
 OPEN = "not decided"
 _LOWER_IS_BETTER = ("held_out_loss", "loss@", "train_loss.")

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from experiments.intervals import Interval, interval_of, row_draws, row_variance
 from experiments.probes import PROBES, ProbeResult, read_masks
 from experiments.study import MEAN_SCORE, StudyPlan, StudyRun, fits, safe_name
 from pipeline.config.load import build
@@ -23,6 +22,7 @@ from pipeline.finetune.result import read_result, read_runs
 from pipeline.model.architecture import TASK_FILE
 from pipeline.runtime.files import read_json_lines, write_json_atomic
 from pipeline.runtime.run_folder import RunFolder
+from pipeline.tasks.intervals import Interval, interval_of, row_draws, row_variance
 from pipeline.tasks.scores import Floats
 
 logger = logging.getLogger(__name__)
@@ -71,11 +71,7 @@ def task_name(run: str, task: str) -> str:
 
 
 def outcome(folder: Path) -> Outcome:
-    """Describe how a pre-training run stands.
-
-    One that gave up because its numbers were not finite has diverged, and would again; any other
-    failure may be a full disk, and is tried again.
-    """
+    """Describe how a pre-training run stands."""
     run = RunFolder(folder)
     if run.done.is_file():
         return "finished"
@@ -87,6 +83,8 @@ def outcome(folder: Path) -> Outcome:
         return "missing" if code in (EXIT_FINISHED, EXIT_PREEMPTED) else "failed"
     log = run.log(0)
     said = log.read_bytes()[-_LOG_TAIL:] if log.is_file() else b""
+    # One that gave up because its numbers were not finite has diverged, and would again; any other
+    # failure may be a full disk, and is tried again.
     lost = bool(read_ledger(folder).non_finite) or b"is not finite" in said
     return "diverged" if lost else "failed"
 

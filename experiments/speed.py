@@ -14,7 +14,6 @@ from statistics import fmean, median
 from typing import Any
 
 from experiments import page
-from experiments.intervals import LEVEL, Interval, interval_of, judged
 from experiments.page import MARKED, SIDE_BY_SIDE, svg
 from experiments.study import PRESETS, StudyArguments, StudyConfig
 from experiments.study_run import embedded_corpus
@@ -23,11 +22,13 @@ from pipeline.config.schema import REQUIRED, param
 from pipeline.errors import ConfigError, DataError
 from pipeline.runtime.env import module_command
 from pipeline.runtime.files import write_json_atomic
+from pipeline.tasks.intervals import LEVEL, Interval, interval_of, judged
 
+# Of a subject at one length, the first time, on two cores: an estimate.
 _COMPILE_S = 90.0
-"""Of a subject at one length, the first time, on two cores: an estimate."""
+# Of a subject in each start: its process, its model, its first steps.
 _PREPARE_S = 12.0
-"""Of a subject in each start: its process, its model, its first steps."""
+_MACHINE = "device", "cpus", "versions"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +91,9 @@ def speed(name: str, study: StudyConfig, arguments: StudyArguments, out: Path) -
         measured = json.loads(written.read_bytes())["measured"]
     else:
         measured = _starts(study, config, out, is_report=arguments.report)
-    if changed := _other_machine(measured):
+    machines = [[start["machine"][key] for key in _MACHINE] for start in measured]
+    changed = next((number for number, of in enumerate(machines, 1) if of != machines[0]), None)
+    if changed:
         raise DataError(
             f"start {changed} in {out} was measured on another machine or with other versions than "
             f"start 1: remove start-{changed}.json to measure it again, or give another --out"
@@ -129,12 +132,6 @@ def _starts(
 def _config(study: StudyConfig, preset: str, overrides: list[str]) -> SpeedConfig:
     words = [text.replace("data.dir=", "data=", 1) for text in overrides]
     return build(SpeedConfig, dict(study.presets[preset].set), f"preset {preset}", words)
-
-
-def _other_machine(found: Sequence[Mapping[str, Any]]) -> int | None:
-    """Number a start that was not measured where the first was, and with its versions."""
-    places = [[start["machine"][key] for key in ("device", "cpus", "versions")] for start in found]
-    return next((number for number, at in enumerate(places, 1) if at != places[0]), None)
 
 
 def _check_setting(file: Path, config: SpeedConfig) -> None:

@@ -42,14 +42,14 @@ _HARDWARE = {
     "small": HardwareConfig(tflops=0.06, utilisation=1.0),
     "gpu": HardwareConfig(gpu="H100"),
 }
+# The embedded corpus', where the data is not there yet.
 _VOCABULARY = 4096
-"""The embedded corpus', where the data is not there yet."""
 _SAID = {
     "small": "of two shared CPU cores, at 60 GFLOP/s and 6 s before the first step of each",
     "gpu": "of one H100 at 40% of its peak; models below width 768 wait for the host and need more",
 }
+# Of a run, before its first step: two processes, which import torch.
 _START_S = 6.0
-"""Of a run, before its first step: two processes, which import torch."""
 _ROWS, _ROWS_A_CLASS = 2000, 40
 """Of a split of a task that does not say how many it takes, and of a class of a subset."""
 _S_PER_HOUR = 3600
@@ -388,7 +388,10 @@ def plan(
         runs={run: runs[run] for run in runs if run in wanted},
         of_cells=of_cells,
         tasks={
-            task: load_task(entry.file, (*_words(entry.set), *of_tasks))
+            task: load_task(
+                entry.file,
+                (*(f"{path}={json.dumps(value)}" for path, value in entry.set.items()), *of_tasks),
+            )
             for task, entry in study.tasks.items()
             if task in asked
         },
@@ -404,10 +407,6 @@ def run_plan(config: PretrainConfig, preset: str = "gpu") -> RunPlan:
     config = replace(config, model=replace(config.model, vocab_size=size or _VOCABULARY))
     profile = ClusterConfig(hardware=_HARDWARE[preset])
     return plan_run(config, profile, counts_activations=False)
-
-
-def _words(values: Values) -> list[str]:
-    return [f"{path}={json.dumps(value)}" for path, value in values.items()]
 
 
 def _base(

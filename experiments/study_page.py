@@ -19,12 +19,12 @@ from experiments.effects import (
     summaries,
     verdicts,
 )
-from experiments.intervals import LEVEL, RowVariance
 from experiments.page import Point, draw_lines, svg
 from experiments.read import Reading
 from experiments.study import StudyPlan
 from pipeline.config.load import provenance
 from pipeline.runtime.summary import duration
+from pipeline.tasks.intervals import LEVEL, RowVariance
 
 _NOT_WRITTEN = "No conclusion has been written yet; what the numbers decide by themselves:"
 
@@ -105,7 +105,10 @@ def _page(
     yield f"# {plan.name}: {study.question}"
     yield ""
     if state:
-        yield f"**Partial results**: {_open_runs(body)} runs are not done."
+        # Each run once, whichever parts ask for it.
+        states = [run["outcome"] for run in body["runs"].values()]
+        num_open = sum(outcome not in ("finished", "diverged") for outcome in states)
+        yield f"**Partial results**: {num_open} runs are not done."
         yield ""
     yield study.conclusion.strip() or _NOT_WRITTEN
     yield ""
@@ -136,11 +139,6 @@ def _page(
         yield from _table([cell for cell in cells if cell.cell.part == name], part.metrics)
         yield ""
         yield from _difference_table([effect for effect in compared if effect.part == name])
-
-
-def _open_runs(body: Mapping[str, Any]) -> int:
-    """Count runs that are not done, each once, whichever parts ask for it."""
-    return sum(run["outcome"] not in ("finished", "diverged") for run in body["runs"].values())
 
 
 def _counted(body: Mapping[str, Any]) -> str:
@@ -204,8 +202,10 @@ def figure(
     if not mine:
         return None
     # Runs that another part probes have profiles, too.
-    probed = _runs_of(plan, part) if plan.parts[part].probes else []
-    profiles = sorted({name for run in probed for name in readings[run].profiles})
+    has_probes = bool(plan.parts[part].probes)
+    own = [runs for cell, runs in plan.of_cells.items() if cell.part == part and has_probes]
+    probed = [readings[run] for runs in own for run in runs.values()]
+    profiles = sorted({name for reading in probed for name in reading.profiles})
     columns = max(2, len(profiles))
     rows = len(metrics) + bool(profiles)
 
@@ -225,10 +225,6 @@ def figure(
                 unused.set_axis_off()
 
     return svg(rows, columns, (3.6 * columns, 2.7 * rows), draw)
-
-
-def _runs_of(plan: StudyPlan, part: str) -> list[str]:
-    return [r for cell, runs in plan.of_cells.items() if cell.part == part for r in runs.values()]
 
 
 def _axes(metrics: Sequence[str]) -> dict[str, list[str]]:

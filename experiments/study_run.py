@@ -1,19 +1,22 @@
 """Runs what is missing of a study as sweeps: here, or as job arrays of a cluster."""
 
+import json
 import logging
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from experiments import array, grid
-from experiments.classes import subset
 from experiments.read import outcome, runs_folder, task_name, tasks_folder
-from experiments.study import StudyPlan, StudyRun
+from experiments.study import ClassesConfig, StudyPlan, StudyRun
 from launch.queue import room_of
 from launch.records import FINETUNE, PRETRAIN
 from launch.site import check, profile_here
@@ -22,7 +25,11 @@ from pipeline.data.format import INDEX_FILE
 from pipeline.errors import EXIT_PREEMPTED, ConfigError, DataError
 from pipeline.model.architecture import is_model_folder
 from pipeline.runtime.env import module_command
+from pipeline.runtime.files import write_atomic
+from pipeline.tasks.config import FieldsConfig
+from pipeline.tasks.readers import read_task
 from pipeline.tasks.task import TaskConfig
+from pipeline.tasks.types import Example
 
 logger = logging.getLogger(__name__)
 
@@ -182,3 +189,65 @@ def _sweep(study: str, verb: str, folder: Path, configs: Mapping[str, Any], wher
     for job, draft in array.submit_all(sweep, what, cluster, source, where.jobs, room):
         logger.info("job %s: %d runs", job, len(draft.runs))
     return False
+
+
+def subset(config: TaskConfig, sizes: ClassesConfig, seed: int, folder: Path) -> TaskConfig:
+    """Write the rows of some classes into a folder; return the task that reads them.
+
+    This varies the number of classes apart from rows a class and imbalance.
+
+    Train has equally many rows of each class, dev and test all they have of these classes.
+
+    Raises:
+        DataError: too few classes have enough rows.
+    """
+    data = read_task(config)
+    train = _by_class(data.splits["train"])
+    wanted = sizes.rows_a_class or max(1, (sizes.rows or 0) // sizes.number)
+    enough = sorted(name for name, rows in train.items() if len(rows) >= wanted)
+    if len(enough) < sizes.number:
+        raise DataError(
+            f"{config.name}: {len(enough)} classes have {wanted} rows of train, expected "
+            f"{sizes.number}; lower classes.number or its rows"
+        )
+    # Each seed draws classes of its own, so that a mean over seeds is one over draws as well.
+    random = np.random.default_rng((seed, sizes.number))
+    chosen = [enough[i] for i in sorted(random.permutation(len(enough))[: sizes.number].tolist())]
+    drawn = {
+        name: [train[name][i] for i in random.permutation(len(train[name]))[:wanted].tolist()]
+        for name in chosen
+    }
+    rows = {"train": [row for name in chosen for row in drawn[name]]}
+    for split in ("dev", "test"):
+        of = _by_class(data.splits[split])
+        rows[split] = [row for name in chosen for row in of.get(name, [])]
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, every in rows.items():
+        lines = [
+            json.dumps({"id": str(n), "text": row.text, "label": row.gold}, ensure_ascii=False)
+            for n, row in enumerate(every)
+        ]
+        write_atomic(folder / f"{split}.jsonl", ("\n".join(lines) + "\n").encode())
+    return replace(
+        config,
+        data=replace(
+            config.data,
+            root=str(folder.resolve()),
+            format="jsonl",
+            columns=(),
+            drop_labels=(),
+            labels=tuple(chosen),
+            fields=FieldsConfig(text="text"),
+            train=("train.jsonl",),
+            dev=("dev.jsonl",),
+            test=("test.jsonl",),
+        ),
+    )
+
+
+def _by_class(rows: Sequence[Example]) -> dict[str, list[Example]]:
+    found = defaultdict(list)
+    for row in rows:
+        if isinstance(row.gold, str):
+            found[row.gold].append(row)
+    return dict(found)

@@ -13,8 +13,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, ClassVar
 
-from experiments import intervals, page
-from experiments.intervals import Interval, in_percent, judged
+from experiments import page
 from experiments.read import TaskScores, difference, read_scores
 from pipeline.config.load import build, find_config, load, provenance
 from pipeline.config.schema import REQUIRED, param, path_param
@@ -23,6 +22,8 @@ from pipeline.multitask.config import TaskMix, load_mix
 from pipeline.runtime import env
 from pipeline.runtime.rank import Rank
 from pipeline.runtime.run_folder import RunFolder
+from pipeline.tasks import intervals
+from pipeline.tasks.intervals import Interval, in_percent, judged
 from pipeline.tasks.task import TaskConfig
 from pipeline.use.pretrain import own_process
 

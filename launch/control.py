@@ -27,10 +27,10 @@ from pipeline.runtime.summary import duration
 
 logger = logging.getLogger(__name__)
 
+# Time for a job to end; SLURM's KillWait is 30 s by default.
 _END_S = 60.0
-"""Time for a job to end; SLURM's KillWait is 30 s by default."""
+# Age from which a job's script hears signals: before it has set its trap, a signal ends it.
 _DEAF_S = 10.0
-"""Age from which a job's script hears signals: before it has set its trap, a signal ends it."""
 
 
 def cancel(run_dir: Path, *, save: bool, save_s: float) -> Iterator[str]:
@@ -159,7 +159,7 @@ def _nothing_to_cancel(run_dir: Path) -> str:
 
 
 def note_cancelled(run_dir: Path, facts: JobFacts) -> None:
-    """Record a cancelled job in the run's history, since SLURM forgets it without accounting.
+    """Record a cancelled job in the run's history.
 
     A job that came to a decision of its own before is left as it is.
     """
@@ -168,6 +168,7 @@ def note_cancelled(run_dir: Path, facts: JobFacts) -> None:
         return
     newest = newest_checkpoint(run_dir)
     # None: it says nothing of progress, and `decide` must not count it.
+    # On record here, since SLURM without accounting forgets the job.
     record = {"job": facts.job, "restart": facts.restarts or 0, "nodes": [], "miss": None}
     record |= {"before": newest, "after": newest, "decision": CANCELLED}
     try:

@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 State = Literal["waiting", "running", "finished", "stopped", "cancelled", "failed", "unknown"]
 
 _OVER = ("finished", "stopped", "cancelled", "failed")
+# How long `wait` goes on where nobody knows the job: SLURM forgets ended ones after minutes.
 _PATIENCE_S = 180.0
-"""How long `wait` goes on where nobody knows the job: SLURM forgets ended ones after minutes."""
 _LOCAL_LOG = "local.log"
 _TO_END_S = 60.0
 

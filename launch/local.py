@@ -200,10 +200,7 @@ def combined_exit_code(codes: Iterable[int]) -> int:
 def _start(
     command: list[str], log: Path, slot: int, jobs: int, ranks: int
 ) -> "subprocess.Popen[bytes]":
-    """Start one of several commands with its share of the cores and GPUs of this machine.
-
-    In a session of its own, Ctrl-C reaches it once, by us, and not by the terminal as well.
-    """
+    """Start one of several commands with its share of the cores and GPUs of this machine."""
     cores = (os.cpu_count() or 1) // (jobs * ranks)
     variables = {"OMP_NUM_THREADS": str(max(1, cores)), **os.environ}
     gpus = _gpus()
@@ -211,6 +208,7 @@ def _start(
         mine = [gpus[(slot * ranks + rank) % len(gpus)] for rank in range(ranks)]
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys(mine))
     with log.open("ab") as file:
+        # In a session of its own, Ctrl-C reaches it once, by us, and not by the terminal as well.
         return subprocess.Popen(
             command, stdout=file, stderr=file, env=variables, start_new_session=True
         )

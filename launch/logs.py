@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 
 _BLOCK = 1 << 16
 _LOOK_EVERY_S = 0.5
+# Seldom, since SLURM's controller serves everyone.
 _ASK_EVERY_S = 10.0
-"""Seldom, since SLURM's controller serves everyone."""
 
 
 def job_log(run_dir: Path, job: str) -> Path:

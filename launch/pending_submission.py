@@ -30,8 +30,8 @@ INTENT_FILE = "submitting.json"
 """In the launcher's folder while a submission is made, and after one that may have left a job."""
 _LOCK_FILE = "submitting.lock"
 _NOTHING = {"", "(null)", "n/a"}
+# Most seconds by which the clocks of this machine and of the controller may differ.
 _CLOCKS_S = 5.0
-"""Most seconds by which the clocks of this machine and of the controller may differ."""
 
 
 # On disk before sbatch: a lock alone would not know what a killed process left in the queue.
@@ -224,11 +224,7 @@ def _refuse_unrecorded(
 
 
 def _compare(job: str, script: str) -> None:
-    """Compare a new job with its script.
-
-    Raises:
-        ConfigError: SLURM made another job of it.
-    """
+    """Compare a new job with its script (ConfigError: SLURM made another job of it)."""
     try:
         form = ",".join(f"{name}:0|" for name in _SHOWN[:-1]) + f",{_SHOWN[-1]}:0"
         command = ["squeue", f"--jobs={job}", "--noheader", "--states=all", f"--Format={form}"]
@@ -258,12 +254,12 @@ def options_of(script: str) -> dict[str, str]:
 def differences(asked: Mapping[str, str], shown: Mapping[str, str]) -> list[str]:
     """List what a job has otherwise than its script asks for, as squeue shows it. Pure.
 
-    Only what was asked for is compared: defaults are the site's. An account, a QOS and a number of
-    cores that squeue does not show are not known, which is so on sites without accounting.
+    Only what was asked for is compared: defaults are the site's.
     """
     texts = []
     for name, (field, is_same) in _COMPARED.items():
         value, want = shown[field], asked.get(name, "")
+        # squeue does not show these on sites without accounting.
         unknown = field in ("Account", "QOS", "cpus-per-task") and value.lower() in _NOTHING
         if (want or name in asked) and not unknown and not is_same(want, value):
             said = f"--{name}={want}" if want else f"--{name}"

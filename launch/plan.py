@@ -44,18 +44,18 @@ from pipeline.runtime.summary import table
 NODE_MTBF_HOURS = 6000.0
 """Mean time between failures of a node of 8 GPUs: what Llama 3's 16,384 GPUs had, 419 interruptions
 in 54 days (arXiv 2407.21783, section 3.3.4)."""
+# Bytes of a parameter: fp32 master weights and two fp32 averages.
 _CHECKPOINT_BYTES = 12
-"""Bytes of a parameter: fp32 master weights and two fp32 averages."""
+# Usable share of a GPU's memory; CUDA, NCCL's buffers and fragmentation take the rest.
 _MEMORY_SHARE = 0.9
-"""Usable share of a GPU's memory; CUDA, NCCL's buffers and fragmentation take the rest."""
 _FREE_SHARE = 1.05
+# ZeRO stages without a closed form here: they take less than stage 1.
 _DIVIDE_MORE = (2, 3)
-"""ZeRO stages without a closed form here: they take less than stage 1."""
 _GRADIENT_BYTES = 4
 BUS_EFFICIENCY = 0.8
 """Share of a data sheet's bandwidth that an all-reduce reaches: 8 A100 have 230 of 300 GB/s."""
+# Stage 3 keeps weights whose next use is nearer than this (stage3_max_reuse_distance).
 _KEPT_ELEMENTS = 1e9
-"""Stage 3 keeps weights whose next use is nearer than this (stage3_max_reuse_distance)."""
 _STAGE_1 = "; the state is that of ZeRO stage 1, yours takes less"
 
 
@@ -596,9 +596,6 @@ def exchanged_bytes(config: RunConfig, parameters: int, passes: float) -> dict[s
 
     They are those of `pipeline/train/engine.py` with DeepSpeed 0.19.8, which
     `tests/distributed/test_moved.py` counts: gradients are added in fp32 whatever the precision.
-    Stages 1 and 2 all-reduce them, although a rank keeps only its part, and stages 2 and 3 do so
-    for every micro-batch. Stage 3 gathers weights for every micro-batch, and a model too large to
-    be kept for its backward pass twice.
     """
     stage = config.train.zero_stage
     gradients = float(_GRADIENT_BYTES * parameters)
@@ -606,7 +603,10 @@ def exchanged_bytes(config: RunConfig, parameters: int, passes: float) -> dict[s
     if stage == 0:
         return {"all-reduce": gradients}
     if stage < 3:
+        # DeepSpeed all-reduces, although a rank keeps only its part; stage 2 for every micro-batch.
         return {"all-reduce": gradients * (passes if stage == 2 else 1), "all-gather": weights}
+    # Weights are gathered for every micro-batch, and those of a model that is too large to be kept
+    # for its backward pass twice.
     times = passes * (2 if 2 * parameters > _KEPT_ELEMENTS else 1)
     return {"reduce-scatter": gradients * passes, "all-gather": weights * times}
 

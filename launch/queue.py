@@ -1,9 +1,5 @@
 """Jobs as SLURM knows them: from its queue, then from its accounting; otherwise unknown.
 
-The printed formats are those that are stable: `squeue --json` ignores `-j`, and `scontrol show job`
-mixes job names with its keys. A size of 0 prints a field in full; the comment, which may contain
-anything, comes last.
-
 A job that the queue does not know may still run: a controller that crashes forgets young jobs while
 their tasks run on, and later gives their ids to other jobs. So a job counts as ended only if SLURM
 says so, and as ours only if it carries the comment that it was submitted with.
@@ -34,6 +30,8 @@ RUNNING, PENDING, UNKNOWN = "RUNNING", "PENDING", "UNKNOWN"
 ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"}
 ENDED |= {"OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"}
 _WAITING = {PENDING, "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"}
+# The printed formats are stable: `squeue --json` ignores `-j`, and `scontrol show job` mixes job
+# names with its keys. The comment, which may contain anything, comes last.
 _SQUEUE = (
     "JobArrayID", "ArrayJobID", "State", "Reason", "Partition", "NodeList", "RestartCnt",
     "SubmitTime", "StartTime", "EndTime", "TimeLimit", "exit_code", "Comment",
@@ -43,8 +41,8 @@ _SACCT = (
     "ExitCode", "Comment",
 )  # fmt: skip
 _NOTHING = {"", "(null)", "None", "N/A", "Unknown", "None assigned", "n/a"}
+# Clocks of a cluster differ by less than this.
 _ID_REUSED_S = 600.0
-"""Clocks of a cluster differ by less than this."""
 _SHARE = 4
 """Arrays that fill the room: the next one comes when the first of them have ended."""
 
@@ -182,10 +180,10 @@ def job_facts(
 ) -> JobFacts:
     """Ask the queue, then accounting, about one job; `UNKNOWN` with the reason if neither can tell.
 
-    Another job may have the same id by chance: only one of `folder` counts, if it is given, and no
-    accounting record from before the submission.
+    Only a job of `folder` counts, if it is given, and no record from before the submission.
     """
     queued = jobs_of([job])
+    # Another job may have the same id by chance.
     ours = [facts for facts in queued if folder is None or facts.is_of(folder)]
     if ours:
         return current(ours)
@@ -209,6 +207,7 @@ def current(jobs: Sequence[JobFacts]) -> JobFacts:
 
 
 def _squeue(which: list[str]) -> list[JobFacts]:
+    # A size of 0 prints a field in full.
     form = ",".join(f"{name}:0|" for name in _SQUEUE[:-1]) + f",{_SQUEUE[-1]}:0"
     output = run_command(
         ["squeue", *which, "--noheader", "--states=all", "--array", f"--Format={form}"]

@@ -56,8 +56,8 @@ PREP_RECORD = Path("work", "logs", "submitted.json")
 """In a dataset folder: its last submission."""
 FAILED_MARK = "failed-"
 """With the name of a stage, in the folder of a preparation's submission: which part failed."""
+# `postnorm/configs` is a link in a checkout, which `rglob` does not follow.
 _FOLDERS = ("data_prep", "launch", "pipeline", "postnorm", "postnorm/configs", "experiments")
-"""`postnorm/configs` is a link in a checkout, which `rglob` does not follow."""
 _ROOT = Path(__file__).resolve().parents[1]
 _HASH_LETTERS = 16
 
@@ -279,7 +279,10 @@ def snapshot(folder: Path, root: Path = _ROOT) -> Path:
         copy = temporary_beside(target)
         try:
             # numba's machine code, which holds for files of this content, saves each start 15 s.
-            for path in (*_files(root), *_machine_code(root)):
+            compiled = (
+                path for name in _FOLDERS for path in (root / name).rglob("__pycache__/*.nb?")
+            )
+            for path in (*_files(root), *compiled):
                 to = copy / path.relative_to(root)
                 to.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, to)
@@ -306,8 +309,3 @@ def _files(root: Path) -> list[Path]:
     """List the files of the packages in a fixed order, without Python's compiled ones."""
     every = {path for folder in _FOLDERS for path in (root / folder).rglob("*")}
     return sorted(path for path in every if path.is_file() and "__pycache__" not in path.parts)
-
-
-def _machine_code(root: Path) -> list[Path]:
-    """List what numba compiled of the packages, if anything."""
-    return [path for folder in _FOLDERS for path in (root / folder).rglob("__pycache__/*.nb?")]

@@ -1,8 +1,7 @@
 """The SLURM site as its own commands describe it, and whether a cluster profile fits it.
 
-Text formats with separators are read, which are the same from 22.05 on; `--json` changes between
-versions and leaves options out. Names of reservations and accounts come from `scontrol` and
-`sacctmgr`, the latter only where SLURM enforces them.
+Names of reservations and accounts come from `scontrol` and `sacctmgr`, the latter only where SLURM
+enforces them.
 """
 
 import difflib
@@ -21,6 +20,8 @@ from pipeline.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+# Text formats with separators are read, which are the same from 22.05 on; `--json` changes between
+# versions and leaves options out.
 _NODE_FORMAT = "%P|%a|%l|%s|%N|%c|%m|%G|%f"
 _NOT_NOW = "Requested node configuration is not available"
 
@@ -123,11 +124,9 @@ def _number(text: str) -> int | None:
 
 
 def within_site(cluster: ClusterConfig) -> ClusterConfig:
-    """Lower `prep.max_array_size` of a profile to the site's MaxArraySize.
-
-    Where SLURM cannot be asked, the profile stays as it is, and sbatch has the last word.
-    """
+    """Lower `prep.max_array_size` of a profile to the site's MaxArraySize."""
     size = max_array_size()
+    # Where SLURM cannot be asked, the profile stays as it is, and sbatch has the last word.
     if size is None or size >= cluster.prep.max_array_size:
         return cluster
     return replace(cluster, prep=replace(cluster.prep, max_array_size=size))
@@ -139,11 +138,9 @@ def max_array_size() -> int | None:
 
 
 def profile_here(path: str | None) -> ClusterConfig:
-    """Load a cluster profile and drop settings that this cluster does not support.
-
-    Without a task plugin srun cannot bind ranks to cores, and says so in every step of a job.
-    """
+    """Load a cluster profile and drop settings that this cluster does not support."""
     cluster = cluster_of(path)
+    # Without a task plugin srun cannot bind ranks to cores, and says so in every step of a job.
     plugin = _setting("TaskPlugin") if cluster.cpu_bind else ""
     if plugin not in ("task/none", "(null)"):
         return cluster
@@ -157,7 +154,7 @@ def submit_limit(account: str, qos: str) -> int | None:
     """Ask accounting how many jobs of an account and QOS this user may have in the queue.
 
     The smallest limit holds; None: there is none, or SLURM cannot be asked. Empty stands for the
-    user's own: where he has several QOS, which one SLURM takes is not known, so that none counts.
+    user's own.
     """
     try:
         enforced = _settings().get("AccountingStorageEnforce", "").split(",")
@@ -170,6 +167,7 @@ def submit_limit(account: str, qos: str) -> int | None:
         return None
     mine = [fields for fields in own if fields[0] == account or not account]
     names = {name for _, listed, _ in mine for name in listed.split(",") if name}
+    # Where a user has several QOS, which one SLURM takes is not known, so that none counts.
     taken = {qos} if qos else names if len(names) == 1 else set()
     limits = [limit for _, _, limit in mine] + [limit for name, limit in of_qos if name in taken]
     return min((int(limit) for limit in limits if limit.isdecimal()), default=None)
@@ -184,10 +182,6 @@ def ask_sbatch(script: str) -> str:
     """Ask sbatch whether it would accept a script (`--test-only`), and return its answer.
 
     It knows what only the controller knows, such as partitions that an account may not use.
-    Measured on SLURM 22.05: where EnforcePartLimits=NO a time limit above the partition's passes,
-    and sbatch queues for ever what asks for five of four nodes; nodes that are drained or reserved
-    at the moment make it refuse what sbatch itself would queue. So that refusal is only reported,
-    and `check` compares limits and nodes.
     """
     try:
         # sbatch answers on standard error.
@@ -196,6 +190,9 @@ def ask_sbatch(script: str) -> str:
     except NoAnswerError:
         raise
     except SlurmError as error:
+        # Measured on SLURM 22.05: nodes that are drained or reserved at the moment make it refuse
+        # what sbatch itself would queue, so that this is only reported. Where EnforcePartLimits=NO
+        # it lets pass what never starts: `check` compares limits and nodes.
         if _NOT_NOW not in str(error):
             raise ConfigError(
                 f"sbatch would refuse the job: {error}; change the cluster profile"

@@ -1,8 +1,4 @@
-"""The one place that runs SLURM's commands; it retries while the controller does not answer.
-
-Measured on 22.05: without a controller each command fails by itself after 9 to 20 s (at most twice
-`MessageTimeout`), with exit code 1 like any other error, so only the message tells them apart.
-"""
+"""The one place that runs SLURM's commands; it retries while the controller does not answer."""
 
 import logging
 import re
@@ -21,14 +17,17 @@ PATIENCE_S = 60.0
 # Twice a MessageTimeout of 60 s; SLURM's default is 10 s.
 _CALL_S = 120.0
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 30.0
+# Measured on 22.05: without a controller each command fails by itself after 9 to 20 s (at most
+# twice `MessageTimeout`), with exit code 1 like any other error, so only the message tells them
+# apart.
 _UNREACHED = ("Unable to contact slurm controller", "Unable to contact slurm daemon")
+# With these the request may have reached the controller.
 _UNANSWERED = (
     "Socket timed out",
     "Unexpected message received",
     "Zero Bytes were transmitted",
     "Connection timed out",
 )
-"""With these the request may have reached the controller."""
 # sbatch names the limit (QOSMaxSubmitJobPerUserLimit, AssocMaxSubmitJobLimit), then the policy,
 # which is the same text for limits on sizes and times.
 _TOO_MANY = re.compile("MaxSubmitJob|job submit limit")
@@ -74,8 +73,8 @@ def run_command(
     """Run a SLURM command and return its output. Times are printed as Unix seconds.
 
     While the controller does not answer it is retried; one that is not `repeatable` only where the
-    controller was not reached at all. sbatch is not repeatable: it may have submitted. The command
-    gets the variables of `passed_on`, so that no option of SLURM among them has an effect.
+    controller was not reached at all. The command gets the variables of `passed_on`, so that no
+    option of SLURM among them has an effect.
 
     Raises:
         NoSlurmError: the command does not exist here.
@@ -90,6 +89,7 @@ def run_command(
         words = [word for word in command if not word.startswith("--")]
         refusal = f"{shlex.join(words)} failed ({code}): {message}"
         # What did not reach the controller changed nothing, so even sbatch may be tried again.
+        # sbatch is not repeatable: it may have submitted.
         again = _UNREACHED if not repeatable else _UNREACHED + _UNANSWERED
         if not any(text in message for text in _UNREACHED + _UNANSWERED):
             raise SlurmError(refusal)

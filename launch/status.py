@@ -9,17 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launch.queue import (
-    RUNNING,
-    UNKNOWN,
-    JobFacts,
-    accounted,
-    current,
-    job_facts,
-    jobs_of,
-    my_jobs,
-    reason_in_words,
-)
+from launch import queue
 from launch.records import (
     FOLDER,
     LAST_DECISIONS,
@@ -57,7 +47,7 @@ class RunReport:
     """Everything that is known of a run. The keys of `status RUN --json`."""
 
     run_dir: str
-    jobs: list[JobFacts]
+    jobs: list[queue.JobFacts]
     """The training first, then the last evaluation, then other jobs of this run in the queue."""
     queue_problem: str
     """Why SLURM could not be asked, or empty."""
@@ -73,7 +63,7 @@ class RunReport:
     """Why there is no such status, or empty."""
 
     @property
-    def job(self) -> JobFacts | None:
+    def job(self) -> queue.JobFacts | None:
         """The job of the newest submission of its kind, training first."""
         return self.jobs[0] if self.jobs else None
 
@@ -90,7 +80,7 @@ class PrepReport:
     output_dir: str
     stages: dict[str, list[str]]
     """Ids of the arrays of each stage."""
-    elements: list[JobFacts]
+    elements: list[queue.JobFacts]
     """Elements of the arrays that the queue knows."""
     queue_problem: str
     """Why SLURM could not be asked, or empty."""
@@ -108,7 +98,7 @@ class PrepReport:
 
 def run_report(run_dir: Path) -> RunReport:
     """Ask SLURM about a run, an absolute folder, and read the run's files."""
-    jobs: list[JobFacts] = []
+    jobs: list[queue.JobFacts] = []
     problem = ""
     try:
         jobs = _jobs_of_run(run_dir)
@@ -117,7 +107,7 @@ def run_report(run_dir: Path) -> RunReport:
     return report_of(run_dir, jobs, problem)
 
 
-def report_of(run_dir: Path, jobs: list[JobFacts], queue_problem: str) -> RunReport:
+def report_of(run_dir: Path, jobs: list[queue.JobFacts], queue_problem: str) -> RunReport:
     """Read the files of a run whose jobs are known."""
     run, problem = own_status(run_dir)
     return RunReport(
@@ -132,22 +122,22 @@ def report_of(run_dir: Path, jobs: list[JobFacts], queue_problem: str) -> RunRep
     )
 
 
-def _jobs_of_run(run_dir: Path) -> list[JobFacts]:
+def _jobs_of_run(run_dir: Path) -> list[queue.JobFacts]:
     every = submissions(run_dir)
-    arrays: dict[str, list[JobFacts]] = {}
-    for facts in my_jobs():
+    arrays: dict[str, list[queue.JobFacts]] = {}
+    for facts in queue.my_jobs():
         if facts.is_of(run_dir):
             arrays.setdefault(facts.array, []).append(facts)
     chains = {one.job for one in every if one.job in arrays}
     queued = {
         name if name in chains else facts.job: facts
         for name, jobs in arrays.items()
-        for facts in ([current(jobs)] if name in chains else jobs)
+        for facts in ([queue.current(jobs)] if name in chains else jobs)
     }
     submitted = [
         queued.pop(last.job)
         if last.job in queued
-        else job_facts(last.job, run_dir, last.submitted_unix_s)
+        else queue.job_facts(last.job, run_dir, last.submitted_unix_s)
         for last in newest(every)
     ]
     return [*submitted, *(facts for facts in queued.values() if facts.is_alive)]
@@ -170,7 +160,7 @@ def prep_report(output_dir: Path) -> PrepReport | None:
     record = read_prep(output_dir)
     if record is None:
         return None
-    elements: list[JobFacts] = []
+    elements: list[queue.JobFacts] = []
     problem = ""
     try:
         elements = prep_elements(output_dir, record.jobs)
@@ -181,7 +171,7 @@ def prep_report(output_dir: Path) -> PrepReport | None:
         gone = [job for jobs in record.jobs.values() for job in jobs if job not in known]
         # The queue forgets jobs some minutes after their end; accounting is not everywhere.
         with suppress(SlurmError, ConfigError):
-            ended = accounted(gone, record.submitted_unix_s) if gone else []
+            ended = queue.accounted(gone, record.submitted_unix_s) if gone else []
             elements += [facts for facts in ended if facts.is_ended]
     return PrepReport(
         output_dir=str(output_dir),
@@ -195,23 +185,23 @@ def prep_report(output_dir: Path) -> PrepReport | None:
     )
 
 
-def prep_elements(output_dir: Path, stages: dict[str, list[str]]) -> list[JobFacts]:
+def prep_elements(output_dir: Path, stages: dict[str, list[str]]) -> list[queue.JobFacts]:
     """List the elements of a preparation's arrays, without other jobs that have the same ids."""
-    queued = jobs_of([job for jobs in stages.values() for job in jobs])
+    queued = queue.jobs_of([job for jobs in stages.values() for job in jobs])
     return [facts for facts in queued if not facts.comment or facts.is_of(output_dir)]
 
 
 def queue_reports() -> list[RunReport | PrepReport]:
     """Report all runs and preparations of this user that have jobs in the queue."""
-    folders: dict[str, list[JobFacts]] = {}
-    for facts in my_jobs():
+    folders: dict[str, list[queue.JobFacts]] = {}
+    for facts in queue.my_jobs():
         if facts.is_alive and facts.comment.startswith("/"):
             folders.setdefault(facts.comment, []).append(facts)
     reports = [_queue_report(Path(folder), jobs) for folder, jobs in folders.items()]
     return [report for report in reports if report is not None]
 
 
-def _queue_report(folder: Path, jobs: list[JobFacts]) -> RunReport | PrepReport | None:
+def _queue_report(folder: Path, jobs: list[queue.JobFacts]) -> RunReport | PrepReport | None:
     """Report one folder with jobs in the queue; None if it does not belong to this project."""
     if (folder / PREP_RECORD).exists():
         return PrepReport(str(folder), prep_jobs(folder), jobs, "")
@@ -233,7 +223,7 @@ def headline(report: RunReport) -> str:
     last = decision(report, ids[0]) if ids else None
     if last:
         return str(last["decision"])
-    if job and job.state != UNKNOWN:
+    if job and job.state != queue.UNKNOWN:
         return job.state.lower()
     if report.submissions:
         return "unknown"
@@ -316,12 +306,12 @@ def _queue_lines(report: RunReport, now_s: float) -> Iterator[Line]:
         yield from (("", line) for line in rest)
 
 
-def _job_lines(report: RunReport, facts: JobFacts, now_s: float) -> list[str]:
+def _job_lines(report: RunReport, facts: queue.JobFacts, now_s: float) -> list[str]:
     where = f" on {facts.nodes}" if facts.nodes else ""
     restarts = ""
     if facts.restarts:
         restarts = ", 1 restart" if facts.restarts == 1 else f", {facts.restarts} restarts"
-    if facts.state == UNKNOWN:
+    if facts.state == queue.UNKNOWN:
         return [f"{facts.job}: {facts.reason}", _evidence(report, facts)]
     if facts.is_ended:
         ended = f", {duration(now_s - facts.end_unix_s)} ago" if facts.end_unix_s else ""
@@ -341,17 +331,17 @@ def _job_lines(report: RunReport, facts: JobFacts, now_s: float) -> list[str]:
         return [waits, f"{reason}{start}"]
     since = f" for {duration(now_s - facts.started_unix_s)}" if facts.started_unix_s else ""
     left = ""
-    if facts.state == RUNNING and facts.end_unix_s:
+    if facts.state == queue.RUNNING and facts.end_unix_s:
         left = f", {duration(facts.end_unix_s - now_s)} left of {facts.time_limit}"
     return [f"{facts.job} {facts.state.lower()}{where}{since}{left}{restarts}"]
 
 
 def _explained(reason: str, job: str) -> str:
-    words = reason_in_words(reason, job)
+    words = queue.reason_in_words(reason, job)
     return f"{reason}: {words}" if words else reason
 
 
-def _evidence(report: RunReport, facts: JobFacts) -> str:
+def _evidence(report: RunReport, facts: queue.JobFacts) -> str:
     """Describe what the run's own files tell of a job that SLURM does not know."""
     last = decision(report, facts.job)
     if report.is_done:
@@ -417,7 +407,7 @@ def _prep_row(report: PrepReport) -> tuple[str, ...]:
     return (short_path(report.output_dir), arrays, state, reason_text, tasks, "-", "-", "-")
 
 
-def _counts(elements: Sequence[JobFacts]) -> tuple[str, str, str, str]:
+def _counts(elements: Sequence[queue.JobFacts]) -> tuple[str, str, str, str]:
     """Count elements that wait, are on nodes, are done and have failed."""
     waiting = sum(facts.is_waiting for facts in elements)
     done = sum(facts.state == "COMPLETED" for facts in elements)
@@ -438,7 +428,7 @@ def _prep_mark(report: PrepReport, stage: str, jobs: Sequence[str]) -> str:
     return f"not known to SLURM (any more): {' '.join(jobs)}"
 
 
-def _prep_reason(elements: Sequence[JobFacts]) -> str:
+def _prep_reason(elements: Sequence[queue.JobFacts]) -> str:
     waiting = Counter(facts.reason for facts in elements if facts.is_waiting and facts.reason)
     if not waiting:
         ends = Counter(facts.state for facts in elements if facts.is_ended)

@@ -324,9 +324,10 @@ def _submit(draft: SubmissionPlan, intent: PendingSubmission) -> str:
 
 
 def refuse_twice(run_dir: Path, kind: str) -> None:
-    """Refuse a second job of a run, which would only wait for the lock of the first."""
+    """Refuse a second job of a run."""
     left = still_queued([one.job for one in submissions(run_dir) if one.kind == kind])
     if left:
+        # It would only wait for the lock of the first.
         raise BusyError(
             f"job {left[-1]} of {run_dir} is in the queue: look at it with `python -m launch "
             f"status {run_dir}`, or end it with `python -m launch cancel {run_dir}`"

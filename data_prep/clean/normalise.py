@@ -10,9 +10,7 @@ table does most of the work; `unicodedata` sees only the other places. That is e
 as `unicodedata.normalize` and regular expressions over the whole text.
 
 OpenCC's dictionaries of phrases and characters simplify Chinese. Most text is converted by `t2s`,
-which does not change Simplified text. Traditional text (at least a twentieth of its Han characters
-change) is converted by `tw2s`, which also knows Taiwan's 著 for 着; on Simplified text that would
-turn 原著 into 原着.
+which does not change Simplified text.
 """
 
 import re
@@ -40,6 +38,8 @@ _NEWLINE_LIKE = "\n\r\x85\u2028\u2029"
 _REMOVE, _LOOK_CLOSER = 0x110000, 0x110001
 _CHUNK = 1 << 20
 _DEFAULT = CleanConfig()
+# Text of which so many Han characters change is Traditional, and converted by `tw2s`, which also
+# knows Taiwan's 著 for 着; on Simplified text that would turn 原著 into 原着.
 _TRADITIONAL_SHARE = 0.05
 _MOST_ROUNDS = 10  # real texts never needed more than three
 

@@ -42,7 +42,7 @@ def read(file: InputFile, reading: Reading) -> Items:
         return
     try:
         for place, text in _READERS[_suffix(file.path)](file, reading):
-            if _is_text(text):
+            if any(char.isspace() or char >= "\u2e80" for char in text.strip()):
                 yield f"{file.name}{place}", storable(text)
         refuse_changed(file)
     except OSError as error:
@@ -74,10 +74,6 @@ _KINDS = f"expected {', '.join(SUFFIXES)}, plain or with {', '.join(COMPRESSED_S
 
 def _suffix(path: str) -> str:
     return Path(plain_name(path)).suffix
-
-
-def _is_text(text: str) -> bool:
-    return any(character.isspace() or character >= "\u2e80" for character in text.strip())
 
 
 def _lines(file: InputFile, reading: Reading) -> Iterator[tuple[int, str]]:
@@ -123,10 +119,6 @@ def _csv(file: InputFile, reading: Reading) -> Items:
             f"{file.path}, line {rows.line_num}: not valid CSV ({error}); expected commas between "
             'cells and "" for a quote in a quoted cell; a tab-separated file needs the suffix .tsv'
         ) from error
-
-
-def _jsonl(file: InputFile, reading: Reading) -> Items:
-    return _values(file, _lines(file, reading), reading)
 
 
 def _json(file: InputFile, reading: Reading) -> Items:
@@ -184,4 +176,10 @@ def _strings(value: Any, place: str) -> Items:
             yield from _strings(inner, f"{place}/{key}")
 
 
-_READERS = {".jsonl": _jsonl, ".json": _json, ".tsv": _tsv, ".csv": _csv, ".txt": _txt}
+_READERS = {
+    ".jsonl": lambda file, reading: _values(file, _lines(file, reading), reading),
+    ".json": _json,
+    ".tsv": _tsv,
+    ".csv": _csv,
+    ".txt": _txt,
+}

@@ -93,6 +93,7 @@ class RewriteJob:
 
 def hash_tasks(progress: Progress, folder: Path) -> list[StageTask[HashJob]]:
     """Make one task per piece."""
+    # Shorter lines always stay: "}" or a year depend on their context.
     pieces, min_chars = progress.pieces, progress.corpus.config.dedup.line_min_chars
     made = []
     for name, done in zip(pieces.names, progress.written, strict=True):

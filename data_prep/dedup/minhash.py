@@ -217,10 +217,10 @@ def _fold_table() -> Letters:
 def _window_hashes(values: Hashes, lengths: set[int]) -> dict[int, Any]:
     """Hash every window of each length by a polynomial modulo 2^64: (L - length + 1,).
 
-    The last value has weight 1, each one before it `_BASE` times more. With weights that fall from
-    the first value on, a window is the difference of two running sums; a power of the base, which
-    is odd and so has an inverse, makes its last weight 1 again.
+    The last value has weight 1, each one before it `_BASE` times more.
     """
+    # With weights that fall from the first value on, a window is the difference of two running
+    # sums; a power of the base, which is odd and so has an inverse, makes its last weight 1 again.
     rising, inverses = powers(1 << len(values).bit_length())
     sums = np.zeros(len(values) + 1, dtype=_U64)
     np.cumsum(values * inverses[: len(values)], out=sums[1:])

@@ -204,9 +204,7 @@ class NGrams:
     def duplicates(self, limits: dict[int, float]) -> tuple[int, float] | None:
         """Find the first n whose duplicate n-grams hold more than their share of the characters.
 
-        A duplicate equals an earlier n-gram of the text; a character in several counts once. A
-        duplicate at some n is one at each smaller n: once a share is below all remaining limits,
-        the rest passes, and only places that were repeated are looked at again.
+        A duplicate equals an earlier n-gram of the text; a character in several counts once.
 
         `limits`: n -> highest share. Returns n and the share, or None if all are within theirs.
         """
@@ -230,6 +228,8 @@ class NGrams:
             share = self._covered(at, size) / self._num_chars
             if share > limits[n]:
                 return n, share
+            # A duplicate at some n is one at each smaller n: once a share is below all remaining
+            # limits, the rest passes, and only places that were repeated are looked at again.
             if share <= lowest:
                 return None
             every = repeated.every()

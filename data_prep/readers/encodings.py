@@ -88,8 +88,7 @@ _COMMON_OF_UTF_16 = _JAPANESE | _WESTERN | {chr(code) for code in range(0x21, 0x
 def detect(head: bytes, others: Sequence[bytes] = ()) -> Encoding | None:
     """Find the encoding of a file by its beginning and `others` of its parts; None if none fits.
 
-    ASCII is UTF-8. Text with bytes that are not UTF-8 is UTF-8 if it has more characters that are,
-    where one of three bytes counts as three: other encodings hardly ever have such a one.
+    ASCII is UTF-8. Text with bytes that are not UTF-8 is UTF-8 if it has more characters that are.
     """
     for mark, encoding in _MARKS.items():
         if head.startswith(mark):
@@ -103,6 +102,7 @@ def detect(head: bytes, others: Sequence[bytes] = ()) -> Encoding | None:
     if not has_zeros:
         seen = Counter(odd.decode("utf-8", "replace"))
         num_bad = seen.pop("\ufffd", 0)
+        # A character of three bytes counts as three: other encodings hardly ever have such a one.
         if sum(n * (1 + 2 * (c > "\u07ff")) for c, n in seen.items() if c > "\x7f") > num_bad:
             return "utf-8"
         shares |= {encoding: _share(odd, encoding) for encoding in _COMMON}
@@ -161,12 +161,10 @@ class LongLine(bytes):
 
 
 def decode(raw: bytes, encoding: Encoding) -> str | None:
-    """Decode a line, without a byte-order mark; None if it has invalid bytes, or is too long.
-
-    A line of UTF-8 in a file of another encoding is invalid, though its bytes may have a meaning
-    there. A short one is taken for what the file is: GB18030 and UTF-8 share some.
-    """
+    """Decode a line, without a byte-order mark; None if it has invalid bytes, or is too long."""
     try:
+        # A line of UTF-8 in a file of another encoding is invalid, though its bytes may have a
+        # meaning there. A short one is taken for what the file is: GB18030 and UTF-8 share some.
         if isinstance(raw, LongLine) or (encoding != "utf-8" and _is_surely_utf8(raw)):
             return None
         return raw.decode(CODECS[encoding]).removeprefix("\ufeff")

@@ -220,14 +220,14 @@ def _element(offset: int, rest: bytes, long: LongLine | None) -> Lines:
 def table_documents(lines: Lines, place: FileOrigin, fields: Fields, *, tabs: bool) -> Items:
     """Yield the rows of a table whose first row has the names of its columns.
 
-    Cells are quoted as in RFC 4180 where commas part them, and never where tabs do, as GLUE and
-    CLUE have it. A row with more or fewer cells than there are columns is rejected.
+    A row with more or fewer cells than there are columns is rejected.
 
     Raises:
         BrokenFileError: the file is cut or damaged here, or a quote has no end.
     """
     seen = _RowLines(lines, place)
     csv.field_size_limit(place.max_bytes)  # where a quote has no end, all the rest is one cell
+    # Quoted as in RFC 4180 where commas part cells, and never where tabs do, as in GLUE and CLUE.
     rows = (line[:-1].split("\t") for line in seen) if tabs else csv.reader(seen, strict=True)
     columns: list[str] | None = None
     try:

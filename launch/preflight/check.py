@@ -1,11 +1,7 @@
 """The check of one node, which runs on that node before training, and its report.
 
-    DIR/NODE.json             everything that the node reports about itself
-    DIR/NODE.bandwidth.json   its speed, which `python -m pipeline bandwidth` writes
-
-Every part runs in a thread of its own, which is abandoned when the time is up: a call into a file
-system or a driver that hangs cannot be ended. Such threads do not hold the process back, since it
-leaves by `os._exit`.
+DIR/NODE.json             everything that the node reports about itself
+DIR/NODE.bandwidth.json   its speed, which `python -m pipeline bandwidth` writes
 """
 
 import csv
@@ -44,8 +40,8 @@ _PACKAGES = frozenset(
     {"torch", "deepspeed", "numpy", "triton", "safetensors", "tokenizers", "sentencepiece", "numba"}
 )
 """Packages that decide what a run computes; with all that start with `nvidia-`, such as NCCL."""
+# Files that a folder must still take; checkpoints and logs of weeks need some thousands.
 _LEAST_INODES = 10_000
-"""Files that a folder must still take; checkpoints and logs of weeks need some thousands."""
 _LEAST = {
     "min_free_gb": ("space", "remove files there, or lower that"),
     "min_open_files": ("open files", "raise it in `setup` of the profile"),
@@ -157,6 +153,8 @@ def check_node(
         except Exception as error:  # noqa: BLE001 - an error in a thread is a finding like others
             results[name] = [Finding(name, f"{name}: {type(error).__name__}: {error}", "all")]
 
+    # Abandoned when the time is up: a call into a file system or a driver that hangs cannot be
+    # ended. Threads do not hold the process back, since it leaves by `os._exit`.
     threads = [threading.Thread(target=run, args=(name,), daemon=True) for name in parts]
     deadline = time.monotonic() + cluster.preflight.timeout_s
     for thread in threads:
@@ -373,8 +371,8 @@ _HEALTH = {
 }
 """By query and the name of its UUID field: fields that are set where a GPU is not healthy."""
 _REFUSED = re.compile(r'Field "([^"]+)" is not a valid field')
+# Memory in use on an idle GPU at most: drivers and daemons hold some hundred MiB.
 _MOST_USED_MIB = 2048
-"""Memory in use on an idle GPU at most: drivers and daemons hold some hundred MiB."""
 _MPS = "nvidia-cuda-mps-server"
 
 

@@ -366,5 +366,6 @@ def _judge_speed(rates: Mapping[str, float], config: PreflightConfig, verdict: V
 
 
 def _rate(report: Bandwidth | None) -> float | None:
-    """Return a node's speed: with its faster neighbour, since a slow one slows the pair."""
+    """Return a node's speed."""
+    # With its faster neighbour, since a slow one slows the pair.
     return max((one.gb_per_s for one in report.rounds), default=0.0) if report else None

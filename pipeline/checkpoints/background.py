@@ -23,19 +23,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from pipeline.checkpoints.manifest import (
-    FOLDER,
-    LATEST_FILE,
-    MANIFEST_FILE,
-    REMOVING,
-    Retention,
-    published,
-    read_manifest,
-    remove,
-    state_file,
-    step_of,
-    superseded,
-)
+from pipeline.checkpoints import manifest
 from pipeline.checkpoints.state import TensorShard, unsound_value, write_part
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.runtime.files import sha256_file, sync_path, write_atomic, write_json_atomic
@@ -49,10 +37,7 @@ Described = dict[str, dict[str, Any]]
 
 
 class BackgroundTask(Generic[T]):
-    """A function on its own thread, with its result or error. It must not call a collective.
-
-    The thread is a daemon, so a process that fails does not wait for its disk.
-    """
+    """A function on its own thread, with its result or error. It must not call a collective."""
 
     def __init__(self, function: Callable[[], T]) -> None:
         self.result: T | None = None
@@ -61,6 +46,7 @@ class BackgroundTask(Generic[T]):
         self._function = function
         # It calls no collective; writing, hashing and fsync hold the interpreter for 16 ms at
         # most.
+        # A daemon: a process that fails does not wait for its disk.
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -149,7 +135,7 @@ class RankFiles:
         write_part(self.folder, self.rank, self.world_size, self.parts, self.counters)
         for name, data in self.others.items():
             (self.folder / name).write_bytes(data)
-        names = [state_file(self.rank, self.world_size), *self.others]
+        names = [manifest.state_file(self.rank, self.world_size), *self.others]
         return {name: _flush_and_describe(self.folder / name) for name in names}
 
 
@@ -168,14 +154,14 @@ _CHUNK_BYTES = 1 << 22
 class Mirror:
     """Copy the checkpoints that a run keeps. Only for rank 0; failures are warnings and retried."""
 
-    def __init__(self, run_dir: Path, target: Path, rule: Retention) -> None:
+    def __init__(self, run_dir: Path, target: Path, rule: manifest.Retention) -> None:
         """Check that the folder belongs to this run; nothing is copied yet.
 
         Raises:
             ConfigError: the folder has copies of another run's checkpoints.
         """
         self._run_dir, self._target, self._rule = run_dir, target, rule
-        self._source, self._folder = run_dir / FOLDER, target / FOLDER
+        self._source, self._folder = run_dir / manifest.FOLDER, target / manifest.FOLDER
         self._task: BackgroundTask[None] | None = None
         self._is_due = False
         self.busy_with: Path | None = None
@@ -223,11 +209,11 @@ class Mirror:
             # folders.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             write_json_atomic(self._target / _OWNER_FILE, self._owner())
-            for prefix in (_UNFINISHED, REMOVING):
+            for prefix in (_UNFINISHED, manifest.REMOVING):
                 for path in self._folder.glob(f"{prefix}*"):
                     shutil.rmtree(path)
             # The newest first. A checkpoint that the run has removed meanwhile is skipped.
-            for path in published(self._source):
+            for path in manifest.published(self._source):
                 self.busy_with = path
                 try:
                     if path.exists() and not self._is_copied(path):
@@ -237,31 +223,33 @@ class Mirror:
                     logger.warning(
                         "%s could not be copied to %s: %s; %s", path, self._folder, error, _LATER
                     )
-            copies = published(self._folder)
+            copies = manifest.published(self._folder)
             if copies:
-                remove(superseded(self._folder, self._rule, copies[0]))
+                manifest.remove(manifest.superseded(self._folder, self._rule, copies[0]))
 
     def _is_copied(self, path: Path) -> bool:
         # Not by name alone: a copy of the same step may be from before a rewind.
-        copy = self._folder / path.name / MANIFEST_FILE
-        return copy.is_file() and copy.read_bytes() == (path / MANIFEST_FILE).read_bytes()
+        copy = self._folder / path.name / manifest.MANIFEST_FILE
+        return copy.is_file() and copy.read_bytes() == (path / manifest.MANIFEST_FILE).read_bytes()
 
     def _copy(self, path: Path) -> None:
         final = self._folder / path.name
         unfinished = self._unfinished(path)
-        for name, entry in read_manifest(path).files.items():
+        for name, entry in manifest.read_manifest(path).files.items():
             (unfinished / name).parent.mkdir(parents=True, exist_ok=True)
             if _copy_file(path / name, unfinished / name) != entry["sha256"]:
                 raise CheckpointError(f"{path / name} does not match its manifest")
-        write_atomic(unfinished / MANIFEST_FILE, (path / MANIFEST_FILE).read_bytes())
+        write_atomic(
+            unfinished / manifest.MANIFEST_FILE, (path / manifest.MANIFEST_FILE).read_bytes()
+        )
         for folder in [unfinished, *(p for p in unfinished.rglob("*") if p.is_dir())]:
             sync_path(folder)
-        remove([final] if final.exists() else [])
+        manifest.remove([final] if final.exists() else [])
         unfinished.rename(final)
         sync_path(self._folder)
         # Not this one: the newest is copied first, older ones after it.
-        newest = max(published(self._folder), key=step_of)
-        write_atomic(self._folder / LATEST_FILE, f"{newest.name}\n".encode())
+        newest = max(manifest.published(self._folder), key=manifest.step_of)
+        write_atomic(self._folder / manifest.LATEST_FILE, f"{newest.name}\n".encode())
         logger.info("copied %s to %s", path.name, final)
 
     def _unfinished(self, path: Path) -> Path:

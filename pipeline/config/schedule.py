@@ -1,9 +1,8 @@
 """The three schedules of a step as pure functions: learning rate, alpha and mask ratio.
 
 Learning rate and alpha are functions of the optimizer steps already applied: a skipped step is not
-applied, so neither advances on it. The mask ratio is a function of the batch's number, because
-batches are made before it is known which steps will be skipped. A time budget depends on elapsed
-time as well: two such runs differ, and so do a run and its repetition.
+applied, so neither advances on it. A time budget depends on elapsed time as well: two such runs
+differ, and so do a run and its repetition.
 """
 
 import math
@@ -45,6 +44,7 @@ def alpha(step: int, warmup_steps: int) -> float:
 
 def mask_ratio(number: int, config: DataConfig) -> float:
     """Share of the tokens of batch `number` (from 0) to predict: linear, then constant."""
+    # Of the batch's number, because batches are made before it is known which steps are skipped.
     if config.mask_prob_end is None or number == 0:
         return config.mask_prob
     if number >= config.mask_prob_steps:

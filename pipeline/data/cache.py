@@ -15,8 +15,7 @@ Files, unfinished ones included, never take more than a bound. In memory what wa
 goes first. On a disk it is the other way round: an epoch uses each block once, in a new order, so
 what was used just now is needed last, and the oldest are those that the running epoch still has
 before it. With room for half of a dataset the least recently used rule finds an eighth of the
-blocks, this one nearly half. The newest eighth stays for other ranks, which use the same blocks at
-the same time.
+blocks, this one nearly half.
 """
 
 import fcntl
@@ -49,14 +48,14 @@ Key = tuple[int, ...]
 _STATE_FILE = "state"
 _STATE = struct.Struct("<4q")
 _STATE_BYTE = 0  # is locked to change the numbers and to remove blocks; block k has a byte above
+# For the process that fetches a block; a process that was stopped must not stop the others.
 _WAIT_S = 120.0
-"""For the process that fetches a block; a process that was stopped must not stop the others."""
 _RETRY_S = 0.01
 _PART = ".part"
 _MEMORY = Path("/dev/shm")
 _USERS_FILE = "users"
+# Raise it when arrays have another layout, so that two revisions never share them.
 _LAYOUT = 2
-"""Raise it when arrays have another layout, so that two revisions never share them."""
 _DTYPES = tuple(np.dtype(kind) for kind in ("u1", "u2", "u4", "i4", "i8"))
 _ALIGN = 64
 _warned: set[Path] = set()
@@ -233,6 +232,7 @@ class BlockCache:
         # A sixteenth at once, because finding the oldest lists every file.
         goal = self.max_bytes - max(need, self.max_bytes // 16)
         sizes = np.cumsum([size for _, size, _ in found])
+        # The newest eighth goes last: other ranks use the same blocks at the same time.
         newest = int(np.searchsorted(sizes, self.max_bytes // 8, side="right"))
         if self.in_memory:
             newest = len(found)

@@ -159,9 +159,9 @@ class PackedSplit:
         """Read blocks, and draw windows, once for all processes of this node with this content.
 
         The blocks of two windows are kept, for the one that is read ahead. Where that is not
-        possible each process reads by itself. Pairs are made of a block's sentences, which are not
-        shared.
+        possible each process reads by itself.
         """
+        # Pairs are made of a block's sentences, which are not shared.
         if self._pairs is not None:
             return
         index, kept = self.reader.index, self.block.cache_parameters()["maxsize"]

@@ -1,8 +1,4 @@
-"""The door to numba: loops over documents and tokens, compiled once a machine.
-
-The machine code is stored beside the source (or in the user's cache folder if that is not
-writable), so that other processes and later starts load it.
-"""
+"""The door to numba: loops over documents and tokens, compiled once a machine."""
 
 from collections.abc import Callable
 from typing import TypeVar, cast
@@ -19,6 +15,8 @@ def kernel(function: F, **options: str) -> F:
     checked against the range, so callers must check values from files.
     """
     try:
+        # Stored beside the source (or in the user's cache folder if that is not writable), so that
+        # other processes and later starts load the machine code.
         made = numba.njit(cache=True, nogil=True, **options)(function)
     except RuntimeError:  # no folder for the cache is writable, so every process compiles
         made = numba.njit(nogil=True, **options)(function)

@@ -158,12 +158,11 @@ class TrainLoader:
     def steps_from(self, cursor: int) -> Iterator[list[MicroBatch]]:
         """Endless steps, made ahead.
 
-        How far ahead, and by which worker, is not part of the resumable state.
-
         Raises:
             PostnormError: a step cannot be made; those before it were given.
         """
         calls, steps = max(1, self._data.workers), self._data.prefetch_steps
+        # How far ahead, and by which worker, is no state: a resume begins at the cursor alone.
         pending: deque[_Made] = deque()
         with ExitStack() as stack:
             workers = None
@@ -272,11 +271,7 @@ class EvalLoader:
         return int((-(-of_source // size)).sum())
 
     def batches(self) -> Iterator[tuple[int, MicroBatch]]:
-        """Yield the same micro-batches each time, each with the number of its only source.
-
-        Every rank yields as many, so that weights that are divided over ranks can be gathered for
-        each; one that has nothing left gives a sequence without targets.
-        """
+        """Yield the same micro-batches each time, each with the number of its only source."""
         rank, world_size = self._share.rank, self._share.world_size
         size = world_size * self._micro_batch
         for source in range(len(self.sources)):
@@ -288,6 +283,8 @@ class EvalLoader:
                 if len(mine):
                     batch = self._made(mine)
                 else:
+                    # Every rank yields as many, so that weights that are divided over ranks can be
+                    # gathered for each batch.
                     batch = self._inputs.without_targets(self._made(rows[:1]))
                 yield source, MicroBatch.of(batch)
 

@@ -24,16 +24,14 @@ Words are taken in the order of their draws. A word larger than the rest of the 
 over and the next one tried, as in BERT's `create_masked_lm_predictions` (google-research/bert,
 create_pretraining_data.py); the unused rest is smaller than any word that was not taken.
 
-Spans: SpanBERT draws a length and a start until the budget is used, and draws again if the start
-is masked already. Here the starts come in the order of the words' draws, and masked ones are passed
+Spans: SpanBERT draws a length and a start until the budget is used, and draws again if the start is
+masked already. Here the starts come in the order of the words' draws, and masked ones are passed
 over. That is the same distribution (each time uniform over the remaining words) without a number of
-attempts, so the mask depends on the key and the sequence only. Lengths are geometric with p = 0.2
-on 1 to 10 words, scaled to sum to one, mean 3.80, as in SpanBERT's code; with longer ones cut to 10
-the mean would be 4.46, not the paper's 3.8. A span ends early at the end of its document, at a
-token that is never masked ([UNK]), and before a word that does not fit into the budget; words that
-another span took count to its length. Differences: SpanBERT's code picks a start's token uniformly,
-so longer words more often, cuts the last word at the budget, which it rounds up, and treats spans
-that touch as one.
+attempts, so the mask depends on the key and the sequence only. A span ends early at the end of its
+document, at a token that is never masked ([UNK]), and before a word that does not fit into the
+budget; words that another span took count to its length. Differences: SpanBERT's code picks a
+start's token uniformly, so longer words more often, cuts the last word at the budget, which it
+rounds up, and treats spans that touch as one.
 
 `at_least_one` applies to packed documents, not to sequences: a sequence of 512 tokens is
 practically never without a mask, and attention does not cross documents. A document's word with the
@@ -63,6 +61,8 @@ _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 _ROUND_UP = np.uint64(1 << 31)
 _NOT_CHOSEN = -1
+# Lengths of spans are geometric with p = 0.2 on 1 to this, scaled to sum to one, mean 3.80, as in
+# SpanBERT's code; with longer ones cut to 10 the mean would be 4.46, not the paper's 3.8.
 MAX_SPAN_WORDS = 10
 
 
@@ -125,9 +125,7 @@ def mask_tokens(
 ) -> Masked:
     """Corrupt a batch.
 
-    The key is (seed, purpose). Random replacements are drawn from the ids that text can have: any
-    other id would tell the model that its place is to be predicted. The ratio, in (0, 1), is by
-    default `config.mask_prob`.
+    The key is (seed, purpose). The ratio, in (0, 1), is by default `config.mask_prob`.
     """
     # Always of these types: numba would compile again for others, for 3 to 4 s.
     batch = Sequences(
@@ -135,6 +133,8 @@ def mask_tokens(
     )
     corrupted = batch.tokens.copy()
     selected = np.zeros(corrupted.shape, dtype=np.bool_)
+    # Random replacements are drawn from the ids that text can have: any other id would tell the
+    # model that its place is to be predicted.
     rule = _rule(config, vocabulary, config.mask_prob if ratio is None else ratio)
     seed, purpose = key
     unmasked = np.empty(len(corrupted), np.int64)

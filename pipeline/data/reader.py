@@ -1,10 +1,8 @@
 """Reads the blocks of a dataset from storage, and checks every byte before it is used.
 
 Files are read with `pread` and not mapped: an error of the storage is then an OSError that can be
-retried (a mapped file kills the process with SIGBUS), and a block needs one request. No file stays
-open, so that any number of shards can be read, and a retry reopens the file, which fixes a stale
-handle. Shards in an object store are read by `index.store`, and `index.cache` keeps blocks on this
-node.
+retried (a mapped file kills the process with SIGBUS), and a block needs one request. Shards in an
+object store are read by `index.store`, and `index.cache` keeps blocks on this node.
 """
 
 import errno
@@ -87,6 +85,8 @@ def read_range(
 def _read_once(path: Path, offset: int, length: int) -> npt.NDArray[np.uint8]:
     data = np.empty(length, np.uint8)
     view = data.data
+    # No file stays open, so that any number of shards can be read, and a retry reopens the file,
+    # which fixes a stale handle.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         done = 0
@@ -353,11 +353,9 @@ class BlockReader:
         return data[start : start + int(blocks.member_length[row, member])]
 
     def _array(self, row: int, member: int, data: Bytes) -> npt.NDArray[Any]:
-        """View a .npy member as an array; format: numpy.lib.format version 1.0.
-
-        NumPy's own reader of headers calls `ast.literal_eval`, which fails at random in Python 3.11
-        when threads call it at the same time (python/cpython issue 106905).
-        """
+        """View a .npy member as an array; format: numpy.lib.format version 1.0."""
+        # NumPy's own reader of headers calls `ast.literal_eval`, which fails at random in Python
+        # 3.11 when threads call it at the same time (python/cpython issue 106905).
         header = _NPY_HEADER.match(data[:_NPY_HEADER_BYTES].tobytes())
         dtype = np.dtype(
             token_dtype(self.index.vocab_size) if member == 0 else (np.int64, np.uint8)[member - 1]

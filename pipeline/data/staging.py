@@ -23,8 +23,8 @@ from pipeline.errors import ConfigError, PostnormError, StorageError
 logger = logging.getLogger(__name__)
 
 _PROGRESS_EVERY_S = 10.0
+# What killed ranks left counts, too: a bound of the dataset's size would remove copies for it.
 _NO_BOUND = 2**62
-"""What killed ranks left counts, too: a bound of the dataset's size would remove copies for it."""
 _WAIT_S = 1.0
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 # EEXIST: `mkdir` with exist_ok raises it where a file has the folder's name.
@@ -68,7 +68,10 @@ class _Staging:
             self.folder.mkdir(parents=True, exist_ok=True)
             assert self.reader.index.cache is not None
             self.reader.index.cache.recounted()
-            self._require_space()
+            # In this order, so that bytes written by others in between do not count as missing.
+            free = self._free_bytes()
+            if free < self.total - self._bytes_there():
+                raise self._no_space(free)
             logger.info(
                 "staging %.3f GB of blocks to %s, %.3f GB are there",
                 self.total / 1e9, self.folder, self._bytes_there() / 1e9,
@@ -106,12 +109,6 @@ class _Staging:
     def _bytes_there(self) -> int:
         assert self.reader.index.cache is not None
         return self.reader.index.cache.counts().kept_bytes
-
-    def _require_space(self) -> None:
-        # In this order, so that bytes written by others in between do not count as missing.
-        free = self._free_bytes()
-        if free < self.total - self._bytes_there():
-            raise self._no_space(free)
 
     def _free_bytes(self) -> int:
         return shutil.disk_usage(self.folder).free

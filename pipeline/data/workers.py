@@ -2,9 +2,8 @@
 
 Each has a pipe. The parent writes cursors and reads what stands where in a memory file
 (memfd_create) that the worker has put the arrays into, and the file itself, which it maps: no array
-is pickled, or copied by the parent. When the last array in a file is gone, the worker uses the file
-again: new memory would cost more than the copy. Which worker made a batch, and how far ahead they
-are, is not part of the resumable state.
+is pickled, or copied by the parent. Which worker made a batch, and how far ahead they are, is not
+part of the resumable state.
 
 - A worker that dies (out of memory, SIGKILL) closes its pipe, and the parent's next read says so.
 - A parent that dies closes the pipes, and its workers end.
@@ -140,6 +139,7 @@ class Workers:
                 os.close(file)
         memory = np.frombuffer(memories[sent.number], np.uint8)
         # Every array, and every view or tensor of one, keeps this one.
+        # When it is gone, the worker uses the file again: new memory would cost more than the copy.
         unused = weakref.finalize(memory, self._unused[worker].append, sent.number)
         unused.atexit = False
         return [_batch(memory, note) for note in sent.notes]
@@ -195,8 +195,8 @@ def _serve(
 
 
 _ALIGN = 64
+# Bytes; numbers of masked tokens vary, and a file should do for the next batches, too.
 _GRAIN = 1 << 18
-"""Bytes; numbers of masked tokens vary, and a file should do for the next batches, too."""
 _FIELDS = ("input_ids", "documents", "positions", "segments")
 
 

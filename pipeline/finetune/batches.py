@@ -40,8 +40,8 @@ _WINDOW_BATCHES = 32
 """Batches whose examples are sorted by length together."""
 Corrupt = Callable[[Batch, Sequence[tuple[int, int]]], Batch]
 """Changes a batch whose rows are these (epoch, number)."""
+# Version of the files of tokens; files of another version are tokenised again.
 _VERSION = 2
-"""Version of the files of tokens; files of another version are tokenised again."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,11 @@ def tokenised(
 ) -> TaskRows:
     """Encode examples, or read them from a folder where they were encoded before.
 
-    Files are named by a hash of texts, gold, settings and tokenizer, so runs may share a folder.
-
     Raises:
         ConfigError: see `encode`.
     """
     max_answer = config.head.max_answer  # what is longer is counted
+    # All that rows follow from is in a file's name, so runs may share a folder.
     settings = (_VERSION, config.task.kind, config.input, max_answer, tokenizer_sha256)
     key = hashlib.sha256(repr(settings).encode())
     for example in examples:
@@ -179,11 +178,12 @@ def collate(
 
 
 def rows_hash(input_ids: npt.NDArray[np.int64], mask: npt.NDArray[np.bool_]) -> int:
-    """Add up hashes of rows without their padding, so that parts of a batch add up, too."""
+    """Add up hashes of rows without their padding."""
     digests = [
         hashlib.blake2b(ids[seen].tobytes(), digest_size=8).digest()
         for ids, seen in zip(input_ids, mask, strict=True)
     ]
+    # A sum, so that hashes of parts of a batch add up to that of the whole.
     return sum(int.from_bytes(digest, "little") for digest in digests) % 2**64
 
 
@@ -208,11 +208,7 @@ class TaskStream:
         row_weights: dict[str, float] | None,
         corrupt: Corrupt | None = None,
     ) -> None:
-        """Take the examples.
-
-        Raises:
-            DataError: there is none.
-        """
+        """Take the examples (DataError: there is none)."""
         self._spec, self._data, self._plan, self._share = spec, data, plan, share
         self._seed, self._pad_id, self._row_weights = seed, pad_id, row_weights
         self._corrupt = corrupt

@@ -65,17 +65,15 @@ def uncertainty(probabilities: Floats, top: int) -> Floats:
 def adjust(
     probabilities: Floats, prior: Floats, config: CanConfig
 ) -> tuple[Floats, npt.NDArray[np.bool_]]:
-    """Return corrected probabilities [rows, classes], and which rows were uncertain [rows].
-
-    A stack differs from another in its last row only, so the column sums of the confident rows
-    serve all: O(classes) a row. Without a confident row nothing is changed (the method would give
-    every row the prior), nor where a row has no mass on a class that the prior has.
-    """
+    """Return corrected probabilities [rows, classes], and which rows were uncertain [rows]."""
     uncertain = uncertainty(probabilities, config.top) >= config.tau
+    # Without a confident row the method would give every row the prior.
     if uncertain.all():
         return probabilities, uncertain
     powered = probabilities**config.alpha
     last = powered[uncertain]
+    # A stack differs from another in its last row only, so the column sums of the confident rows
+    # serve all: O(classes) a row.
     sums = powered[~uncertain].sum(0) + last
     weighted = np.divide(last, sums, out=np.zeros_like(last), where=sums > 0) * prior
     totals = weighted.sum(1, keepdims=True)
@@ -171,13 +169,11 @@ def _one_split(
 def _check(
     name: str, classes: Sequence[str], labels: Sequence[str], prior: Floats
 ) -> tuple[float, list[str]]:
-    """Return how far classes are distributed from the prior, and a warning if that is far.
-
-    Drawn from the prior itself, they would be 1/2 sum sqrt(2 p (1 - p) / (pi n)) away on average.
-    """
+    """Return how far classes are distributed from the prior, and a warning if that is far."""
     found = Counter(classes)
     counts = np.array([found[label] for label in labels], dtype=np.float64)
     far = shift(counts / counts.sum(), prior)
+    # Drawn from the prior itself, classes would be so far away on average.
     by_chance = float(np.sqrt(2 * prior * (1 - prior) / (np.pi * len(classes))).sum() / 2)
     if far <= by_chance + _SHIFT:
         return far, []

@@ -89,7 +89,9 @@ def export_hf(source: str | Path, out: Path, license_id: str = hf.NO_LICENSE) ->
         report = _compare(
             tuned, units, lambda *batch: hf.transformers_logits(unfinished, auto, *batch)
         )
-        card = _card(tuned, hf.loading(out.name, family), _result(folder))
+        run = folder.parent  # the run that a model's folder stands in, if it does
+        result = read_result(run) if (run / RESULT).is_file() else {}
+        card = _card(tuned, hf.loading(out.name, family), result)
         text = hf.model_card(out.name, trained, family, report.max_abs_diff, card, license_id)
         write_atomic(unfinished / "README.md", text.encode())
     return ExportReport(report.max_abs_diff, report.num_logits, f"{note}; compared on {origin}")
@@ -223,11 +225,6 @@ def _card(tuned: FineTuned, folder: str, result: dict[str, Any]) -> hf.Card:
     text = f"A bidirectional encoder, fine-tuned on {spec.name}."
     intended = f"For rows as those of {spec.name}; scores on others are not known."
     return hf.Card(hf.METADATA.format(_TAGS[form.auto]), text, rows, usage, intended)
-
-
-def _result(model: Path) -> dict[str, Any]:
-    """Read the result of the run that a model's folder stands in; empty if there is none."""
-    return read_result(model.parent) if (model.parent / RESULT).is_file() else {}
 
 
 def _scores(values: dict[str, Any]) -> str:

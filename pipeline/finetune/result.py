@@ -14,8 +14,9 @@ from typing import Any
 from pipeline.errors import ConfigError, DataError
 from pipeline.runtime.files import write_atomic
 from pipeline.tasks.config import TaskTrainConfig
+from pipeline.tasks.intervals import HOW_SURE, score_interval
 from pipeline.tasks.kinds.base import Kind
-from pipeline.tasks.scores import Table, bootstrap, interval
+from pipeline.tasks.scores import Table
 from pipeline.tasks.task import TaskConfig, load_task
 from pipeline.tasks.types import PredictionRow
 
@@ -34,11 +35,7 @@ def predictions_file(folder: Path, split: str) -> Path:
 
 
 def write_predictions(path: Path, rows: Sequence[PredictionRow]) -> None:
-    """Write a row a line, atomically.
-
-    Raises:
-        DataError: a score or a number is infinite or NaN.
-    """
+    """Write a row a line, atomically (DataError: a score or a number is infinite or NaN)."""
     lines = []
     for row in rows:
         values = {name: value for name, value in row._asdict().items() if name != "scores"}
@@ -213,11 +210,15 @@ def combine(
     """Return the body of `result.json` for runs of one seed or several on the same rows.
 
     `scores` are those of the metric on the reported rows, `dev` and `test` means over the seeds,
-    `interval` is the middle 95% of bootstrap draws of rows and seeds. `about` has what predictions
-    cannot tell (task, counts, prior, protocol, rows of train), which stays as it is.
+    `interval` holds the limits of `mean` at 95%, None where nothing is known of chance; `method`
+    names what it is of, as in `Interval`, and `how_sure` says it in words. `about` has what
+    predictions cannot tell (task, counts, prior, protocol, rows of train), which stays as it is.
     """
     bodies = [run.body for run in runs]
     scores = [run.table.score for run in runs]
+    interval = score_interval([run.table for run in runs])
+    # JSON has no NaN.
+    limits = [None if math.isnan(limit) else limit for limit in (interval.low, interval.high)]
     old = dict(about or {})
     computed = {
         **averaged(bodies),
@@ -225,7 +226,9 @@ def combine(
         "scores": scores,
         "mean": fmean(scores),
         "sd": stdev(scores) if len(scores) > 1 else 0.0,
-        "interval": list(interval(bootstrap([run.table for run in runs]))),
+        "interval": limits,
+        "method": interval.method,
+        "how_sure": HOW_SURE[interval.method],
         "rows": old.pop("rows", {}) | bodies[0]["rows"],
         "warnings": joined(seeds, [body["warnings"] for body in bodies]),
     }
@@ -320,11 +323,7 @@ def require_layout(out: Path, *, several: bool) -> None:
 
 
 def read_result(folder: Path) -> dict[str, Any]:
-    """Read a folder's `result.json`.
-
-    Raises:
-        DataError: it is missing or damaged.
-    """
+    """Read a folder's `result.json` (DataError: it is missing or damaged)."""
     path = folder / RESULT
     try:
         body = json.loads(path.read_text(encoding="utf-8"))

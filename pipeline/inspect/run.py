@@ -36,8 +36,8 @@ from pipeline.runtime.run_folder import RunFolder
 from pipeline.runtime.summary import progress
 from pipeline.tokenizer.load import DatasetTokenizer, load_tokenizer
 
+# More than cores: they wait for the storage.
 _THREADS = 16
-"""More than cores: they wait for the storage."""
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ UNKNOWN = "unknown"
 _SLOW_DATA = 0.05
 _RECENT_LINES = 10
 _SILENT_INTERVALS = 10
+# Evaluations and saves of a small run take longer than ten of its log intervals.
 _LEAST_SILENCE_S = 60.0
-"""Evaluations and saves of a small run take longer than ten of its log intervals."""
 _LEAST_FREE = 0.02
 _OF_START = ("attempt", "unix_s", "resumed_from_step", "world_size", "host", "job")
 """Fields of a start that attempts.jsonl has."""

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# Slots up to which `_ShortRows` is faster; 4 heads of 64, two cores with AMX.
 _SHORT = 256
-"""Slots up to which `_ShortRows` is faster; 4 heads of 64, two cores with AMX."""
 
 
 def attention(
@@ -78,14 +78,15 @@ class _ShortRows(torch.autograd.Function):
 def raw_scores(q_BNSH: Tensor, k_BNSH: Tensor, carry_BNSS: Tensor | None) -> Tensor:
     """Compute S_l = q k^T + S_(l-1), unmasked, (B, N, S, S).
 
-    At least fp32, because it is a sum over all layers: the product itself too, of which bf16 would
-    keep 8 bits. It is passed on with its gradient.
+    It is passed on with its gradient.
 
     Source: He et al. 2020 (arXiv 2012.11747), section 3; google-research
     `realformer/realformer.py`, residual_attention_layer.
 
     Queries are scaled; `carry_BNSS` is S_(l-1), None in the first layer.
     """
+    # At least fp32, because it is a sum over all layers: the product itself too, of which bf16
+    # would keep 8 bits.
     wide = torch.promote_types(q_BNSH.dtype, torch.float32)
     scores_BNSS = torch.matmul(q_BNSH.to(wide), k_BNSH.to(wide).transpose(-1, -2))
     return scores_BNSS if carry_BNSS is None else scores_BNSS + carry_BNSS

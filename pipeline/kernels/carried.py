@@ -1,11 +1,7 @@
 """Attention by carried scores as one operator of torch, computed by Triton.
 
 It computes what `raw_scores`, `probabilities` and `weighted_values` of `attention` do, but keeps no
-matrix of probabilities. Scores of narrow inputs are kept in 16 bits. The scores themselves are
-fp16, clipped to its range: the 8 bits of bf16 would lose more than bf16 matrix products do. Their
-gradient is bf16, because it underflows in fp16. Autograd casts a gradient to its tensor's dtype, so
-the tensor with fp16 scores is labelled bf16. Only `scores_of` may read it; adding its gradients is
-right, because they are bf16.
+matrix of probabilities. Scores of narrow inputs are kept in 16 bits.
 
 Letters: T tokens end to end, N heads, H head size, W slots of a row of scores; see
 `carried_triton`, which is imported, with Triton, when something is computed.
@@ -19,7 +15,11 @@ from torch import Tensor
 from pipeline.errors import ConfigError
 from pipeline.kernels.choose import HEAD_SIZES, Windows, padded_width
 
+# Gradients of scores are bf16, because they underflow in fp16. Autograd casts a gradient to its
+# tensor's dtype, so the tensor with fp16 scores is labelled bf16. Only `scores_of` may read it;
+# adding its gradients is right, because they are bf16.
 _LABEL = torch.bfloat16
+# Clipped to its range: the 8 bits of bf16 would lose more than bf16 matrix products do.
 _STORED = torch.float16
 
 

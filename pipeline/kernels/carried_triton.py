@@ -7,10 +7,6 @@ token is the c-th token of its window. `spans` (T, 4) int32 holds the keys that 
 first and one past the last, and likewise the queries that see it. Scores are defined where a query
 sees a key; elsewhere they and their gradient may be anything, including NaN.
 
-Scores are stored rounded before the softmax reads them, so that backward, which reads the stored
-ones, is the gradient of what was computed. Masks apply after a whole tile was loaded: a mask on the
-load would split it into accesses of 2 bytes.
-
 `turn_kernel` turns queries and keys by rotary positions, coordinates (0, 1), (2, 3), ... together.
 Its tables `cos` and `sin`, (T, H / 2) fp32, are those of `pipeline.model.layers.rotary_tables`;
 `token_scale` (T,) scales queries.
@@ -180,6 +176,8 @@ def forward_kernel(
         s_QK = _dot(q_QH, tl.trans(k_KH)) * scale
         at = _score_offsets(row, column, head, num_tokens, width)
         if HAS_CARRY:
+            # A whole tile: a mask of the columns on the load would split it into accesses of 2
+            # bytes.
             s_QK += tl.load(carry + at, mask=real[:, None], other=0.0).to(tl.float32)
         # Beyond 65,504 a score would be stored as infinity, and inf - inf makes its row NaN.
         if scores.dtype.element_ty == tl.float16:
@@ -187,6 +185,8 @@ def forward_kernel(
         stored_QK = s_QK.to(scores.dtype.element_ty)
         tl.store(scores + at, stored_QK, mask=real[:, None])
         seen = (key[None, :] >= first[:, None]) & (key[None, :] < stop[:, None])
+        # Of the rounded scores, so that backward, which reads the stored ones, is the gradient of
+        # what was computed.
         x_QK = tl.where(seen, stored_QK.to(tl.float32) * log2_temperature, float("-inf"))
         new_most = tl.maximum(most, tl.max(x_QK, axis=1))
         # A row that has seen nothing yet: -inf - -inf would be NaN.

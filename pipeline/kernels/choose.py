@@ -46,7 +46,8 @@ class Windows(NamedTuple):
 
 
 def padded_width(longest: int) -> int:
-    """Return W, a whole number of tiles, so that no tile of scores needs a mask on its columns."""
+    """Return W, a whole number of tiles."""
+    # Whole tiles: no tile of scores needs a mask on its columns.
     if longest > WINDOW_LIMIT:
         return -(-longest // WINDOW_LIMIT) * WINDOW_LIMIT
     return next(width for width in (16, 32, 64, WINDOW_LIMIT) if longest <= width)

@@ -32,13 +32,12 @@ RANDOM_VALUES = 1 << 24
 def is_kept(seed, row, column, head, threshold):
     """Return which of (rows, columns) values dropout keeps, the same for every tiling.
 
-    A value is kept or dropped by (seed, row, column, head) alone. Each row starts with Philox and
-    goes on with a keyed Weyl sequence through MurmurHash3's finaliser, because Philox for each
-    element needs so many registers that they spill.
+    A value is kept or dropped by (seed, row, column, head) alone.
     """
     zero = tl.zeros_like(row)
     # Philox for each element spilled up to 1,026 registers (sm_80); this none in the chosen tiles.
     start, key, _, _ = tl.philox(tl.load(seed), row, zero + head, zero, zero, PHILOX_ROUNDS)
+    # A keyed Weyl sequence through MurmurHash3's finaliser.
     bits = start[:, None] + column.to(tl.uint32)[None, :] * 0x9E3779B9
     bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
     bits = bits ^ key[:, None]

@@ -22,8 +22,8 @@ from pipeline.errors import ConfigError
 LOGITS_BYTES = 256 * 2**20
 """Budget for the logits of a chunk. Plain PyTorch has a copy of them in fp32 as well."""
 
+# Rows whose fp32 logits a CPU computes with at a time: 2.7 MB of a vocabulary of 21,128.
 _ROWS_IN_CACHE = 32
-"""Rows whose fp32 logits a CPU computes with at a time: 2.7 MB of a vocabulary of 21,128."""
 
 
 def vocabulary_loss(

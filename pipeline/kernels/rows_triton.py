@@ -142,11 +142,7 @@ def cross_entropy_kernel(
     logits, targets, losses, hits,
     V: tl.constexpr, BLOCK: tl.constexpr, DIFFERENTIATES: tl.constexpr,
 ):  # fmt: skip
-    """Compute the softmax online (Milakov and Gimelshein 2018, arXiv 1805.02867, algorithm 3).
-
-    Each lane keeps its own maximum and sum until the row ends, so that blocks need no exchange
-    between warps. One of the algorithm's two exponentials is always exp(0) and is left out.
-    """
+    """Compute the softmax online (Milakov and Gimelshein 2018, arXiv 1805.02867, algorithm 3)."""
     # 64 bits, because rows times V may exceed 2^31.
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * V
@@ -154,12 +150,15 @@ def cross_entropy_kernel(
     real = (target >= 0) & (target < V)
     # Before the reductions, whose barriers keep it before the gradient is written.
     picked = tl.load(start + target, mask=real, other=float("nan")).to(tl.float32)
+    # Each lane keeps its own maximum and sum until the row ends, so that blocks need no exchange
+    # between warps.
     most = tl.full([BLOCK], LOWEST, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     best = tl.zeros([BLOCK], tl.int32)
     for first in range(0, V, BLOCK):
         column = first + tl.arange(0, BLOCK)
         value = tl.load(start + column, mask=column < V, other=float("-inf")).to(tl.float32)
+        # The other one of the algorithm's two exponentials is always exp(0).
         factor = tl.exp2(-tl.abs(value - most) * LOG2_E)
         # False for NaN, which thus gets into the sum.
         is_more = value > most

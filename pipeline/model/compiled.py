@@ -1,9 +1,7 @@
 """Layers compiled by torch.compile, once for all layers of a model.
 
-A graph holds one layer with its weights as inputs, so that the time to compile does not grow with
-the depth. The model's modules are not wrapped, so parameters keep their names. The first dimension
-of activations, sequences or tokens, is symbolic from the start; lengths of sequences become
-symbolic when a second one comes.
+The first dimension of activations, sequences or tokens, is symbolic from the start; lengths of
+sequences become symbolic when a second one comes.
 """
 
 import shutil
@@ -14,9 +12,9 @@ from torch import Tensor, nn
 from pipeline.errors import ConfigError
 from pipeline.model.layers import SharedInputs, run_layer
 
+# More than all combinations of first or later layer, training or evaluation, one or more sequences
+# and lengths, with or without alpha. torch's own limit, 8, is too low, and exceeding it an error.
 _MOST_GRAPHS = 64
-"""More than all combinations of first or later layer, training or evaluation, one or more sequences
-and lengths, with or without alpha. torch's own limit, 8, is too low, and exceeding it an error."""
 
 
 class CompiledLayer:
@@ -24,6 +22,8 @@ class CompiledLayer:
 
     def __init__(self) -> None:
         torch._dynamo.config.recompile_limit = _MOST_GRAPHS
+        # A graph of one layer with its weights as inputs: the time to compile does not grow with
+        # the depth. Modules are not wrapped, so parameters keep their names.
         self._run = torch.compile(run_layer, fullgraph=True)
 
     def __call__(

@@ -223,8 +223,7 @@ def activation_bytes(passes: Sequence[TrainingPass]) -> list[dict[str, int]] | N
     says what is counted: this one, such as that of a plan, never loads torch.
 
     With activation checkpointing the inputs of groups of layers are kept, and the activations of
-    one group at a time, when backward has computed them again. The total is then a little above the
-    peak, because head and loss are freed by that time.
+    one group at a time, when backward has computed them again.
 
     Returns:
         For each pass the bytes of `embeddings`, `layer inputs` (of checkpointed groups),
@@ -242,6 +241,8 @@ def activation_bytes(passes: Sequence[TrainingPass]) -> list[dict[str, int]] | N
         text=True,
         check=True,
     )
+    # A sum of all groups: with checkpointing a little above the peak, because head and loss are
+    # freed before a group is computed again.
     counted: list[dict[str, int]] = json.loads(done.stdout)
     return counted
 

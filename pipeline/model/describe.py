@@ -156,8 +156,9 @@ def _parameters(plan: TrainingSetup, configs: list[ModelConfig]) -> list[str]:
 
 def _flops(plan: TrainingSetup, configs: list[ModelConfig]) -> list[str]:
     flops_of_each = [_flops_of(plan, config) for config in configs]
+    num_keys = min(plan.document_len or plan.seq_len, plan.seq_len)
     title = (
-        f"MFLOP per token, every token sees {_count(_num_keys(plan), 'key')}, "
+        f"MFLOP per token, every token sees {_count(num_keys, 'key')}, "
         f"{plan.masked_share:.0%} masked"
     )
     parts = {
@@ -216,10 +217,6 @@ def _flops_of(plan: TrainingSetup, config: ModelConfig) -> cost.Flops:
     return cost.flops_per_token(
         config, plan.seq_len, plan.masked_share, plan.document_len, plan.objective
     )
-
-
-def _num_keys(plan: TrainingSetup) -> int:
-    return plan.seq_len if plan.document_len is None else min(plan.document_len, plan.seq_len)
 
 
 def _rows(columns: list[dict[str, int]], unit: float, decimals: int) -> list[str]:

@@ -100,11 +100,12 @@ def padded(lengths: Tensor, num_slots: int) -> Layout:
 def masked(mask_BS: Tensor) -> Layout:
     """Lay out one document in each row, padded on either side; padding sees the document, too.
 
-    `mask_BS` is true at tokens. A row without tokens sees all of itself: a softmax over nothing
-    would be NaN, and reach every parameter's gradient.
+    `mask_BS` is true at tokens.
     """
     seen = mask_BS.bool()
     positions = (seen.long().cumsum(-1) - 1).clamp(min=0)
+    # A row without tokens sees all of itself: a softmax over nothing would be NaN, and reach every
+    # parameter's gradient.
     seen = seen | ~seen.any(-1, keepdim=True)
     return Layout(positions, seen[:, None, None, :], None)
 

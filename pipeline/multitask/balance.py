@@ -126,8 +126,6 @@ def smallest(gram: Floats, is_main: npt.NDArray[np.bool_]) -> Floats:
     stationary point). The other tasks are helpers: they are added as far as the sum of the main
     ones would raise their losses. With one main task and one helper the helper has
     max(0, -g_0 . g_1 / |g_1|^2).
-
-    Minimising y' G y + (sum of main y - 1)^2 over y >= 0 gives a multiple of the answer.
     """
     scale = float(np.diag(gram).max(initial=0.0))
     main = is_main.astype(np.float64)
@@ -139,6 +137,7 @@ def smallest(gram: Floats, is_main: npt.NDArray[np.bool_]) -> Floats:
         return np.where(has, 0.0, main / main.sum())
     here = np.ix_(has, has)
     found = np.zeros(len(gram))
+    # Minimising y' G y + (sum of main y - 1)^2 over y >= 0 gives a multiple of the answer.
     found[has] = nonnegative(gram[here] / scale + np.outer(main, main)[here], main[has])
     return np.asarray(found / (main @ found))
 

@@ -4,9 +4,6 @@ Shared parameters are those of the encoder, embeddings included: norms and produ
 gradients (of gradnorm: of the last layer's). A rule of losses, and gradient normalisation, scale
 the gradient of a head as that of the encoder. Rules that combine gradients leave each head its own
 gradient, divided by the number of tasks of the step.
-
-The sum of gradients of length 1 is divided by the number of tasks, so that it is at most 1 long
-whatever the losses' scales are; PCGrad's sum likewise.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -132,6 +129,8 @@ class StepWeighing:
         config, num = self.balancer.config, len(names)
         if config.method == "gradient_norm":
             norms = self.memory.get("norm", {})
+            # The sum of gradients of length 1, divided by the number of tasks, is at most 1 long,
+            # whatever the losses' scales are.
             return [1 / (num * norms[name]) if norms.get(name) else self._first(name, num)
                     for name in names]  # fmt: skip
         every = self.balancer.names
@@ -228,6 +227,7 @@ class StepWeighing:
         if not np.isfinite(products).all():
             return [float("nan")] * len(names)  # the step is skipped
         if config.method == "pcgrad":
+            # Divided as the sum of gradients of length 1 is.
             found = rules.pcgrad(products, seed, self.step) / len(names)
         elif config.method == "cagrad":
             found = rules.cagrad(products)
@@ -266,7 +266,7 @@ class StepWeighing:
         for name, loss in valid.items():
             first.setdefault(name, loss)
         if config.method == "uncertainty":
-            self._slide("log_variance", valid, -0.5, self._uncertainty_slope)
+            self._slide("log_variance", valid, -0.5, lambda _, *of: rules.uncertainty_slope(*of))
         elif config.method == "gradnorm":
             self._slide("logit", valid, 0.0, self._gradnorm_slope)
         elif config.method == "dwa":
@@ -292,11 +292,6 @@ class StepWeighing:
         falls = slope(names, before, np.array([*losses.values()]))
         after = before - self.balancer.config.lr * falls
         self.memory.setdefault(what, {}).update(zip(names, after.tolist(), strict=True))
-
-    def _uncertainty_slope(
-        self, names: list[str], values: rules.Floats, losses: rules.Floats
-    ) -> rules.Floats:
-        return rules.uncertainty_slope(values, losses)
 
     def _gradnorm_slope(
         self, names: list[str], values: rules.Floats, losses: rules.Floats

@@ -99,10 +99,9 @@ class MultiTaskObjective:
     # A mean of shares of what each loss begins with: losses of tasks are not alike, and the mix
     # changes from step to step.
     def tracked_loss(self, means: Mapping[str, float]) -> float:
-        """Return the mean of the losses, each as a share of what it begins with, if that is known.
-
-        Losses of tasks are not alike, and a step has other tasks than the next one; the shares are.
-        """
+        """Return the mean of the losses, each as a share of its initial one, if that is known."""
+        # Losses of tasks are not alike, and a step has other tasks than the next one: shares
+        # compare.
         shares = [
             means[name] / (self._initial[name] or 1.0) for name in self.losses if name in means
         ]

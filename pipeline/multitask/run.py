@@ -42,10 +42,9 @@ from pipeline.multitask.config import (
     mix_text,
     require_split,
 )
-from pipeline.multitask.data import Corruption, MixedStream
+from pipeline.multitask.data import Corruption, MixedStream, known_losses, prepare_mix, read_mix
 from pipeline.multitask.draws import Draws, shares
 from pipeline.multitask.model import MultiTaskModel, MultiTaskObjective
-from pipeline.multitask.prepare import known_losses, prepare_mix, read_mix
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime import dist, env
 from pipeline.runtime.files import write_atomic, write_json_atomic
@@ -74,9 +73,6 @@ def multitask(mix: TaskMix, rank: Rank) -> int:
 
     Returns:
         An exit code of `pipeline.errors`.
-
-    Raises:
-        PostnormError: the user can fix it.
     """
     require_split(mix, rank.process.world_size)
     folder = mix.config.folder.path
@@ -312,9 +308,10 @@ class MultiTaskWork:
         return flops_per_token(self._config.model, longest, masked_share, document_len).total
 
     def lr_scale(self, parameter: str) -> float:
-        """Keep an MLM head as it is that no task trains: weight decay would shrink it."""
+        """Keep an MLM head as it is that no task trains."""
         trains_mlm = MLM in self._mix.members
         is_mlm = not parameter.startswith(("encoder.", TASK_HEADS))
+        # Without a loss, weight decay would shrink it.
         return 0.0 if is_mlm and not trains_mlm else 1.0
 
     def weighing(self, state: TrainState, batch: int) -> StepWeighing:

@@ -8,7 +8,7 @@ of the two slots beside the span and its place in it, without its own hidden sta
 
 Source: facebookresearch/SpanBERT `pretraining/fairseq/models/pair_bert.py`,
 BertPairTargetPredictionHead, and `criterions/spanbert_loss.py`. Which slots bound a span is
-`pipeline.objectives.boundary_inputs.find_boundaries`, which says how it differs. Other differences:
+`pipeline.objectives.parts.find_boundaries`, which says how it differs. Other differences:
 the norms are of the model's kind (LayerNorm in BERT's), W2 maps to the embeddings' width, biases
 follow `model.bias`, and the loss is divided by the number of targets, there by one more.
 
@@ -29,8 +29,8 @@ from pipeline.model.encoder import MaskedLanguageModel, initialise
 from pipeline.model.layers import make_norm
 from pipeline.model.layout import Layout, rows
 from pipeline.objectives.base import Sum, Sums, weight_tensor
-from pipeline.objectives.boundary_inputs import MAX_BOUNDARY_TOKENS
 from pipeline.objectives.mlm import MaskedLanguageModeling
+from pipeline.objectives.parts import MAX_BOUNDARY_TOKENS
 
 # SpanBERT's, whatever the width of the model.
 _PLACE_WIDTH = 200
@@ -38,7 +38,7 @@ _PLACE_WIDTH = 200
 
 @dataclass(frozen=True)
 class BoundaryTargets:
-    """Where K targets are; each (K,) int64, see `Boundaries` of `boundary_inputs`."""
+    """Where K targets are; each (K,) int64, see `Boundaries` of `parts`."""
 
     index: Tensor
     left: Tensor

@@ -1,6 +1,6 @@
 """Makes the model's inputs of masked language modelling from packed slots, without torch.
 
-What an objective needs beside them is made by its parts, each in a module of its own.
+What an objective needs beside them is made by its parts.
 
 B sequences of S slots each, M slots to be predicted.
 """
@@ -25,9 +25,7 @@ from pipeline.data.pairs import PairRule
 from pipeline.data.random import Purpose
 from pipeline.data.record import sequence_hashes
 from pipeline.data.run_order import TrainSteps
-from pipeline.objectives.boundary_inputs import boundary_inputs
-from pipeline.objectives.pair_inputs import pair_inputs, pair_rule
-from pipeline.objectives.rtd_inputs import rtd_inputs
+from pipeline.objectives.parts import boundary_inputs, pair_inputs, pair_rule, rtd_inputs
 
 EVAL_MASK_SEED = 0
 """Not the run's seed: the evaluation masks and pairs are the same for every run."""
@@ -80,7 +78,9 @@ class MaskedInputs:
             config=self.data,
             vocabulary=self.vocabulary,
             key=(self.seed, self.purpose),
-            ratio=self._ratio(number),
+            ratio=self.data.mask_prob
+            if self.purpose is Purpose.EVAL_MASK
+            else schedule.mask_ratio(number, self.data),
         )
         masked_index = np.flatnonzero(selected)
         targets = slots.tokens.reshape(-1)[masked_index]
@@ -132,11 +132,6 @@ class MaskedInputs:
         """Return the same slots with nothing to predict."""
         nothing = {name: array[:0] for name, array in batch.inputs.items()}
         return batch._replace(inputs=nothing, weights=dict.fromkeys(batch.weights, 0.0))
-
-    def _ratio(self, number: int) -> float:
-        if self.purpose is Purpose.EVAL_MASK:
-            return self.data.mask_prob
-        return schedule.mask_ratio(number, self.data)
 
 
 def train_inputs(config: TrainDataConfig, index: DatasetIndex) -> MaskedInputs:

@@ -30,9 +30,8 @@ from pipeline.model.layout import Layout, rows
 from pipeline.objectives.base import Sum, Sums, weight_tensor
 from pipeline.objectives.mlm import MaskedLanguageModeling
 
+# Of one logit while a token is drawn: it, it over the temperature, its share, and the sum in fp64.
 _DRAW_BYTES = 20
-"""Of one logit while a token is drawn: it, it over the temperature, its share, and the sum in fp64.
-"""
 
 
 class Generator(MaskedHead):

@@ -8,9 +8,7 @@ bandwidth of nccl-tests, which does not depend on the number of ranks:
 
     2 (n - 1) / n * bytes / seconds     (NVIDIA/nccl-tests, doc/PERFORMANCE.md, "AllReduce")
 
-Every wait is bounded. Ranks meet in a store without a collective, so that missing ranks can be
-named, and each pair opens a process group of its own, so that a pair that hangs affects no other
-pair's numbers. A timer ends this process whatever it hangs in.
+Every wait is bounded. A timer ends this process whatever it hangs in.
 """
 
 import logging
@@ -109,6 +107,7 @@ def _meet(process: ProcessInfo, nodes: Sequence[str], report: _Report, until: fl
     if not is_server:
         _wait_for_listener(host, port, until)
     timeout = timedelta(seconds=max(1.0, until - time.monotonic()))
+    # A store without a collective, so that missing ranks can be named.
     store = TCPStore(host, port, size, is_server, wait_for_workers=False, timeout=timeout)
     report.phase = "waiting for all ranks to start"
     store.set(f"here/{rank}", report.node)
@@ -163,6 +162,7 @@ def _measure_all(
             ranks = [rank for rank, name in enumerate(names) if name in members]
             if process.rank in ranks and len(ranks) > 1:
                 report.phase = f"measuring {', '.join(members)}"
+                # A group for each pair, so that a pair that hangs affects no other pair's numbers.
                 dist.init_process_group(
                     "nccl" if has_gpu else "gloo",
                     store=PrefixStore(f"{number}/{members[0]}", store),

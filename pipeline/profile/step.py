@@ -446,6 +446,7 @@ def _profile(
         step_ms=wall_ms / steps,
         untraced_step_ms=untraced_ms / steps,
         tokens_per_s=tokens * process.world_size / untraced_ms * 1e3,
+        # Not strict: the shares of the roofline follow those of the categories.
         categories_ms={key: value / steps for key, value in zip(CATEGORIES, rest, strict=False)},
         roofline=dict(zip(shares, rest[len(CATEGORIES) :], strict=True)),
         kernels=[(kind, kernel, ms / steps) for (kind, kernel), ms in longest],

@@ -183,17 +183,11 @@ def verb(*example: str, if_interrupted: str = "") -> Callable[[Callable[..., int
         for kind in [each.annotation for each in parameters.values()]:
             if isinstance(kind, type) and is_dataclass(kind):
                 parameters = inspect.signature(kind).parameters
-                call = partial(_call_with, function, kind)
+                call = partial(lambda of, kind, **values: of(kind(**values)), function, kind)
         shown = "\n".join(example)
         return Verb(name, summary, rest or summary, shown, call, parameters, if_interrupted)
 
     return made
-
-
-def _call_with(
-    function: Callable[..., int | None], kind: Callable[..., Any], **values: Any
-) -> int | None:
-    return function(kind(**values))
 
 
 class Parser(argparse.ArgumentParser):
@@ -366,12 +360,7 @@ def run(parser: argparse.ArgumentParser) -> int:
 
 
 def main(parser: argparse.ArgumentParser) -> NoReturn:
-    """Run a command line and end the process, at once if it failed within its process group.
-
-    Python's way out would run into gloo's threads, which abort it with another exit code now and
-    then. Children see their pipes closed. After Ctrl-C it waits for threads at work, and gives
-    another exit code if the interrupt came while C code called Python.
-    """
+    """Run a command line and end the process, at once if it failed within its process group."""
     try:
         code = run(parser)
     except Exception:  # noqa: BLE001 - Python would print it as well, then end in its own way
@@ -382,6 +371,9 @@ def main(parser: argparse.ArgumentParser) -> NoReturn:
         atexit._run_exitfuncs()  # or semaphores of worker processes are complained about
     distributed = sys.modules.get("torch.distributed")
     in_group = distributed is not None and distributed.is_initialized()
+    # Python's way out would run into gloo's threads, which abort it with another exit code now and
+    # then. After Ctrl-C it waits for threads at work, and gives another exit code if the interrupt
+    # came while C code called Python.
     if in_group or code == EXIT_INTERRUPTED:
         logging.shutdown()
         sys.stdout.flush()

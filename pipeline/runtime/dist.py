@@ -39,10 +39,10 @@ def own_device(process: ProcessInfo) -> torch.device:
 def _keep_freed_memory() -> None:
     """Let glibc use the memory of freed tensors again, instead of giving it back at each step.
 
-    By default it maps blocks above 32 MB anew, and gives the top of the heap back: a layer
-    of width 256 over 4,096 tokens had 9,600 page faults a step, an eighth of its time. The process
-    stays as large as it was at most. Where there is no glibc, nothing changes.
+    The process stays as large as it was at most. Where there is no glibc, nothing changes.
     """
+    # By default glibc maps blocks above 32 MB anew, and gives the top of the heap back: a layer of
+    # width 256 over 4,096 tokens had 9,600 page faults a step, an eighth of its time.
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     # mallopt(3): M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_TOP_PAD, in bytes.
     for option, size in ((-3, 2**30), (-1, 2**31 - 1), (-2, 2**28)):
@@ -100,9 +100,7 @@ def wait_for(ranks: Collection[int], what: str) -> None:
     """Wait until `ranks` have come here, too; each of them only until the others have.
 
     For what may take longer than `train.collective_timeout_s`: a collective would end by it, even
-    though the other ranks work. This asks the store of the process group, which has no timeout, and
-    counts for this rank's watchdog as long as any rank calls `heartbeat_all`. All ranks call it
-    together or not at all.
+    though the other ranks work. All ranks call it together or not at all.
 
     Raises:
         DistError: rank 0, which keeps the store, is gone.
@@ -120,6 +118,8 @@ def wait_for(ranks: Collection[int], what: str) -> None:
         # Adding 0 reads at once: `get` waits for a key that nobody has set, and then times out.
         arrived = store.add(key, 0)
         seen = store.add(_PROGRESS, 0)
+        # The store has no timeout, and this rank's watchdog counts any rank's call of
+        # `heartbeat_all`.
         if seen != progress:
             watchdog.heartbeat(f"waiting for other ranks: {what}")
         progress = seen
@@ -147,11 +147,9 @@ def is_marked(name: str) -> bool:
 # torch's file writer and gloo both raise RuntimeError, the writer in several wordings: errors that
 # name a source file of gloo's, and NCCL's class, are a lost rank, all others the disk's.
 def is_lost_rank(error: Exception) -> bool:
-    """Return whether a collective failed because another rank is gone.
-
-    NCCL's errors have a class of their own; gloo raises RuntimeError, as torch's file writer does,
-    but names its source file. A path of the user's may have "gloo" in it, too.
-    """
+    """Return whether a collective failed because another rank is gone."""
+    # NCCL's errors have a class of their own; gloo raises RuntimeError, as torch's file writer
+    # does, but names its source file. A path of the user's may have "gloo" in it, too.
     return isinstance(error, dist.DistError) or "third_party/gloo/" in str(error)
 
 
@@ -178,8 +176,7 @@ def on_first(function: Callable[[], T], what: str) -> T:
 def raise_on_all_ranks(slow: Collection[int] = (), what: str = "") -> Iterator[None]:
     """Raise the first rank's PostnormError on all ranks at the end of a block. Collective.
 
-    The only way in which ranks agree on an error. Otherwise those that have none would wait for the
-    one that left, in their next collective, until it times out.
+    The only way in which ranks agree on an error.
 
     Ranks in `slow` may take longer than `train.collective_timeout_s`; they call `heartbeat_all`.
     """
@@ -190,6 +187,8 @@ def raise_on_all_ranks(slow: Collection[int] = (), what: str = "") -> Iterator[N
         error = own
     if slow:
         wait_for(slow, what)
+    # Ranks without an error would wait for the one that left, in their next collective, until it
+    # times out.
     for each in gather(error):
         if each is not None:
             raise each

@@ -159,8 +159,9 @@ def is_at(file: int, path: Path) -> bool:
 
 
 def signed(body: dict[str, Any], name: str) -> dict[str, Any]:
-    """Add under `name` a sha256 of everything else, so that a flipped digit is noticed."""
+    """Add under `name` a sha256 of everything else."""
     text = json.dumps({key: value for key, value in body.items() if key != name}, sort_keys=True)
+    # JSON with a flipped digit is JSON, too.
     return {**body, name: hashlib.sha256(text.encode()).hexdigest()}
 
 

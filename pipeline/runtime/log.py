@@ -30,11 +30,11 @@ def to_console(least: int = logging.NOTSET) -> None:
 def to_run(run_dir: Path, rank: int) -> None:
     """Send records to `run_dir/logs/rank-NNNNN.log`, and on rank 0 to the console too.
 
-    On the console warnings and errors go to stderr, the others to stdout. Files are appended to, so
-    that the attempts of a requeued job follow each other.
+    On the console warnings and errors go to stderr, the others to stdout.
     """
     path = RunFolder(run_dir).log(rank)
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Appended to, so that the attempts of a requeued job follow each other.
     file_handler = _RankFile(path, encoding="utf-8")
     file_handler.setFormatter(logging.Formatter(_FORMAT, defaults={"rank": rank}))
     handlers: list[logging.Handler] = [file_handler]
@@ -75,10 +75,8 @@ class _Stderr(logging.Handler):
 
 def _console(handler: logging.Handler) -> logging.Handler:
     handler.setFormatter(logging.Formatter("%(message)s"))
-    handler.addFilter(_ours_or_warning)
+    # Libraries' chatter stays out of the console; it is in the files.
+    handler.addFilter(
+        lambda record: record.name.startswith(_OURS) or record.levelno >= logging.WARNING
+    )
     return handler
-
-
-def _ours_or_warning(record: logging.LogRecord) -> bool:
-    """Keep libraries' chatter out of the console; it is in the files."""
-    return record.name.startswith(_OURS) or record.levelno >= logging.WARNING

@@ -6,8 +6,7 @@ The command gets one JSON object on its standard input:
      "run": "mine", "run_dir": "/runs/mine", "host": "node1", "job": "1234.0",
      "unix_s": 1750000000.0}
 
-Nothing waits for it while a run trains, and whatever goes wrong with it is only a warning. How an
-attempt ended is reported by the launcher, since the ranks may be dead by then.
+Nothing waits for it while a run trains, and whatever goes wrong with it is only a warning.
 """
 
 import json
@@ -30,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 STARTED, WENT_BACK, REQUEUED = "started", "went_back", "requeued"
 FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
+# Reported by the launcher, since the ranks may be dead by then.
 _ENDS = {"finished": FINISHED, "requeue": REQUEUED, "stopped": STOPPED, "failed": FAILED}
 """Event of each decision of the launcher."""
 _LIMIT_S = 10.0

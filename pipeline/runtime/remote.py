@@ -28,8 +28,8 @@ from pipeline.runtime.files import temporary_beside
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+# Before each further try. botocore tries a request five times by itself.
 _WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Before each further try. botocore tries a request five times by itself."""
 _RANGE_BYTES = 1 << 22
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
 _VERSIONS = (
@@ -102,20 +102,12 @@ def list_files(address: str) -> list[tuple[RemoteFile, str, bool]]:
 
 
 def open_file(address: str) -> IO[bytes]:
-    """Open a file to read it; it can be sought.
-
-    Raises:
-        As `stat`; reading raises them, too.
-    """
+    """Open a file to read it; it can be sought (raises as `stat`; reading raises them, too)."""
     return io.BufferedReader(_Ranges(stat(address)), _RANGE_BYTES)
 
 
 def read_range(address: str, start: int, end: int) -> bytes:
-    """Read bytes of a file from `start` up to `end`, which it must have.
-
-    Raises:
-        As `stat`.
-    """
+    """Read bytes of a file from `start` up to `end`, which it must have (raises as `stat`)."""
 
     def read() -> bytes:
         store, path = _store(address)
@@ -144,11 +136,7 @@ def download(address: str, path: Path) -> None:
 
 
 def upload(path: Path, address: str) -> None:
-    """Send a file, which others see when it is complete.
-
-    Raises:
-        As `stat`.
-    """
+    """Send a file, which others see when it is complete (raises as `stat`)."""
 
     def send() -> None:
         store, target = _store(address)
@@ -191,13 +179,11 @@ class _Ranges(io.RawIOBase):
 # Our own ranges on top of fsspec: its files have caches that differ from store to store, and take
 # an answer that was cut short for the end of some files.
 def _store(address: str) -> tuple[Any, str]:
-    """Return fsspec's file system, without memory of listings, and the path in it.
-
-    It keeps one for each process, as their connections must not be shared with forked ones.
-    """
+    """Return fsspec's file system, without memory of listings, and the path in it."""
     try:
         from fsspec.core import url_to_fs  # type: ignore[import-untyped,import-not-found]
 
+        # fsspec keeps one for each process: connections must not be shared with forked ones.
         store, path = url_to_fs(address)
     except ImportError as error:
         raise ConfigError(

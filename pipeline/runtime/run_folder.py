@@ -225,10 +225,8 @@ class RunFolder:
 
 
 def record_exit(run_dir: Path, process: ProcessInfo, code: int) -> None:
-    """Leave this rank's exit code in the run's folder.
-
-    Job scripts read it, because srun hides the code of a rank behind those that it then kills.
-    """
+    """Leave this rank's exit code in the run's folder."""
+    # Job scripts read it, because srun hides the code of a rank behind those that it then kills.
     path = RunFolder(run_dir).exit_code(process.job, process.rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"{code}\n")

@@ -2,11 +2,10 @@
 
 SLURM sends SIGUSR1 before the time limit (as the job script asks) and SIGTERM on preemption; some
 sites send SIGUSR2. SIGINT is Ctrl-C.
-
-This module imports nothing that takes time: a command line loads it before all others, because by
-default these signals kill.
 """
 
+# Nothing that takes time is imported here: a command line loads this module before all others,
+# because by default these signals kill.
 import os
 import signal
 import sys
@@ -101,7 +100,8 @@ def release() -> None:
 
 
 def ignore_from_now() -> None:
-    """Ignore the signals at the end of a process that listened: Python would let them kill."""
+    """Ignore the signals at the end of a process that listened."""
     if _request is not None:
         for number in _NUMBERS:
+            # Python, as it ends, would let them kill.
             signal.signal(number, signal.SIG_IGN)

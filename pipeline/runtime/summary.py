@@ -185,12 +185,10 @@ def _drawn(console: "Console", *parts: Any) -> list[str]:
 
 
 def duration(seconds: float | None) -> str:
-    """Write such as `2d 03:04:05`; None is `unknown`.
-
-    Clocks of two machines may make a duration negative, which is shown as 0.
-    """
+    """Write such as `2d 03:04:05`; None is `unknown`."""
     if seconds is None:
         return "unknown"
+    # Clocks of two machines may make a duration negative.
     days, rest = divmod(round(max(0.0, seconds)), 86400)
     clock = f"{rest // 3600:02d}:{rest % 3600 // 60:02d}:{rest % 60:02d}"
     return f"{days}d {clock}" if days else clock

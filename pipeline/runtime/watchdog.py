@@ -3,9 +3,7 @@
 Whoever works calls `heartbeat` with what it is about to do. A thread looks at the last one; where
 it is too old, it writes the stacks of all threads to `RUN/hangs/`, says so in the log and ends the
 process with exit code 1. It runs while the main thread waits in a collective, in a file system that
-does not answer, or in any other C code that has released the interpreter's lock. Where C code keeps
-that lock, no Python thread runs: then faulthandler's timer, a thread without Python that ours winds
-up again and again, writes the stacks to the rank's log and ends the process.
+does not answer, or in any other C code that has released the interpreter's lock.
 """
 
 import faulthandler
@@ -26,13 +24,13 @@ from pipeline.runtime.run_folder import RunFolder, record_exit
 logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 1.0
+# After which the process ends, even if what hangs is the file system of the run's folder.
 _WRITING_TAKES_S = 10.0
-"""After which the process ends, even if what hangs is the file system of the run's folder."""
 
 
 # On a loaded machine making the engine took 100 s.
+# Until a step is done, a phase may take this long whatever the limit: import, compilation.
 _STARTING_TAKES_S = 600.0
-"""Until a step is done, a phase may take this long whatever the limit: import, compilation."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,9 @@ def _watch(
         idle_s = time.monotonic() - last.at_s
         # The beginning of the second step is the first sign that one was done.
         limit_s = timeout_s if last.steps_begun > 1 else max(timeout_s, _STARTING_TAKES_S)
-        # Wound up at each look, so it fires only where this thread cannot run.
+        # Where C code keeps the interpreter's lock, no Python thread runs: then this timer, a
+        # thread without Python, writes the stacks to the rank's log and ends the process. Wound up
+        # at each look, so it fires only where this thread cannot run.
         faulthandler.dump_traceback_later(limit_s, exit=True, file=rank_log)
         if idle_s > limit_s:
             # What is written to may be what hangs.

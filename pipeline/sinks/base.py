@@ -2,8 +2,7 @@
 
 A sink is a class that is made from a `SinkContext` and has the methods of `Sink`. Packages add
 theirs by an entry point of the group `postnorm.sinks`. A run goes on if its numbers cannot be
-written: each sink is called from a thread of its own, so that a slow service costs records but no
-steps.
+written.
 """
 
 import json
@@ -43,8 +42,8 @@ _BUILT_IN = {
 _TELL_EVERY_S = 600.0
 _MOST_WAITING = 10_000
 """Records that wait for a slow sink; later ones are lost to it."""
+# How long the end of a run waits for a slow sink; torchrun kills a rank 30 s after a SIGTERM.
 _PATIENCE_S = 10.0
-"""How long the end of a run waits for a slow sink; torchrun kills a rank 30 s after a SIGTERM."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +212,8 @@ class _Worker:
         self._name = name
         self._calls: queue.Queue[Callable[[Sink], None] | None] = queue.Queue(_MOST_WAITING)
         self._given = self._lost = 0
-        # A thread each: W&B and MLflow may block for minutes.
+        # A thread each, so that a slow service costs records but no steps: W&B and MLflow may block
+        # for minutes.
         self._thread = threading.Thread(
             target=self._run, args=(opener, start), name=f"sink {name}", daemon=True
         )

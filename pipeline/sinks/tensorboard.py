@@ -1,8 +1,6 @@
 """Writes a run's numbers as TensorBoard's event files, with a layout of charts for a first look.
 
 `tensorboard --logdir runs` names each run by its folder. The tab "Custom Scalars" has the layout.
-torch's SummaryWriter is not used: it writes from its own thread, whose errors surface in some later
-call, and it never writes again after one.
 """
 
 import io
@@ -95,5 +93,7 @@ def _event(**content: Any) -> bytes:
     """Frame data as a record of an event file."""
     buffer = io.BytesIO()
     event = Event(wall_time=time.time(), **content)
+    # Not torch's SummaryWriter: it writes from its own thread, whose errors surface in some later
+    # call, and it never writes again after one.
     RecordWriter(buffer).write(event.SerializeToString())
     return buffer.getvalue()

@@ -68,11 +68,7 @@ def holds_lists(value: Any) -> bool:
 
 
 def require_text(row: Row, text: str, part: str, start: int) -> None:
-    """Check that a part stands in a text where the row says.
-
-    Raises:
-        DataError: it does not.
-    """
+    """Check that a part stands in a text where the row says (DataError: it does not)."""
     if start < 0 or text[start : start + len(part)] != part:
         there = text[max(start, 0) : start + len(part)]
         raise DataError(
@@ -82,11 +78,7 @@ def require_text(row: Row, text: str, part: str, start: int) -> None:
 
 
 def name_of(value: Any, row: Row) -> str:
-    """Return a label as text.
-
-    Raises:
-        DataError: it is a list or a mapping.
-    """
+    """Return a label as text (DataError: it is a list or a mapping)."""
     if isinstance(value, (dict, list)):
         raise DataError(f"{row.where}: label {value!r} must be a text or a number; {OTHER_LABEL}")
     if isinstance(value, float) and value.is_integer():

@@ -32,6 +32,7 @@ _HEAD_CHARS = 1 << 20  # of a file, which tell its format
 _BATCH_ROWS = 256
 _CONLL_SUFFIXES = (".conll", ".bio", ".bmes", ".bioes", ".iob", ".iob2", ".txt")
 _TURN_JOINER = "||"
+# How files begin whose first line is no object by itself; JSON lines may have a broken one.
 _JSON_FORMS = {
     "c3": r"\[\s*\[",
     "cmrc": r'\[.*?(?<!\\)"context_text"\s*:',
@@ -39,7 +40,6 @@ _JSON_FORMS = {
     "json": r'\[|\{.*?(?<!\\)"data"\s*:\s*\[',
     "jsonl": r"\{[^\S\n]*\S",
 }
-"""How files begin whose first line is no object by itself; JSON lines may have a broken one."""
 _OTHER_FORMAT = "correct it, or set data.format if it is another one"
 _HALF = re.compile("[\ud800-\udfff]")
 _FLAGS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False, "": False}
@@ -150,12 +150,10 @@ def head_of(path: Path) -> str:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the lines that are not blank with their numbers, from 1.
-
-    Only a line feed ends a line: `str.splitlines` would also cut at U+2028 and the like, which
-    stand in texts.
-    """
+    """Yield the lines that are not blank with their numbers, from 1."""
     with _opened(path) as file:
+        # Only a line feed ends a line: `str.splitlines` would also cut at U+2028 and the like,
+        # which stand in texts.
         for number, line in enumerate(file, start=1):
             if line.strip():
                 yield number, line.rstrip("\r\n")

@@ -145,7 +145,8 @@ def _source(
 
 
 def _held_out(train: list[Example], share: float) -> tuple[list[Example], list[Example]]:
-    """Split train by the digest of its texts (passages), so that none stands on both sides."""
+    """Split train by the digest of its texts (passages)."""
+    # By passages, so that none stands on both sides.
     passages = sorted({row.text for row in train}, key=_digest)
     held = set(passages[: max(1, round(len(passages) * share))])
     return (
@@ -201,8 +202,8 @@ def _labels(config: TaskConfig, read: dict[str, list[Example]]) -> tuple[str, ..
                 if name not in known:
                     raise DataError(
                         f"{row.where}: label {name!r} is not one of the {len(labels)} of {origin}: "
-                        f"{_some(labels)}; correct the row, list the labels in data.labels, or "
-                        "drop such rows by data.drop_labels"
+                        f"{', '.join(labels[:20])}{', ...' * (len(labels) > 20)}; correct the "
+                        "row, list the labels in data.labels, or drop such rows by data.drop_labels"
                     )
     return labels
 
@@ -211,11 +212,6 @@ def _label_order(name: str) -> tuple[bool, int, str]:
     """Sort numbers by value, and before words."""
     is_number = name.isdecimal()
     return (not is_number, int(name) if is_number else 0, name)
-
-
-def _some(names: Iterable[str]) -> str:
-    every = list(names)
-    return ", ".join(every[:20]) + (", ..." if len(every) > 20 else "")
 
 
 # A row to an example

@@ -1,4 +1,4 @@
-"""Tables of metrics: classes, entities, numbers; tags of entities, and intervals over rows.
+"""Tables of metrics: classes, entities, numbers; and tags of entities.
 
 Every metric is a table with a line a row (counts or moments) and a function of its column sums.
 So a bootstrap draw is a weighting of the lines, and costs a matrix product. Scores are fractions.
@@ -15,8 +15,8 @@ import numpy.typing as npt
 from pipeline.tasks.types import Span
 
 Floats = npt.NDArray[np.float64]
+# BMES and BILOU write the tags of BIOES in other letters.
 _OTHER_NAMES = {"M": "I", "L": "E", "U": "S"}
-"""BMES and BILOU write the tags of BIOES in other letters."""
 
 
 # Tags and entities
@@ -62,7 +62,6 @@ def encode_tags(spans: Sequence[Span], length: int, scheme: str) -> list[str] | 
 # Metrics
 
 
-# A bootstrap draw is then a product, paired for two models by the same key.
 @dataclass(frozen=True)
 class Table:
     """A metric's lines, a row of the data each, and its value from sums of lines."""
@@ -201,29 +200,3 @@ def correlations(golds: Sequence[float], predictions: Sequence[float]) -> Tables
         "pearson": _correlation(gold, predicted),
         "spearman": _correlation(ranks(gold), ranks(predicted)),
     }
-
-
-# Intervals
-
-
-def bootstrap(seeds: Sequence[Table], num_draws: int = 1000, key: int = 0) -> Floats:
-    """Draw rows, and runs of several seeds, with replacement; mean scores of the draws, [draws].
-
-    Draws of one key take the same rows of two models, so their difference is a paired one.
-    """
-    # Two streams: with one, tables with other numbers of seeds would not draw the same rows.
-    rows, runs = np.random.default_rng((key, 0)), np.random.default_rng((key, 1))
-    num_rows = len(seeds[0].lines)
-    picks = runs.integers(len(seeds), size=(num_draws, len(seeds)))
-    draws = np.empty(num_draws)
-    for draw in range(num_draws):
-        weights = np.bincount(rows.integers(num_rows, size=num_rows), minlength=num_rows)
-        scores = np.array([table.value(weights @ table.lines) for table in seeds])
-        draws[draw] = scores[picks[draw]].mean()
-    return draws
-
-
-def interval(draws: Floats, level: float = 0.95) -> tuple[float, float]:
-    """Return the bounds that hold the middle share `level` of the draws."""
-    low, high = np.quantile(draws, [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)

@@ -93,11 +93,7 @@ class ByteBpeTokenizer(FastTokenizer):
         return self._vocabulary("byte_bpe")
 
     def _can_be_in_text(self, token: int, piece: str) -> bool:
-        """Whether merges make the token, of bytes that normalised text can have.
-
-        A token that its own bytes do not give is in no text: merges across its ends would split it,
-        and without them its bytes merge as they do alone.
-        """
+        """Whether merges make the token, of bytes that normalised text can have."""
         if token in self._added:
             return True
         content = self.contents[token]
@@ -107,6 +103,8 @@ class ByteBpeTokenizer(FastTokenizer):
             text = content.decode()
             if self.normalise(text).strip() != text.strip():
                 return False
+        # A token that its own bytes do not give is in no text: merges across its ends would split
+        # it, and without them its bytes merge as they do alone.
         return [part.id for part in self._tokenizer.model.tokenize(piece)] == [token]
 
 

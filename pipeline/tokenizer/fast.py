@@ -461,9 +461,7 @@ def build_from_sentencepiece(
 def _normalizer(charsmap: bytes, breaks: str) -> normalizers.Normalizer:
     """Build sentencepiece's normalisation (normalizer.cc), except that a leading space stays.
 
-    Its rules replace the longest match, also of several characters. `Precompiled` of tokenizers
-    takes the shortest match in a grapheme of up to 5 bytes, drops the rest of it, and composes
-    nothing longer (Hangul, kana). So NFKC composes first, unless a break forbids it.
+    Its rules replace the longest match, also of several characters.
     """
     replace, regex = normalizers.Replace, tokenizers.Regex
     return normalizers.Sequence(
@@ -473,6 +471,9 @@ def _normalizer(charsmap: bytes, breaks: str) -> normalizers.Normalizer:
             replace("\x02", _BREAK),
             replace(_TILDE, "\x02"),
             replace(regex(breaks), _BREAK),
+            # First, unless a break forbids it: `Precompiled` of tokenizers takes the shortest match
+            # in a grapheme of up to 5 bytes, drops the rest of it, and composes nothing longer
+            # (Hangul, kana).
             normalizers.NFKC(),
             replace("\x02", _TILDE),
             normalizers.Precompiled(charsmap),

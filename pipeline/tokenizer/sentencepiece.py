@@ -4,10 +4,8 @@ Preparation and inference use this one class, so that they cannot tokenise diffe
 
 A model treats line breaks as white space, or keeps them (`keep_line_breaks`): each is then the byte
 piece <0x0A>, a word of its own. The model's rules say which, so that whoever has the model, also
-without this project, gets the same. A symbol of its own would do as well, but only in models that
-are trained with it; and a private character in place of the break could also stand in a text.
-Around breaks that are kept, a text is tidied as cleaning does it: white space beside them goes, and
-more than one blank line becomes one.
+without this project, gets the same. Around breaks that are kept, a text is tidied as cleaning does
+it: white space beside them goes, and more than one blank line becomes one.
 """
 
 import io
@@ -142,12 +140,10 @@ class Tokenizer:
         return tidied(text) if self.keeps_breaks else text
 
     def spell(self, text: str) -> tuple[npt.NDArray[np.int32], Spelling]:
-        """Encode a text like `encode` and return how the tokens spell it; fast enough for a corpus.
-
-        Normalised text, which nearly all text in data preparation is, is not normalised again, and
-        its spelling does not need the pieces: twice as fast as `encode` and `surface`.
-        """
+        """Encode like `encode`, and return how tokens spell the text; fast enough for a corpus."""
         plain = self._plain_text.flat(text)
+        # Nearly all text in data preparation is normalised. It is not normalised again, and its
+        # spelling does not need the pieces: twice as fast as `encode` and `surface`.
         if plain is not None:
             ids = self._plain_text.encode(plain)
             num_chars = self._surface_tables[1].take(ids)
@@ -447,16 +443,18 @@ def train(
     return model.getvalue()
 
 
+# Not a symbol of its own, which only models have that are trained with it, nor a private character
+# in place of the break, which could also stand in a text.
 def keep_line_breaks(model: bytes) -> bytes:
     """Return a model that keeps line breaks, each as the piece <0x0A>; no piece changes its id.
 
     Without a rule for them a line break reaches the vocabulary, which has no such character, and
-    falls back to its byte, which no other text has. The rules are a trie, a double array (darts.h
-    in s-yata/darts-clone): the child of its root that the byte 0x0A leads to is given a label that
-    no byte has.
+    falls back to its byte, which no other text has.
     """
     normalizer = _protobuf_fields(_protobuf_fields(model)[3])
     charsmap = bytearray(normalizer[2])
+    # The rules are a trie, a double array (darts.h in s-yata/darts-clone): the child of its root
+    # that the byte 0x0A leads to is given a label that no byte has.
     root = int.from_bytes(charsmap[4:8], "little")
     unit = 4 + 4 * ((root >> 10) << ((root & 512) >> 6) ^ ord("\n"))
     assert charsmap[unit] == ord("\n"), "rules without one for the line break"
@@ -468,10 +466,8 @@ def keep_line_breaks(model: bytes) -> bytes:
 
 
 def tidied(text: str) -> str:
-    """Return a text as a tokenizer that keeps line breaks reads it; see the module.
-
-    Breaks at its beginning and end stay: the part of a text beside a `[MASK]` may have one there.
-    """
+    """Return a text as a tokenizer that keeps line breaks reads it; see the module."""
+    # Breaks at its beginning and end stay: the part of a text beside a `[MASK]` may have one there.
     return _BREAK_RUN.sub(lambda run: "\n" * min(2, len(_BREAK.findall(run[0]))), text)
 
 

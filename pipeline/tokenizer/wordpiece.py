@@ -238,15 +238,13 @@ class _Column:
 
 
 class _Spelling:
-    """One document's text, and the places where its tokens start.
-
-    It is the text before BERT's normalisation, in which an unknown word could not be found; Chinese
-    characters are the same in both.
-    """
+    """One document's text, and the places where its tokens start."""
 
     def __init__(
         self, text: str, offsets: npt.NDArray[np.int64], continues: npt.NDArray[np.bool_]
     ) -> None:
+        # The text before BERT's normalisation, in which an unknown word could not be found; Chinese
+        # characters are the same in both.
         self._text, self._offsets, self._continues = text, offsets, continues
 
     def surface(self, ids: npt.NDArray[np.unsignedinteger]) -> tuple[str, npt.NDArray[np.int64]]:
@@ -371,10 +369,8 @@ def read_tokenizer_json(body: dict[str, Any], path: Path) -> tuple[list[str], Be
 
 
 def difference_of_ids(one: Sequence[str | None], other: Sequence[str | None]) -> str:
-    """Describe where two vocabularies give an id to different pieces; empty if they agree.
-
-    White space around a piece is ignored, because some programs drop it and text never has it.
-    """
+    """Describe where two vocabularies give an id to different pieces; empty if they agree."""
+    # White space around a piece is ignored, because some programs drop it and text never has it.
     rows = [[str(piece).strip() for piece in pieces] for pieces in (one, other)]
     if rows[0] == rows[1]:
         return ""

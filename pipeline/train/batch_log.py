@@ -4,9 +4,7 @@ An attempt that computes a batch again must get the hash of the earlier attempt.
 
 An earlier attempt's lines after the cursor stay in the file until they are written again, and a
 batch that differs stops the run before anything is changed; so the next attempt, and one after a
-kill, is compared as well. Equal lines are not written again. From the first line that changes, the
-file is truncated and appended to: a kill can only damage the last line, and the lines before, 150
-MB after 3 million batches, are never copied.
+kill, is compared as well. Equal lines are not written again.
 """
 
 import logging
@@ -131,6 +129,8 @@ class BatchLog:
         data = b"".join(lines)
         if data != b"".join(old):
             with self._path.open("r+b") as file:
+                # Truncated and appended to: a kill can only damage the last line, and the lines
+                # before, 150 MB after 3 million batches, are never copied.
                 file.truncate(self._end)
                 file.seek(self._end)
                 file.write(data + b"".join(self._earlier))

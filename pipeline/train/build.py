@@ -69,9 +69,6 @@ def train_run(config: RunConfig, rank: Rank, work: Workload) -> int:
 
     Returns:
         An exit code of `pipeline.errors`.
-
-    Raises:
-        PostnormError: the user can fix it.
     """
     folder, run_dir, process = config.folder, config.folder.path, rank.process
     folder.create()
@@ -131,8 +128,7 @@ def _telling(work: Callable[[], int], notifier: Notifier, *, by_hand: bool) -> i
 def _name_start(rank: Rank, run_dir: Path) -> None:
     """Give a start by hand a job of its own, so that the next one does not replace its exit codes.
 
-    `launch` has given its starts one. Torchrun's variables cannot: its run id is `none` by default,
-    and the same for each start where people choose it. Collective.
+    `launch` has given its starts one. Collective.
     """
 
     def make_job() -> str:
@@ -142,6 +138,8 @@ def _name_start(rank: Rank, run_dir: Path) -> None:
         shutil.rmtree(run.exits(job), ignore_errors=True)
         return job
 
+    # Torchrun's variables cannot name it: its run id is `none` by default, and the same for each
+    # start where people choose it.
     if env.launched_run_dir() is None:
         rank.process = replace(rank.process, job=dist.on_first(make_job, "naming the start"))
 

@@ -104,10 +104,7 @@ def init_process_group(
     """Join the process group and returns this rank's device: its GPU, or the CPU over gloo.
 
     A collective that other ranks do not join fails after `timeout_s` in every group, those that
-    DeepSpeed makes included. gloo raises RuntimeError in the rank that waits. Under NCCL the host
-    seldom waits in the collective itself: torch's own watchdog thread aborts the process (SIGABRT)
-    once the kernel is that old, because TORCH_NCCL_ASYNC_ERROR_HANDLING is on, and writes its
-    flight recorder. See torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp.
+    DeepSpeed makes included. gloo raises RuntimeError in the rank that waits.
 
     Args:
         process: this rank.
@@ -118,6 +115,9 @@ def init_process_group(
     watchdog.heartbeat("waiting for all ranks to start")
     _give_groups_a_timeout(timedelta(seconds=timeout_s))
     device = dist.own_device(process)
+    # Under NCCL the host seldom waits in the collective itself: torch's own watchdog thread aborts
+    # the process (SIGABRT) once the kernel is that old, because TORCH_NCCL_ASYNC_ERROR_HANDLING is
+    # on, and writes its flight recorder (c10d/ProcessGroupNCCL.hpp).
     deepspeed.init_distributed(
         dist_backend=dist.backend_of(device),
         auto_mpi_discovery=False,
@@ -128,13 +128,11 @@ def init_process_group(
 
 
 def close_process_group(*, together: bool = True) -> None:
-    """Leave the group of `init_process_group`, as `dist.close_group` leaves that of `open_group`.
-
-    torch's own way leaves DeepSpeed its old groups, on which the next run of the process fails.
-    Not `raise_on_all_ranks` where the run failed: no other rank may be there to wait for.
-    """
+    """Leave the group of `init_process_group`, as `dist.close_group` that of `open_group`."""
+    # Not where the run failed: no other rank may be there to wait for.
     if together:
         dist.barrier()
+    # torch's own way leaves DeepSpeed its old groups, on which the next run of the process fails.
     _import_deepspeed().comm.destroy_process_group()
 
 
@@ -536,11 +534,9 @@ def _sum_norms_in_blocks(optimizer: Any) -> None:
 
 
 def _uploaded(numbers: Sequence[float], device: torch.device) -> Tensor:
-    """Copy numbers to the device, and do not wait for it.
-
-    `torch.tensor(numbers, device=...)` copies from pageable memory: the host would wait until the
-    device has done all that is queued, and then queue the step on an idle one.
-    """
+    """Copy numbers to the device, and do not wait for it."""
+    # `torch.tensor(numbers, device=...)` copies from pageable memory: the host would wait until the
+    # device has done all that is queued, and then queue the step on an idle one.
     host = torch.tensor(numbers, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
 

@@ -30,12 +30,12 @@ _NUM_EXAMPLES = 5
 _BEFORE, _AFTER = 12, 36
 """Tokens shown around an example's first mask."""
 _TOP = 3
+# Attention probabilities in one pass: 0.25 GB in bf16, and 0.5 GB in fp32.
 _MOST_PROBABILITIES = 1 << 27
-"""Attention probabilities in one pass: 0.25 GB in bf16, and 0.5 GB in fp32."""
+# Five colours of matplotlib's viridis, low to high: readable in grey and by the colour-blind.
 _COLOURS = np.array(
     [[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]], dtype=np.float64
 )
-"""Five colours of matplotlib's viridis, low to high: readable in grey and by the colour-blind."""
 _NAN_COLOUR = (160, 160, 160)
 _SMALLEST, _LARGEST, _SIDE = 16, 48, 288
 """Pixels of a cell's side, and those that the longer side of a small map is to have."""

@@ -253,7 +253,10 @@ class Meter:
                 for batch, step in zip(self._batches, of_steps.tolist(), strict=True)
             ],
             loss=self._minimised(whole),
-            means={name: _mean(*pair) for name, pair in whole.items()},
+            means={
+                name: total / weight if weight else float("nan")
+                for name, (total, weight) in whole.items()
+            },
             weights=dict(zip(self._weights, weights.sum(0).tolist(), strict=True)),
             counts=dict(zip(self._counts, counts.sum(0).tolist(), strict=True)),
             elapsed_s=elapsed_s,
@@ -274,10 +277,6 @@ class Meter:
     def _minimised(self, sums: dict[str, tuple[float, float]]) -> float:
         """Return what a step minimises, from sums over all ranks."""
         return self._objective.tracked_loss({n: total / w for n, (total, w) in sums.items() if w})
-
-
-def _mean(total: float, weight: float) -> float:
-    return total / weight if weight else float("nan")
 
 
 def _stacked(sums: Sums) -> torch.Tensor:

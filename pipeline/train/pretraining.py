@@ -42,9 +42,6 @@ def pretrain(
 
     Returns:
         An exit code of `pipeline.errors`.
-
-    Raises:
-        PostnormError: the user can fix it.
     """
     config.batches.require_split(rank.process.world_size)
     # What is missing or in the way is found before anything is made.

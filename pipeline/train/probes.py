@@ -38,8 +38,8 @@ _TRAIN_ROWS, _DEV_ROWS = 2000, 1000
 _MOST_TIME = 0.02
 _PENALTIES = (-4.0, 1.0, 11)
 """Candidates, powers of ten: first, last, number. Features have variance 1."""
+# A feature whose variance is at most this share of its mean square tells nothing.
 _CONSTANT = 1e-12
-"""A feature whose variance is at most this share of its mean square tells nothing."""
 
 
 class Rows(NamedTuple):

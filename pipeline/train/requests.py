@@ -20,8 +20,8 @@ from pipeline.runtime.stop import StopRequest
 
 logger = logging.getLogger(__name__)
 
+# A look may cost milliseconds on a file system that many use.
 _LOOK_EVERY_S = 2.0
-"""A look may cost milliseconds on a file system that many use."""
 
 
 class Wanted(NamedTuple):

@@ -32,9 +32,9 @@ logger = logging.getLogger(__name__)
 
 _SHORT = {"accuracy": "acc"}
 _MOST_MEANS = 6
+# How many times the median of the other ranks a slow one takes. Below it, ranks that share a node
+# with other work would be named.
 _STRAGGLER_FACTOR = 1.25
-"""How many times the median of the other ranks a slow one takes. Below it, ranks that share a node
-with other work would be named."""
 _SLOW_INTERVALS = 3
 _LEAST_SHARE = 0.01
 

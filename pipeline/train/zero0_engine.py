@@ -60,10 +60,7 @@ class Replicated(nn.Module):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Average the gradients over the ranks, clip them, and update. Collective.
-
-        If the mean is not finite, no rank changes anything: all ranks see the same mean.
-        """
+        """Average the gradients over the ranks, clip them, and update. Collective."""
         if self._tasks is None or not self._tasks.are_averaged:
             _average(self._groups, self._num_ranks)
         squares = [squared_norm(group.sums) for group in self._groups]
@@ -72,6 +69,7 @@ class Replicated(nn.Module):
         self._applied = norm < float("inf")
         self._norm = norm if self._applied else float("inf")
         self.global_steps += 1
+        # All ranks see the same mean: if it is not finite, no rank changes anything.
         if self._applied:
             # The same factor as DeepSpeed's if the norm is above the limit.
             too_long = (norm + 1e-6) / self._grad_clip if self._grad_clip else 0.0

@@ -507,6 +507,8 @@ def evaluate_as_rank(
             source,
             step=arguments.step,
             every=arguments.every,
+            # Rank 0's: another node may see the file as it was, and all ranks take the same
+            # checkpoints.
             passed_over=dist.from_first(earlier),
             other_data=arguments.data is not None,
         )

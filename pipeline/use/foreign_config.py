@@ -1,7 +1,6 @@
 """Each key of a foreign config: used, without effect on what is computed, or refused by name.
 
-A key that nobody knows is refused, because what it switches on would be dropped in silence. What a
-config does not say is assumed, and every assumption names the override that changes it.
+What a config does not say is assumed, and every assumption names the override that changes it.
 
 Sources of the keys: transformers 5.23 `configuration_utils.py` and
 `models/{bert,roberta,roformer}/configuration_*.py`; google-research/bert `modeling.py`,
@@ -241,6 +240,7 @@ def _account(source: ForeignCheckpoint, ignored: Sequence[str]) -> dict[str, lis
             keys["no effect"].append(key)
         else:
             unknown.append(key)
+    # What an unknown key switches on would be dropped in silence.
     if unknown:
         shown = ", ".join(f"{key}={theirs[key]!r:.40}" for key in unknown)
         raise CheckpointError(

@@ -2,9 +2,8 @@
 
 Doubling the width changes nothing the model computes. Hidden states become pairs of equal
 coordinates, which norms keep; heads are doubled, not widened, so that rotary angles stay the same;
-and every matrix that reads a doubled input is halved. The tied output would count each pair twice:
-gain and shift of the norm before it are halved. Where that norm has none, the embeddings are, whose
-norm forgets their scale but for eps, which is then divided by 4. Logits before and after are
+and every matrix that reads a doubled input is halved. Where that norm has none, the embeddings are,
+whose norm forgets their scale but for eps, which is then divided by 4. Logits before and after are
 compared in float64. Stacking layers is not an identity, but a start (Gong et al. 2019, "Efficient
 Training of BERT by Progressively Stacking"); how far it moves logits is reported.
 
@@ -63,8 +62,7 @@ def grow(
     """Write a larger model folder.
 
     `width`, a power of 2, is a factor on hidden size, heads and inner width; `depth` is a multiple
-    of the layers there are. `noise` is a share of each matrix' own deviation; without it the
-    doubled units would learn the same for ever.
+    of the layers there are.
 
     Raises:
         ConfigError: an argument is out of range, or doubling would change logits.
@@ -93,6 +91,7 @@ def grow(
         config, weights = double_width(config, weights)
         config, note = _require_same(config, weights, expected)
         notes.append(f"width {config.hidden_size}: {note}")
+    # Without it the doubled units would learn the same for ever.
     if noise:
         weights = _with_noise(weights, noise, seed)
         moved = _difference(config, weights, expected)
@@ -214,6 +213,8 @@ def _doubled(name: str, weight: Tensor, config: ModelConfig, last: str | None) -
     if module.endswith("_embedding"):
         return weight.repeat_interleave(2, dim=-1) / (2 if last is None else 1)
     if module.endswith("_norm"):
+        # The tied output would count each pair twice: gain and shift of the norm before it are
+        # halved.
         halves = module == last and not factorised
         return weight.repeat_interleave(2) / (2 if halves else 1)
     if module.endswith("attention.qkv"):

@@ -155,6 +155,8 @@ _NATIVE: dict[str, Any] = {
 _ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu"}
 _CLASSES = {"bert": "Bert", "roberta": "Roberta", "roformer": "RoFormer"}
 
+# By head: the families whose own class has nothing of its own before the last matrix. The last two
+# have BERT's pooler there, others another layer.
 _NATIVE_HEADS = {
     "MaskedLM": ("bert", "roberta", "roformer"),
     "TokenClassification": ("bert", "roberta", "roformer"),
@@ -162,10 +164,6 @@ _NATIVE_HEADS = {
     "SequenceClassification": ("bert",),
     "MultipleChoice": ("bert", "roberta"),
 }
-"""By head: the families whose own class has nothing of its own before the last matrix.
-
-The last two have BERT's pooler there, others another layer.
-"""
 
 _PROBE = """\
 import sys, torch, transformers

@@ -93,13 +93,11 @@ class PostnormPreTrainedModel(PreTrainedModel):
         self._encoder.gradient_checkpointing = enable  # type: ignore[assignment]
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialise what no file holds: transformers makes models without storage.
-
-        Its `nn.init` leaves alone what was loaded, but does not know parts of matrices.
-        """
+        """Initialise what no file holds: transformers makes models without storage."""
         if isinstance(module, Encoder):
             module.set_alpha(1.0)
         elif isinstance(module, (nn.Linear, nn.Embedding)):
+            # transformers' `nn.init` leaves alone what was loaded, but not parts of a matrix.
             if not getattr(module.weight, "_is_hf_initialized", False):
                 [name] = (name for name, child in self.named_modules() if child is module)
                 initialise_matrix(name, module, self.config)

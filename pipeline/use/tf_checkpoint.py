@@ -297,7 +297,8 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _check_crc32c(what: str, data: bytes, expected: int) -> None:
-    """Compare a masked crc (crc32c.h), so that a crc of bytes that hold a crc stays a good one."""
+    """Compare a masked crc (crc32c.h)."""
     crc: int = google_crc32c.value(data)
+    # Masked, so that a crc of bytes that hold a crc stays a good one.
     if (found := ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF) != expected:
         raise _damaged(f"{what} has masked crc32c {found:#010x}, expected {expected:#010x}")

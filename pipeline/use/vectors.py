@@ -6,8 +6,6 @@ where it was:
     OUT.partial        the .npy file so far; its header says how many rows only at the end
     OUT.partial.json   lines and rows so far, a sha256 of those lines, and what the vectors are of
 
-The second is written after the first, so that rows which it does not know are computed again.
-
 `evaluate_pairs` is Spearman's correlation of the cosine of two vectors with a gold similarity, by
 the protocol of Reimers and Gurevych 2019 (arXiv 1908.10084) and of kexue.fm/archives/8069, where
 the gold may be 0 or 1: whether two questions mean the same.
@@ -216,6 +214,7 @@ class _Progress:
 
     def save(self) -> None:
         """Write the record of the last whole block."""
+        # Vectors before their record: rows that it does not know are computed again.
         self._file.flush()
         write_json_atomic(self._record, self._state)
 
@@ -263,6 +262,7 @@ def read_pairs(source: str, split: str | None = None, overrides: Sequence[str] =
             raise ConfigError(f"{source} is one file, without splits; leave out split={split}")
         columns = list(_FIELDS.values()) if Path(source).suffix in _NO_HEADER else []
         data = {"fields": _FIELDS, "columns": columns, "test": [source]}
+        # As numbers: the labels 0 and 1 are numbers, too.
         values = {"task": {"kind": "regress"}, "data": data}
         config, split = build(TaskConfig, values, source, overrides), "test"
     else:

@@ -34,11 +34,7 @@ TRANSDUCTIVE = (
 
 
 class Moments:
-    """Mean and scatter of all vectors so far, in float64.
-
-    Chunks are merged by Chan, Golub and LeVeque 1979 (Stanford STAN-CS-79-773), so that their
-    sizes change rounding alone.
-    """
+    """Mean and scatter of all vectors so far, in float64."""
 
     def __init__(self, width: int) -> None:
         self.count = 0
@@ -55,19 +51,19 @@ class Moments:
         mean_D = vectors.mean(0)
         centred, apart_D = vectors - mean_D, mean_D - self.mean_D
         both = self.count + count
+        # Chan, Golub and LeVeque 1979 (Stanford STAN-CS-79-773): sizes of chunks change rounding
+        # alone.
         self.scatter_DD += centred.T @ centred
         self.scatter_DD += np.outer(apart_D, apart_D) * (self.count * count / both)
         self.mean_D = self.mean_D + apart_D * (count / both)
         self.count = both
 
     def directions(self) -> tuple[Floats, Floats]:
-        """Return variances (R,), largest first, and their (D, R) directions, R the rank.
-
-        Vectors are float32, so a direction whose deviation is below their rounding has none.
-        """
+        """Return variances (R,), largest first, and their (D, R) directions, R the rank."""
         variances, directions = np.linalg.eigh(self.scatter_DD / max(self.count - 1, 1))
         variances, directions = variances[::-1], directions[:, ::-1]
         scale = variances[0] + self.mean_D @ self.mean_D
+        # Vectors are float32, so a direction whose deviation is below their rounding has none.
         floor = len(self.mean_D) * float(np.finfo(np.float32).eps) ** 2 * scale
         rank = min(int((variances > floor).sum()), self.count - 1)
         return variances[:rank], directions[:, :rank]
@@ -169,13 +165,11 @@ def fit(
 
 
 def fingerprint(encoder: Encoder) -> str:
-    """Digest what makes vectors: names, shapes and weights of an encoder, and its alpha.
-
-    Weights count as bfloat16, so that a model loaded in that is the same one.
-    """
+    """Digest what makes vectors: names, shapes and weights of an encoder, and its alpha."""
     digest = hashlib.sha256(f"alpha {float(encoder.alpha):.6g}".encode())
     for name, tensor in sorted(encoder.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        # Weights count as bfloat16, so that a model loaded in that is the same one.
         rounded = tensor.detach().to("cpu", torch.bfloat16).contiguous()
         digest.update(rounded.view(torch.int16).numpy().tobytes())
     return digest.hexdigest()

@@ -31,7 +31,7 @@ TORCH_FREE = {
     "pipeline.use.pretrain", "pipeline.data.reader",
     "pipeline.tokenizer",
     "pipeline.tasks", "pipeline.finetune.commands", "pipeline.finetune.result",
-    "pipeline.finetune.can", "pipeline.finetune.rescore_command", "pipeline.finetune.submission",
+    "pipeline.finetune.can",
     "pipeline.multitask.balance", "pipeline.multitask.config",
     "pipeline.multitask.draws", "pipeline.train.deepspeed",
 }  # fmt: skip

@@ -11,7 +11,7 @@ import pytest
 from data_prep.config import PrepConfig, TokenizerConfig
 from data_prep.run import run
 from data_prep.tokenizer.existing_tokenizer import read_given
-from data_prep.tokenizer.sample import allot, script
+from data_prep.tokenizer.vocabulary import allot, script
 from pipeline.config.load import load
 from pipeline.data.format import DatasetIndex, read_index
 from pipeline.errors import ConfigError, DataError

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from experiments.figure import DATA, FIGURE, figure, run_of
+from benchmarks.figure import DATA, FIGURE, figure, run_of
 from tests.support.pages import PAGES
 from tests.support.processes import python
 
@@ -21,7 +21,7 @@ def test_site_has_every_page(processes: None, tmp_path: Path) -> None:
 
 def test_figure_is_of_its_data() -> None:
     drawn = figure(json.loads(DATA.read_text()))
-    assert drawn == FIGURE.read_text(encoding="utf-8"), "run `python -m experiments.figure`"
+    assert drawn == FIGURE.read_text(encoding="utf-8"), "run `python -m benchmarks.figure`"
     assert len(drawn) < _LARGEST_BYTES
 
 

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 from experiments import page
-from experiments.intervals import RowVariance, in_percent, interval_of, plain
+from pipeline.tasks.intervals import RowVariance, in_percent, interval_of, plain
 
 
 def test_a_table_has_a_rule_for_each_column_and_escapes_bars() -> None:

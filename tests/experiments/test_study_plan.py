@@ -12,7 +12,6 @@ import pytest
 from experiments import grid as sweep
 from experiments import read
 from experiments import study as studies
-from experiments.classes import subset
 from experiments.study import (
     HOME,
     PRESETS,
@@ -24,6 +23,7 @@ from experiments.study import (
     read_study,
     run_plan,
 )
+from experiments.study_run import subset
 from pipeline.config.load import build
 from pipeline.errors import ConfigError, DataError
 from pipeline.tasks.config import FieldsConfig, TaskDataConfig

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import scipy.stats
 import sklearn.metrics
 
 from pipeline.errors import DataError
@@ -212,14 +213,38 @@ def test_seeds_are_combined(tmp_path: Path) -> None:
 
 
 def test_the_interval_of_one_seed_is_that_of_a_share_of_rows(tmp_path: Path) -> None:
-    # Drawing rows alone, accuracy has the variance p (1 - p) / n.
+    # By rows alone accuracy has the variance p (1 - p) / (n - 1), with Student's t of n - 1.
     run = score_run(_config(tmp_path, "classify"), LABELS, {"dev": class_rows(5, 400, skill=0.8)})
     body = result.combine([run], [5])
     share = body["mean"]
-    half = 1.96 * math.sqrt(share * (1 - share) / 400)
-    assert body["interval"] == pytest.approx([share - half, share + half], abs=0.008)
+    half = scipy.stats.t.ppf(0.975, 399) * math.sqrt(share * (1 - share) / 399)
+    # A thousand draws know a deviation to 2.2%.
+    assert body["interval"] == pytest.approx([share - half, share + half], abs=0.09 * half)
+    assert (body["method"], "other seeds" in body["how_sure"]) == ("rows", True)
     assert body["sd"] == 0.0
     assert body["dev"] == run.body["dev"], "of one seed nothing is averaged"
+
+
+def test_the_interval_of_seeds_is_wider_than_the_spread_of_few(tmp_path: Path) -> None:
+    config = _config(tmp_path, "classify")
+    rows = [class_rows(seed, 400, skill=0.8) for seed in (1, 2, 3)]
+    body = result.combine(
+        [score_run(config, LABELS, {"dev": answers}) for answers in rows], [1, 2, 3]
+    )
+    of_seeds = scipy.stats.t.ppf(0.975, 2) * body["sd"] / math.sqrt(3)
+    low, high = body["interval"]
+    assert (low + high) / 2 == pytest.approx(body["mean"])
+    assert (high - low) / 2 >= of_seeds
+    assert (body["method"], "seeds" in body["how_sure"]) == ("rows and t", True)
+
+
+def test_one_seed_and_one_row_have_no_interval(tmp_path: Path) -> None:
+    run = _score(_config(tmp_path, "pair"), [("a", "a")], ("a", "b"))
+    body = result.combine([run], [1])
+    assert (body["interval"], body["method"]) == ([None, None], "none")
+    json.dumps(body, allow_nan=False)
+    body = result.combine([run, run], [1, 2])
+    assert (body["interval"], body["method"]) == ([1.0, 1.0], "t")
 
 
 def test_seeds_are_averaged_and_their_warnings_joined(tmp_path: Path) -> None:

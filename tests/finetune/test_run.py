@@ -24,9 +24,9 @@ from pipeline.errors import CheckpointError, ConfigError, DataError, PreemptedEr
 from pipeline.finetune.answer import predict
 from pipeline.finetune.batches import TaskStream, class_weights, tokenised
 from pipeline.finetune.can import CanConfig
+from pipeline.finetune.commands import recompute, write_results
 from pipeline.finetune.model import TaskModel
 from pipeline.finetune.prepare import prepare
-from pipeline.finetune.rescore_command import recompute, write_results
 from pipeline.finetune.result import read_runs
 from pipeline.finetune.run import DevScores, TaskWork, finetune, run_config
 from pipeline.inspect.status import run_status, summary

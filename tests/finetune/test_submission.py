@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.config.load import load
 from pipeline.errors import ConfigError, DataError
-from pipeline.finetune.submission import official_name, submission_text, write_submission
+from pipeline.finetune.answer import official_name, submission_text, write_submission
 from pipeline.tasks.task import SuiteConfig, TaskConfig, load_task
 from pipeline.tasks.types import PredictionRow
 

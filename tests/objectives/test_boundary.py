@@ -32,10 +32,10 @@ from pipeline.errors import ConfigError
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layout import rows
 from pipeline.objectives.boundary import BoundaryModel, SpanBoundaries
-from pipeline.objectives.boundary_inputs import find_boundaries
 from pipeline.objectives.choose import make_objective
 from pipeline.objectives.inputs import PARTS, MaskedInputs
 from pipeline.objectives.mlm import MaskedLanguageModeling
+from pipeline.objectives.parts import find_boundaries
 from tests.support.mask_reference import VOCABULARY, batch_of
 from tests.support.ranks import CONFIG
 

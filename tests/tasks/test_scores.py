@@ -285,7 +285,7 @@ def test_nothing_to_score_is_refused() -> None:
         KINDS["classify"].score(["a", "b"], ["a"])
 
 
-# Baselines, intervals
+# Baselines
 
 
 def test_losses_of_priors() -> None:
@@ -318,36 +318,10 @@ def test_baselines_and_chance() -> None:
         assert measured == pytest.approx(value, abs=4 * 0.05 / math.sqrt(40)), name
 
 
-def test_intervals_and_draws_weigh_rows_as_the_binomial_says() -> None:
-    golds, predictions = ["a"] * 400, ["a"] * 300 + ["b"] * 100
-    low, high = metrics.interval(
-        metrics.bootstrap([KINDS["classify"].score(golds, predictions)["accuracy"]])
-    )
-    error = math.sqrt(0.75 * 0.25 / 400)
-    assert low == pytest.approx(0.75 - 1.96 * error, abs=0.006)
-    assert high == pytest.approx(0.75 + 1.96 * error, abs=0.006)
+def test_lines_weigh_rows() -> None:
     golds, predictions = _random_labels(1, 3, 12)
     rows = [0, 0, 3, 5, 5, 5, 7, 11]
     weights = np.bincount(rows, minlength=12)
     again = KINDS["classify"].score([golds[i] for i in rows], [predictions[i] for i in rows])
     for name, table in KINDS["classify"].score(golds, predictions).items():
         assert float(table.value(weights @ table.lines)) == pytest.approx(again[name].score)
-
-
-def test_difference_of_two_models_is_paired() -> None:
-    rng = random.Random(0)
-    golds = [rng.choice("ab") for _ in range(400)]
-    one = [rng.choice("ab") for _ in golds]
-    # Better in 12 rows and worse in none: the interval of each is wide, that of both is not.
-    wrong = [i for i in range(400) if one[i] != golds[i]][:12]
-    other = [golds[i] if i in wrong else label for i, label in enumerate(one)]
-    first, second = (
-        metrics.bootstrap([KINDS["classify"].score(golds, rows)["accuracy"]])
-        for rows in (one, other)
-    )
-    low, high = metrics.interval(second - first)
-    assert 0.01 < low < 12 / 400 < high < 0.06
-    assert metrics.interval(first)[1] > metrics.interval(second)[0]
-    assert np.array_equal(
-        first, metrics.bootstrap([KINDS["classify"].score(golds, one)["accuracy"]])
-    )

@@ -181,11 +181,7 @@ class Kind:
         return ()
 
     def read_gold(self, source: TableFile, row: Row, example: Example, value: Any) -> Gold:
-        """Read the gold of a row.
-
-        Raises:
-            DataError: it does not fit; names the place and the field.
-        """
+        """Read the gold of a row (DataError: it does not fit; names the place and the field)."""
         raise NotImplementedError
 
     def types(self, labels: Sequence[str]) -> tuple[str, ...]:
@@ -287,14 +283,12 @@ class Kind:
     def majority(
         self, golds: Values, *, labels: Labels = (), scorer: str = "squad"
     ) -> dict[str, float]:
-        """Score the best constant prediction: the commonest gold, the mean, no span, no answer.
-
-        Of two classes either counts: the rarer one has the higher f1 where it is the second.
-        """
+        """Score the best constant prediction: the commonest gold, the mean, no span, no answer."""
         every = [
             self.score(golds, [constant] * len(golds), labels=labels, scorer=scorer)
             for constant in self.constants(golds, labels)
         ]
+        # Of two classes either may be best: the rarer one has the higher f1 where it is the second.
         return {name: max(tables[name].score for tables in every) for name in every[0]}
 
 

@@ -37,6 +37,14 @@ LEVEL = 0.95
 DRAWS, KEY = 1000, 0
 """Draws of rows, and the key of their random numbers: draws of one key take the same rows."""
 SETTINGS = {"level": LEVEL, "draws": DRAWS, "key": KEY}
+ROWS_ALONE = "Of one seed, intervals are over rows alone: other seeds may differ by more."
+HOW_SURE = {
+    "rows and t": "How sure: the interval is over rows (bootstrap) and seeds (Student's t).",
+    "rows": f"How sure: by rows (bootstrap). {ROWS_ALONE}",
+    "t": "How sure: by seeds (Student's t). A single row does not show how much rows differ.",
+    "none": "How sure: not at all, one seed and one row have no interval.",
+}
+"""What the interval of a score tells, by its method."""
 _EXPANDED_FROM = 30
 """Degrees of freedom from which Student's quantile is expanded around the normal one."""
 _STEPS = 50
@@ -87,10 +95,8 @@ def interval_of(values: Sequence[float], of_rows: RowVariance | None = None) -> 
 
 
 def row_draws(tables: Sequence[Table]) -> Floats:
-    """Score rows that are drawn with replacement, the same for all seeds: [draws, seeds].
-
-    Models with equally many rows are drawn alike, so that differences of draws are paired.
-    """
+    """Score rows that are drawn with replacement, the same for all seeds: [draws, seeds]."""
+    # Models with equally many rows are drawn alike, so that differences of draws are paired.
     random, num_rows = np.random.default_rng((KEY, 0)), len(tables[0].lines)
     draws = np.empty((DRAWS, len(tables)))
     for draw in draws:
@@ -112,6 +118,13 @@ def row_variance(draws: Floats, num_rows: int) -> RowVariance | None:
         between = (covariance.sum() - np.trace(covariance)) / (seeds * (seeds - 1))
         of_mean = max(0.0, float(between))
     return RowVariance(of_mean * num_rows / (num_rows - 1), num_rows)
+
+
+def score_interval(seeds: Sequence[Table]) -> Interval:
+    """Estimate the mean score of seeds, a table each, on the same rows."""
+    return interval_of(
+        [table.score for table in seeds], row_variance(row_draws(seeds), len(seeds[0].lines))
+    )
 
 
 def slope_of(x: Sequence[float], y: Sequence[float]) -> Interval:

@@ -1,6 +1,6 @@
 """The figure of README.md: 24 layers of Post-LN with and without what makes them converge.
 
-    python -m experiments.figure [--study FOLDER]
+    python -m benchmarks.figure [--study FOLDER]
 
 Draws `docs/figures/post_ln.svg` from `experiments/results/post_ln.json`. With `--study`, the
 `--out` of `postnorm study deep_start`, first takes the curves of its first seed from there.
@@ -16,9 +16,9 @@ from pipeline.inspect.curves import Line, Panel, draw
 from pipeline.runtime.files import read_json_lines
 from pipeline.runtime.run_folder import RunFolder
 
-_HOME = Path(__file__).parent
-DATA = _HOME / "results" / "post_ln.json"
-FIGURE = _HOME.parent / "docs" / "figures" / "post_ln.svg"
+_ROOT = Path(__file__).parents[1]
+DATA = _ROOT / "experiments" / "results" / "post_ln.json"
+FIGURE = _ROOT / "docs" / "figures" / "post_ln.svg"
 _SHOWN_NATS = 0.4
 """Curves begin this much above the unigram entropy."""
 _RUNS = {

@@ -10,7 +10,7 @@ from pipeline.data.run_order import DataRank
 from pipeline.finetune.model import TaskModel
 from pipeline.finetune.predict import Predictor
 from pipeline.finetune.prepare import prepare
-from pipeline.multitask.prepare import known_losses
+from pipeline.multitask.data import known_losses
 from pipeline.tasks.task import load_task
 from tests.support.tiny_tasks import write_task
 

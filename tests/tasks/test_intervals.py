@@ -8,7 +8,7 @@ import numpy.typing as npt
 import pytest
 import scipy.stats
 
-from experiments.intervals import (
+from pipeline.tasks.intervals import (
     Interval,
     RowVariance,
     holm,
@@ -16,9 +16,10 @@ from experiments.intervals import (
     judged,
     row_draws,
     row_variance,
+    score_interval,
     slope_of,
 )
-from pipeline.tasks.scores import Table
+from pipeline.tasks.scores import Table, accuracy
 
 RANDOM = np.random.default_rng(7)
 Floats = npt.NDArray[np.float64]
@@ -66,6 +67,21 @@ def test_draws_of_rows_are_the_same_for_all_seeds_and_models() -> None:
     assert draws.shape == (1000, 3)
     for number, table in enumerate(tables):
         np.testing.assert_array_equal(draws[:, number], row_draws([table])[:, 0])
+
+
+def test_difference_of_two_models_is_paired() -> None:
+    golds = RANDOM.choice(["a", "b"], 400).tolist()
+    first = RANDOM.choice(["a", "b"], 400).tolist()
+    # Better in 12 rows and worse in none: the interval of each is wide, that of both is not.
+    wrong = [row for row in range(400) if first[row] != golds[row]][:12]
+    second = [golds[row] if row in wrong else label for row, label in enumerate(first)]
+    tables = [accuracy(golds, answers) for answers in (first, second)]
+    own = [score_interval([table]) for table in tables]
+    assert own[0].high > own[1].low
+    draws = row_draws([tables[1]]) - row_draws([tables[0]])
+    paired = interval_of([tables[1].score - tables[0].score], row_variance(draws, 400))
+    assert paired.mean == pytest.approx(12 / 400)
+    assert 0.01 < paired.low < 12 / 400 < paired.high < 0.06
 
 
 def _simulated(seeds: int, rows: int, spread: tuple[float, float, float]) -> tuple[float, float]:
