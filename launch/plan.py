@@ -416,10 +416,11 @@ def _architecture(init_from: str) -> ModelConfig:
     resolved = RunFolder(folder).resolved
     if resolved.is_file():
         return load_run(resolved).config.model
-    # What another program wrote has its sizes in its tensors.
-    from pipeline.use.source import load_source
-
-    return load_source(folder).model.config
+    raise ConfigError(
+        f"init_from={init_from} is neither a model folder nor a run that was started, so the "
+        "architecture is not known without its tensors; convert it first (`postnorm convert`), or "
+        "name one that has it: init_from=FOLDER"
+    )
 
 
 def _shares(mix: TaskMix) -> dict[str, float]:

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import tokenizers
 
 from pipeline.data.format import SPECIAL_TOKENS, Vocabulary
 from pipeline.errors import DataError
@@ -56,7 +55,9 @@ class WordPieceTokenizer(FastTokenizer):
 
     @cached_property
     def _jieba_table(self) -> "_JiebaTable | None":
-        return _JiebaTable(self.normalise, self._jieba, self._tokenizer) if self._jieba else None
+        return (
+            _JiebaTable(self.normalise, self._jieba, self._tokenizer.model) if self._jieba else None
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
@@ -188,9 +189,9 @@ class _JiebaTable:
         self,
         normalise: Callable[[str], str],
         words: JiebaWords,
-        tokenizer: tokenizers.Tokenizer,
+        model: Any,  # of the package tokenizers
     ) -> None:
-        self._normalise, self._words, self._model = normalise, words, tokenizer.model
+        self._normalise, self._words, self._model = normalise, words, model
         self._pieces: dict[str, tuple[list[int], list[int]]] = {}
         self._num_chars = 0
 

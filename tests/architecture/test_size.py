@@ -92,8 +92,8 @@ def _conditions_on_kinds_of_tasks() -> list[str]:
 
 # What is counted, and the most that there may be of it.
 COUNTED: dict[str, tuple[Callable[[], list[str]], int]] = {
-    "modules": (lambda: list(MODULES), 253),
-    "lines": (_lines, 65_810),
+    "modules": (lambda: list(MODULES), 258),
+    "lines": (_lines, 67_060),
     "crumbs": (_crumbs, 0),
     "long functions": (_long_functions, 0),
     "long files": (_long_files, 0),

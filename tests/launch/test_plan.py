@@ -25,7 +25,7 @@ from pipeline.config.load import load
 from pipeline.config.model import ModelConfig
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import DatasetIndex
-from pipeline.errors import ConfigError, RunFolderError
+from pipeline.errors import ConfigError
 from pipeline.model import cost
 from pipeline.model.architecture import read_architecture
 from pipeline.multitask.config import TaskMix, load_mix
@@ -356,7 +356,7 @@ def test_a_mix_is_planned_by_its_shares_and_longest_rows(tmp_path: Path) -> None
 
 
 def test_a_mix_that_cannot_be_planned_is_told(tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError, match=r"nothing does not exist\. Pass .* or a model folder"):
+    with pytest.raises(ConfigError, match=r"neither a model folder nor a run .*init_from=FOLDER"):
         plan_mix(_mix(tmp_path, f"init_from={tmp_path / 'nothing'}"), ClusterConfig())
     with pytest.raises(ConfigError, match=r"plan with sampling\.by=shares"):
         plan_mix(_mix(tmp_path, "sampling.by=size"), ClusterConfig())
