@@ -39,15 +39,12 @@ MACHINE = {"device": "NVIDIA H200", "memory_gib": 139.7, "versions": {"torch": "
            "peaks": {"bf16_flop_per_s": 790e12, "copied_bytes_per_s": 4.3e12}}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("target", "at_most", "measured", "ratio", "text"),
-    [
-        (100.0, False, 120.0, 1.2, "reached"), (100.0, False, 95.0, 0.95, "missed by 5.0%"),
-        (0.01, True, 0.005, 2.0, "reached"), (0.01, True, 0.02, 0.5, "missed by 50.0%"),
-        (0.01, True, 0.0, 1e10, "reached"), (100.0, False, 0.0, 0.0, "missed by 100.0%"),
-        (100.0, False, None, None, "not measured"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("target", "at_most", "measured", "ratio", "text"), [
+    (100.0, False, 120.0, 1.2, "reached"), (100.0, False, 95.0, 0.95, "missed by 5.0%"),
+    (0.01, True, 0.005, 2.0, "reached"), (0.01, True, 0.02, 0.5, "missed by 50.0%"),
+    (0.01, True, 0.0, 1e10, "reached"), (100.0, False, 0.0, 0.0, "missed by 100.0%"),
+    (100.0, False, None, None, "not measured"),
+])  # fmt: skip
 def test_verdicts(target: float, at_most: bool, measured: float | None, ratio: float | None,
                   text: str) -> None:  # fmt: skip
     verdict = Verdict(Goal("", target, lambda _: None, "", at_most), measured)

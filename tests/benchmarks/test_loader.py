@@ -47,8 +47,7 @@ def test_peers_get_the_documents(
     assert len(rows) == len(ids) // _SLOTS
     assert rows.reshape(-1).tolist() == ids[: rows.size]
     touches = offsets[:, 1:, 0] == offsets[:, :-1, 1]
-    expected = np.array(starts[: rows.size]).reshape(rows.shape)[:, 1:]
-    assert (touches == ~expected).all()
+    assert (touches == ~np.array(starts[: rows.size]).reshape(rows.shape)[:, 1:]).all()
     text = sum(token not in spec.special_ids for token in ids[: rows.size])
     assert text_a_row == pytest.approx(text / len(rows))
 

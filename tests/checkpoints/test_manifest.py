@@ -19,8 +19,7 @@ FILE = state_file(1, 2)
 
 
 def _truncated(path: Path, _: Path) -> None:
-    content = (path / FILE).read_bytes()
-    (path / FILE).write_bytes(content[:-1])
+    (path / FILE).write_bytes((path / FILE).read_bytes()[:-1])
 
 
 def _of_another_run(path: Path, tmp_path: Path) -> None:

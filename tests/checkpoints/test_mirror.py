@@ -76,7 +76,6 @@ def test_failures_only_warn_and_are_retried(
 
 def test_folder_of_another_run_is_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "one", 10)
-    mirror = Mirror(tmp_path / "one", tmp_path / "copies", Retention(1))
-    _copy(mirror)
+    _copy(Mirror(tmp_path / "one", tmp_path / "copies", Retention(1)))
     with pytest.raises(ConfigError, match=r"copies .*/one, .*two"):
         Mirror(tmp_path / "two", tmp_path / "copies", Retention(1))

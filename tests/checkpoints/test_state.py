@@ -126,8 +126,7 @@ def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
 def _resident_bytes() -> int:
     import resource
 
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def test_files_are_readable_by_those_whom_the_system_lets(tmp_path: Path) -> None:

@@ -192,8 +192,7 @@ def test_damage_on_disk(published: Path, tmp_path: Path, caplog: pytest.LogCaptu
     [path] = cache.folder.glob("*/*")
     flip(path, int(index.blocks.member_offset[0, 1] - index.blocks.offset[0]) + 130)
     damaged = path.read_bytes()
-    assert reader.doc_ends(0).tolist() == ends
-    assert reader.block(0).doc_ends.tolist() == ends
+    assert (reader.doc_ends(0).tolist(), reader.block(0).doc_ends.tolist()) == (ends, ends)
     assert path.read_bytes() != damaged
     assert cache.counts().damaged_blocks == 1
     with caplog.at_level("INFO"):

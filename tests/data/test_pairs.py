@@ -199,8 +199,7 @@ def test_a_pair_has_the_same_lengths_and_ends_with_either_label() -> None:
     sentences = {*sentence_starts(block, marks).tolist(), len(block.tokens)}
     of_label = [dict[tuple[int, int], tuple[object, ...]](), {}]
     for seed in range(40):
-        rule = _rule("nsp")._replace(seed=seed)
-        for pair, begin, stop, _ in _pairs(block, 64, rule):
+        for pair, begin, stop, _ in _pairs(block, 64, _rule("nsp")._replace(seed=seed)):
             _, (_, cut), (first, last), _ = pair.parts.tolist()
             assert last - first == stop - cut
             of_document = int(np.searchsorted(block.doc_ends, first, side="right"))

@@ -172,8 +172,7 @@ def test_what_killed_ranks_left_removes_no_copy(dataset: DatasetIndex, tmp_path:
     assert not list(tmp_path.rglob("*.part"))
     # While others copy, a rank that is killed is counted until the next start.
     (folder / "state").write_bytes(struct.pack("<4q", 9 * size, 0, 0, 0))
-    block = next(path for path in folder.rglob("*") if len(path.name) == 64)
-    block.unlink()
+    next(path for path in folder.rglob("*") if len(path.name) == 64).unlink()
     BlockReader(staged).block(0)
     BlockReader(staged).check_all(range(len(dataset.blocks)))
     assert _copies(tmp_path) == _originals(dataset)
@@ -199,8 +198,7 @@ def test_damaged_copy_is_copied_again(
     original = path.read_bytes()
     for damage in (lambda: flip(path, 500), lambda: path.write_bytes(original[:500]), path.unlink):
         damage()
-        tokens = BlockReader(staged).block(0).tokens
-        assert (tokens == BlockReader(dataset).block(0).tokens).all()
+        assert (BlockReader(staged).block(0).tokens == BlockReader(dataset).block(0).tokens).all()
         assert path.read_bytes() == original
     assert caplog.text.count("is damaged and fetched again") == 2
 

@@ -359,8 +359,7 @@ def test_a_report_without_rejections(report: dict[str, Any]) -> None:
 
 
 def test_figures_are_as_large_as_their_values(report: dict[str, Any]) -> None:
-    colours = {"<a>": 0, "b": 1, "c": 2}
-    parts = bar({"<a>": 30, "c": 10}, colours, 80, "documents")
+    parts = bar({"<a>": 30, "c": 10}, {"<a>": 0, "b": 1, "c": 2}, 80, "documents")
     assert [part[:2] for part in parts] == [(0, "37.500"), (2, "12.500")]
     many = {f"{number}": min(number, 7) for number in range(10)}
     assert bar(dict.fromkeys(many, 1), many, 0, "B")[-1][2] == "3 more: 3 B"

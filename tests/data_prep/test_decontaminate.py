@@ -75,8 +75,7 @@ def _letters(text: str) -> str:
 def _ngrams(letters: str, length: int, length_cjk: int) -> set[str]:
     found = set()
     for start, letter in enumerate(letters):
-        near = letters[start : start + min(length, length_cjk)]
-        num_cjk = sum(each >= "\u2e80" for each in near)
+        num_cjk = sum(each >= "\u2e80" for each in letters[start : start + min(length, length_cjk)])
         is_cjk = letter >= "\u2e80" or 2 * num_cjk >= min(length, length_cjk)
         size = length_cjk if is_cjk else length
         if start + size <= len(letters):

@@ -124,8 +124,7 @@ def test_the_first_of_equal_documents_is_kept(plain: Prepared) -> None:
     assert [json.loads(line) for path in lists for line in path.read_text().splitlines()] == dropped
     counts = records["dedup"][0].result["dedup"]
     sizes = np.array([len(text.encode()) for _, text in _ingested(work / "ingest")])
-    assert counts["documents_in"] == len(sizes)
-    assert counts["bytes_out"] == sizes[keep].sum()
+    assert (counts["documents_in"], counts["bytes_out"]) == (len(sizes), sizes[keep].sum())
     assert counts["rejected"] == {"exact duplicate": [len(dropped), int(sizes[~keep].sum())]}
 
 

@@ -58,8 +58,7 @@ def test_bad_lines_cost_themselves_only(tmp_path: Path) -> None:
         "invalid UTF-8 line", "invalid JSON line", "no text in field 'text'",
         "no text in field 'text'",
     ]  # fmt: skip
-    assert rejected[0].id == f"s/a.jsonl@{len(lines[0]) + 1}"
-    assert rejected[0].raw == lines[1]
+    assert (rejected[0].id, rejected[0].raw) == (f"s/a.jsonl@{len(lines[0]) + 1}", lines[1])
     assert "raw_base64" in json.loads(rejected[0].to_json())
     assert json.loads(rejected[1].to_json())["raw"] == "{not json"
     assert [item.id for item in items if isinstance(item, Document)][2] == "s/x7"
@@ -144,8 +143,7 @@ def test_what_is_not_a_file_is_named(tmp_path: Path, given: str) -> None:
         bound.bind(str(tmp_path / "socket"))
         with pytest.raises(DataError, match="3 files or folders cannot be read"):
             _names(f"{tmp_path}{given}")
-        source = SourceConfig(name="s", inputs=(f"{tmp_path}{given}",), on_unreadable="skip")
-        listing = find(source)
+        listing = find(SourceConfig(name="s", inputs=(f"{tmp_path}{given}",), on_unreadable="skip"))
     assert [file.name for file in listing.files] == ["a.jsonl"]
     assert {Path(text.split(" (")[0]).name for text in listing.unreadable} == {
         "gone.jsonl", "pipe", "socket"

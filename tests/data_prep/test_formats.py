@@ -69,8 +69,7 @@ def test_parquet_that_is_broken_or_no_text(tmp_path: Path) -> None:
     path.write_bytes(data[: middle - 5000] + b"\xff" * 10_000 + data[middle + 5000 :])
     items = read_source(path)
     assert isinstance(items[-1], Rejected)
-    assert items[-1].reason == "file damaged"
-    assert items[:1000] == whole[:1000]
+    assert (items[-1].reason, items[:1000]) == ("file damaged", whole[:1000])
 
 
 def test_a_parquet_page_with_another_checksum_is_damaged(tmp_path: Path) -> None:

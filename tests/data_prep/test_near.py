@@ -186,8 +186,7 @@ def test_bands_share_few_bins_and_pairs_join_with_the_first_and_the_one_before()
     assert max(shared) <= 3
     assert np.mean(shared) < 0.11
     hashes = np.array([5, 7, 5, 9, 7, 5, 5], dtype=np.uint64)
-    documents = np.array([10, 11, 12, 13, 14, 15, 16], dtype=np.uint32)
-    pairs = bucket_pairs(hashes, documents).tolist()
+    pairs = bucket_pairs(hashes, np.array([10, 11, 12, 13, 14, 15, 16], dtype=np.uint32)).tolist()
     expected = [(10, 12), (10, 15), (10, 16), (11, 14), (12, 15), (15, 16)]
     assert [(pair % 2**32, pair // 2**32) for pair in pairs] == sorted(
         expected, key=lambda p: p[::-1]
@@ -225,15 +224,13 @@ def test_length_does_not_make_documents_alike(language: str) -> None:
         third = len(book) // 3
         copies += [book[:third] + other[:third] + book[third:], other[-third:] + book[third:]]
     signed = signatures(books, settings_of(DEFAULT)), signatures(copies, settings_of(DEFAULT))
-    kinds = [{int(row[-1]) for row in one.sketch} for one in signed]
-    assert kinds == [{1, 2, 3}, {1, 2, 3}]
+    assert [{int(row[-1]) for row in one.sketch} for one in signed] == [{1, 2, 3}, {1, 2, 3}]
     own, of_copies = (one.sketch[:, None] for one in signed)
     unrelated = similarity(agreements(own, signed[0].sketch[None]))[np.triu_indices(len(books), 1)]
     print(f"{language}: unrelated at most {unrelated.max():.3f}")
     assert unrelated.max() < DEFAULT.threshold - 0.08
     of = [*range(len(books)), *(number for number in range(len(books)) for _ in range(2))]
-    found = similarity(agreements(signed[0].sketch[of], of_copies[:, 0]))
-    assert found.min() > DEFAULT.threshold
+    assert similarity(agreements(signed[0].sketch[of], of_copies[:, 0])).min() > DEFAULT.threshold
     assert (signed[0].bands[of] == signed[1].bands).any(axis=1).all()
 
 
@@ -346,8 +343,7 @@ def test_workers_pieces_and_parts_change_nothing(
             monkeypatch.setattr(f"data_prep.dedup.near.{name}", value)
     records = run_before(_config(tmp_path / "data", straight[0], SMALL, *overrides), "tokenizer")
     if "workers=2" not in overrides:
-        numbers = [len(records[name]) for name in ("exact", "buckets", "candidates")]
-        assert numbers == [14, 80, 4]
+        assert [len(records[name]) for name in ("exact", "buckets", "candidates")] == [14, 80, 4]
     assert _result(tmp_path / "data") == _result(straight[1])
 
 
@@ -385,8 +381,7 @@ def test_another_threshold_repeats_one_stage(straight: tuple[Path, Path], tmp_pa
     records = run_before(replace(config, dedup=replace(config.dedup, threshold=0.8)), "tokenizer")
     after = {path: path.stat().st_mtime_ns for path in work.glob("*/*")}
     assert {path.parent.name for path in after if after[path] != before[path]} == {"near"}
-    few = records["near"][0].result["near"]["rejected"][REASON][0]
-    assert 0 < few < len(_dropped(straight[1]))
+    assert 0 < records["near"][0].result["near"]["rejected"][REASON][0] < len(_dropped(straight[1]))
 
 
 def test_off_by_default_and_shingles_must_fit(straight: tuple[Path, Path], tmp_path: Path) -> None:

@@ -48,8 +48,7 @@ def test_arrays_of_any_layout(
     items = read_source(path)
     assert texts_of(items) == texts
     places = [int(item.id.rpartition("@")[2]) for item in items]
-    found = [json.JSONDecoder().raw_decode(data.encode()[at:].decode())[0] for at in places]
-    assert found == rows
+    assert [json.JSONDecoder().raw_decode(data.encode()[at:].decode())[0] for at in places] == rows
 
 
 @pytest.mark.parametrize(("data", "texts", "reason"), [

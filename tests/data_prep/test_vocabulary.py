@@ -157,8 +157,7 @@ def test_weighted_sample_depends_on_no_order_and_no_task(prep_config: Path, tmp_
     # Ten times its size is more than English has: it gives all, Chinese the rest of 1 MB.
     assert 1_000_000 * weighted["en"] / sum(weighted.values()) > sizes["en"]
     assert counts["en"]["bytes"] == sizes["en"]
-    assert counts["zh"]["bytes"] == 1_000_000 - sizes["en"]
-    assert counts["zh"]["weight"] == 1.0
+    assert (counts["zh"]["bytes"], counts["zh"]["weight"]) == (1_000_000 - sizes["en"], 1.0)
     # There is no other English to report on.
     report = json.loads((tmp_path / "one/work/tokenizer/tokenizer.report.json").read_text())
     assert report["sources"]["en"]["documents_also_trained_on"] == counts["en"]["documents"]
@@ -215,8 +214,7 @@ def test_report_by_hand(prep_config: Path, tmp_path: Path) -> None:
         "longest": ["unused", "model", "the", "12", ".", "s", "中", "文"],
     }  # fmt: skip
     measured = made["sources"]["t"]
-    assert measured["documents"] == 63
-    assert measured["characters"] == sum(map(len, texts))
+    assert (measured["documents"], measured["characters"]) == (63, sum(map(len, texts)))
     assert measured["bytes_per_token"] == round(len("".join(texts).encode()) / tokens, 6)
     assert measured["tokens_per_document"]["0.5"] == 30
     assert measured["tokens_per_document"]["1"] == 61
@@ -240,8 +238,7 @@ def test_sentencepiece_report_counts_bytes_and_scripts(dataset: DatasetIndex) ->
     assert measured["byte_piece_share"] == report["byte_piece_share"] > 0
     assert measured["unknown_share"] == report["unknown"] == 0
     # Bytes spell what has no piece, so everything comes back.
-    assert measured["round_trip_share"] == 1.0
-    assert measured["round_trip_differences"] == []
+    assert (measured["round_trip_share"], measured["round_trip_differences"]) == (1.0, [])
     found = [script(piece) for piece in ("中", "层a", "é", "x1", "12", ".", "ω", "の")]
     assert found == ["Han", "Han", "Latin", "Latin", "digits", "other", "other", "other"]
 

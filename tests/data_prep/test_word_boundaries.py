@@ -10,14 +10,7 @@ import rjieba
 
 from data_prep import word_boundaries
 from data_prep.config import CleanConfig
-from data_prep.word_boundaries import (
-    HAN,
-    JIEBA,
-    Words,
-    read_words,
-    word_starts,
-    word_starts_of,
-)
+from data_prep.word_boundaries import HAN, JIEBA, Words, read_words, word_starts, word_starts_of
 from pipeline.errors import DataError
 from pipeline.tokenizer.sentencepiece import Tokenizer, train
 

@@ -36,8 +36,7 @@ def test_non_finite_step_is_skipped_on_all_ranks_and_schedules_stand_still(
     # Steps before the skip are those of the run without one.
     assert all(steps[step]["loss"] == losses(straight_run)[step] for step in (1, 2))
     # Step 3 is the next batch, at the same place of the schedules.
-    assert steps[3]["lr"] == pytest.approx(3e-3 * 3 / 5)
-    assert steps[3]["alpha"] == 0.2
+    assert (steps[3]["lr"], steps[3]["alpha"]) == (pytest.approx(3e-3 * 3 / 5), 0.2)
     assert steps[20]["skipped_steps"] == 1
     manifest = read_manifest(run_dir / "checkpoints/step-00000020")
     assert (manifest.step, manifest.cursor, manifest.skipped) == (20, 21 * 8, 1)
@@ -45,13 +44,10 @@ def test_non_finite_step_is_skipped_on_all_ranks_and_schedules_stand_still(
         assert torch.isfinite(value.float()).all(), name
 
 
-@pytest.mark.parametrize(
-    ("stage", "calls", "names"),
-    [
-        # Two micro-batches a step: the third step, and those of the same when it is looked at.
-        (0, "6,8", True), (1, "6,8", True), (2, "6,8", True), (3, "6,8", True), (1, "6", False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("stage", "calls", "names"), [
+    # Two micro-batches a step: the third step, and those of the same when it is looked at.
+    (0, "6,8", True), (1, "6,8", True), (2, "6,8", True), (3, "6,8", True), (1, "6", False),
+])  # fmt: skip
 def test_non_finite_gradient_names_rank_and_tensor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Train, stage: int, calls: str,
     names: bool,
@@ -109,8 +105,7 @@ def test_write_error_leaves_the_checkpoint_before(straight_run: Path, train: Tra
     # The system refuses to let a file grow beyond 100 KB: the write fails half-way.
     limit = ("prlimit", "--fsize=102400", "--")
     ranks = train.start("run", "train.num_steps=42", prefix=limit)
-    codes = ranks.wait()
-    assert all(codes)
+    assert all(ranks.wait())
     assert "checkpoint step-00000042 could not be written" in ranks.output
     assert sorted(p.name for p in (run_dir / "checkpoints").glob("step-*")) == [
         "step-00000030", "step-00000040"

@@ -56,8 +56,7 @@ def _rewind(run_dir: Path) -> Rewind:
 def test_run_goes_back_and_leaves_the_batches_out(spiking: Path) -> None:
     rewind = _rewind(spiking)
     # The bad update is seen in the loss of the batch after it; two more come before that.
-    assert rewind.high_batches[0] == FIRST_BAD + 1
-    assert rewind.first_batch == FIRST_BAD - 1
+    assert (rewind.high_batches[0], rewind.first_batch) == (FIRST_BAD + 1, FIRST_BAD - 1)
     assert rewind.loss > rewind.limit
     # Looked at in steps that are multiples of 5; by then three in a row were high.
     assert rewind.from_step == 30

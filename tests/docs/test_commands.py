@@ -171,8 +171,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory, processes: None) -> Path:
     """A folder with texts, and the dataset and the run of README.md's examples, made smaller."""
     folder = tmp_path_factory.mktemp("workshop")
     (folder / "texts").mkdir()
-    topics = sorted(pydoc_data.topics.topics.items())
-    for name, text in topics:
+    for name, text in sorted(pydoc_data.topics.topics.items()):
         (folder / "texts" / f"{name}.txt").write_text(text, encoding="utf-8")
     (folder / "texts.txt").write_text("a text\nanother\n")
     (folder / "pairs.tsv").write_text("a text\tanother\t0\na text\ta text\t1\n")

@@ -45,10 +45,8 @@ def test_two_rates_side_by_side(tmp_path: Path, processes: Processes) -> None:
     assert best == 1.0
     assert other < 0.6
     body = json.loads((Path(report["runs"][0]["run_dir"]) / "result.json").read_text())
-    assert body["test"]["accuracy"] == best
-    assert body["task"] == "my-classify"
-    again = _launch("submit", "--sweep", str(path), "--local", "--jobs", "2")
-    assert again.count("finished") >= 2
+    assert (body["test"]["accuracy"], body["task"]) == (best, "my-classify")
+    assert _launch("submit", "--sweep", str(path), "--local", "--jobs", "2").count("finished") >= 2
 
 
 def test_run_that_cannot_start_is_told_before(tmp_path: Path, processes: Processes) -> None:
@@ -87,8 +85,7 @@ def test_benchmark_takes_what_its_sweep_has_trained(tmp_path: Path, processes: P
     assert _tasks(out) == _tasks(benchmark("alone"))
     # What the benchmark has trained itself is finished for its sweep, too.
     benchmark("alone", "--write-sweep", str(path))
-    said = json.loads(_launch(*submit).splitlines()[0])
-    assert said["left"] == dict.fromkeys(names, "finished")
+    assert json.loads(_launch(*submit).splitlines()[0])["left"] == dict.fromkeys(names, "finished")
 
 
 def _times(folder: Path) -> dict[Path, int]:

@@ -174,8 +174,7 @@ def test_rows_of_tasks_count_and_stay_when_runs_are_not_there_any_more(tmp_path:
     assert effects["mean_score"]["rows"] == [pytest.approx(variance / 4), 40]
 
     stored, readings = read.read_page(tmp_path / "page" / "mine.json")
-    again = study_page.write(made, readings, stored["batches"], tmp_path / "again", stored)
-    assert again == body
+    assert study_page.write(made, readings, stored["batches"], tmp_path / "again", stored) == body
 
 
 def test_figures_are_the_same_bytes_each_time(tmp_path: Path) -> None:
@@ -294,8 +293,7 @@ def test_lengths_predict_the_same_tokens(model: EncoderModel, dataset: DatasetIn
     config = _run_config(dataset)
     found = probes.lengths(Path(), config, {"lengths": [8, 16, 32]})
     size = 4 * 6
-    of_length = replace(config, data=replace(config.data, seq_len=32))
-    texts = list(probes._long_texts(of_length, size))
+    texts = list(probes._long_texts(replace(config, data=replace(config.data, seq_len=32)), size))
     assert len(texts) > 3
     cls, sep = dataset.vocabulary.cls, dataset.vocabulary.sep
     for length, width in ((8, 6), (16, 12), (32, 24)):

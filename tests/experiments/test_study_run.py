@@ -132,8 +132,7 @@ def test_a_cluster_gets_one_array_of_what_can_start(
     assert run_missing(made, tmp_path, Where(1, str(tmp_path / "c.yaml"))) == 0
     [[_, script]] = slurm.calls
     assert "#SBATCH --array=0-1%1" in script
-    outcomes = [read.read(made, run, tmp_path).outcome for run in made.runs.values()]
-    assert outcomes == ["missing"] * 4
+    assert [read.read(made, run, tmp_path).outcome for run in made.runs.values()] == ["missing"] * 4
 
 
 @pytest.mark.slow

@@ -168,8 +168,7 @@ def exported(folder: Path, tiny_model: Path) -> dict[str, Any]:
         model = _model(name, tiny_model, folder / name)
         cut = "head_tail" if kind == "classify" else "tail"
         overrides = f"head.pool={pool}", f"input.truncate={cut}"
-        tuned = _tune(kind, model, folder / "tuned" / kind, *overrides)
-        report = export_hf(tuned, folder / kind)
+        report = export_hf(_tune(kind, model, folder / "tuned" / kind, *overrides), folder / kind)
         assert report.max_abs_diff <= 1e-5
         assert f"AutoModelFor{auto}" in report.note
         assert f"compared on rows of {kind}.jsonl" in report.note
@@ -229,8 +228,7 @@ def test_transformers_predicts_the_same(kind: str, exported: dict[str, Any], fol
     name, _, auto, is_native = CASES[kind]
     prefix = {"bert": "Bert", "roberta": "Roberta", "roformer": "RoFormer"}.get(name, "")
     assert found["class"] == f"{prefix if is_native else 'Postnorm'}For{auto}"
-    assert found["max_length"] == MAX_LENGTH
-    assert found["classifier_dropout"] == 0.1
+    assert (found["max_length"], found["classifier_dropout"]) == (MAX_LENGTH, 0.1)
     problem = {"multilabel": "multi_label_classification", "regress": "regression"}
     usual = "single_label_classification" if auto == "SequenceClassification" else None
     assert found["problem_type"] == problem.get(kind, usual)

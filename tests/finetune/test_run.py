@@ -97,8 +97,7 @@ def test_every_kind_is_trained_and_predicts(
 def test_a_run_is_a_model(task_file: Make, tuned: Path, tiny_model: Path, tmp_path: Path) -> None:
     out = tuned / "two"
     body = json.loads((out / "result.json").read_text())
-    assert body["seeds"] == [1, 2]
-    assert body["mean"] == pytest.approx(np.mean(body["scores"]))
+    assert (body["seeds"], body["mean"]) == ([1, 2], pytest.approx(np.mean(body["scores"])))
     assert body["sd"] == pytest.approx(np.std(body["scores"], ddof=1))
     assert body["rows"] == {"train": 64, "dev": 64, "test": 64}
     assert body["prior"] == Counter(row["label"] for row in rows_of("classify"))
@@ -185,8 +184,7 @@ def test_tags_that_are_numbers_keep_their_names(
             {"tokens": ["张", "去", "了"], "ner_tags": [3, 0, 0], "id": "2"}]  # fmt: skip
     write_rows(tmp_path / "a.jsonl", rows)
     files = {name: ["a.jsonl"] for name in ("train", "dev", "test")}
-    fields = {"text": "tokens", "spans": "ner_tags"}
-    data = {**files, "fields": fields, "labels": names}
+    data = {**files, "fields": {"text": "tokens", "spans": "ner_tags"}, "labels": names}
     path = task_file("tag", data=data, train={"steps": 1})
     body = _run(path, tiny_model, tmp_path / "out")
     [run] = read_runs(tmp_path / "out")
@@ -370,8 +368,7 @@ def test_best_epoch_is_reported(task_file: Make, tiny_model: Path, tmp_path: Pat
     assert body["dev"]["accuracy"] == pytest.approx(max(scores.values()))
     assert scores[body["step"]] == max(scores.values())
     last = _run(task_file("classify", train={**train, "keep": "last"}), tiny_model, tmp_path / "l")
-    assert last["step"] == max(scores)
-    assert last["protocol"]["selected_on"] == "last"
+    assert (last["step"], last["protocol"]["selected_on"]) == (max(scores), "last")
 
 
 @pytest.mark.long
@@ -427,8 +424,7 @@ def test_tokens_are_shared_by_content(task_file: Make, tiny_model: Path, tmp_pat
     assert file.stat().st_size > 0
     for one, other in zip(first.rows["dev"].rows, again.rows["dev"].rows, strict=True):
         assert one.ids.tolist() == other.ids.tolist()
-        assert one.offsets.tolist() == other.offsets.tolist()
-        assert one.spans == other.spans
+        assert (one.offsets.tolist(), one.spans) == (other.offsets.tolist(), other.spans)
     content = file.read_bytes()
     file.write_bytes(content[: len(content) // 2])  # a disk that was full
     assert prepare(config, "t", str(tiny_model), tokens).data_sha256 == first.data_sha256

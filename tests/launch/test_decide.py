@@ -58,8 +58,7 @@ def test_jobs_of_a_chain_count_as_restarts_and_as_attempts_of_one_job(tmp_path: 
     found = decide(replace(SAVED, job="7_5", jobs_before=5), 0, LIMITS, RUN)
     assert (found.word, found.exit_code) == ("failed", 2)
     jobs = [replace(FAILED, job=f"7_{n}", jobs_before=n) for n in range(2)]
-    words = [end_attempt(job, LIMITS, tmp_path).word for job in jobs]
-    assert words == ["requeue", "failed"]
+    assert [end_attempt(job, LIMITS, tmp_path).word for job in jobs] == ["requeue", "failed"]
 
 
 def test_attempts_without_a_new_checkpoint_are_limited() -> None:

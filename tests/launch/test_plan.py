@@ -151,8 +151,7 @@ def test_days_are_those_that_the_recipe_states(tmp_path: Path) -> None:
     exchange_s = 1_000_000 * (found.exchange_s or 0)
     assert found.train_s == pytest.approx(0.55 * 86400 + exchange_s, rel=0.01)
     assert (found.ranks, found.sequences_per_rank, found.accumulation) == (8, 64, 2)
-    assert found.slots == 1_000_000 * 512 * 512
-    assert found.jobs == 1
+    assert (found.slots, found.jobs) == (1_000_000 * 512 * 512, 1)
     assert found.checkpoint_bytes == 12 * found.parameters
     assert found.checkpoints_bytes == 6 * found.checkpoint_bytes
     assert "hardware.utilisation is assumed" in text
@@ -232,20 +231,17 @@ def test_without_facts_about_the_cluster_what_is_known_is_told(tmp_path: Path) -
     assert found.problems == ()
 
 
-@pytest.mark.parametrize(
-    ("overrides", "cluster", "problem"),
-    [
-        ((), {"time_limit": "10:00", "stop_before_end_s": 300}, "raise time_limit"),
-        ((), {"time_limit": "0:30:00", "max_restarts": 20}, "more than max_restarts=20 allows"),
-        ((), {"hardware": HardwareConfig(write_gb_per_s=0.005)}, "raise it to 452"),
-        ((), {"hardware": HardwareConfig(memory_gib=1)}, "no micro-batch fits"),
-        (("checkpoint.keep=100000000",), {}, "lower checkpoint.keep"),
-        (
-            ("train.schedule=time_budget", "train.budget_hours=6", "train.lr_points=[]"),
-            {}, "ends the run after 4",
-        ),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("overrides", "cluster", "problem"), [
+    ((), {"time_limit": "10:00", "stop_before_end_s": 300}, "raise time_limit"),
+    ((), {"time_limit": "0:30:00", "max_restarts": 20}, "more than max_restarts=20 allows"),
+    ((), {"hardware": HardwareConfig(write_gb_per_s=0.005)}, "raise it to 452"),
+    ((), {"hardware": HardwareConfig(memory_gib=1)}, "no micro-batch fits"),
+    (("checkpoint.keep=100000000",), {}, "lower checkpoint.keep"),
+    (
+        ("train.schedule=time_budget", "train.budget_hours=6", "train.lr_points=[]"),
+        {}, "ends the run after 4",
+    ),
+])  # fmt: skip
 def test_impossible_plans_say_why(
     overrides: tuple[str, ...], cluster: dict[str, object], problem: str, tmp_path: Path
 ) -> None:

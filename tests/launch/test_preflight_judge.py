@@ -143,16 +143,13 @@ def test_verdict(
     assert fact in str(verdict)
 
 
-@pytest.mark.parametrize(
-    ("other", "text"),
-    [
-        (replace(GOOD, gpus=["A100"] * 8), "A100, most nodes have H100"),
-        (replace(GOOD, packages={"python": "3.11.7", "torch": "2.12.0"}),
-         "torch 2.12.0, most nodes have torch 2.13.0"),
-        (replace(GOOD, packages={"python": "3.11.7"}), "most nodes have torch 2.13.0"),
-        (replace(GOOD, fingerprint="e" * 64), f"{'e' * 64}, most nodes have"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("other", "text"), [
+    (replace(GOOD, gpus=["A100"] * 8), "A100, most nodes have H100"),
+    (replace(GOOD, packages={"python": "3.11.7", "torch": "2.12.0"}),
+     "torch 2.12.0, most nodes have torch 2.13.0"),
+    (replace(GOOD, packages={"python": "3.11.7"}), "most nodes have torch 2.13.0"),
+    (replace(GOOD, fingerprint="e" * 64), f"{'e' * 64}, most nodes have"),
+])  # fmt: skip
 def test_minority_is_bad_and_a_draw_is_a_problem(other: Record, text: str) -> None:
     verdict = _judge({"n4": other})
     assert (verdict.exit_code, list(verdict.bad)) == (75, ["n4"])
@@ -162,33 +159,30 @@ def test_minority_is_bad_and_a_draw_is_a_problem(other: Record, text: str) -> No
     assert "on n1, n3; " in verdict.problems[0]
 
 
-@pytest.mark.parametrize(
-    ("records", "bandwidths", "given", "code", "bad", "fact"),
-    [
-        ({}, None, {}, 0, "", ""),  # not measured yet
-        ({}, {}, {}, 2, "", "no node left a record"),
-        ({}, _bandwidths({}), {}, 0, "", ""),
-        # Each node counts with its faster neighbour: one slow pair names nobody.
-        ({}, _bandwidths({RING[1]: 3.0}), {}, 0, "", ""),
-        ({}, _bandwidths({RING[1]: 3.0, RING[2]: 4.0}), {}, 75, "n3",
-         "4 GB/s, expected 28 GB/s (preflight.bandwidth_share=0.7 of the nodes' median 40)"),
-        ({}, _bandwidths({RING[1]: 27.8, RING[2]: 27.8}), {}, 75, "n3", ""),
-        ({}, _bandwidths({RING[1]: 28.2, RING[2]: 28.2}), {}, 0, "", ""),
-        ({}, _bandwidths(dict.fromkeys(RING, 3.0)), {}, 2, "", "3 GB/s is the nodes' median"),
-        # Two slow nodes cannot be told apart, nor a slow one from what is expected.
-        ({}, dict.fromkeys(NODES[:2], PAIR), {"nodes": NODES[:2]}, 2, "", ""),
-        ({}, {"n1": LONE}, {"nodes": ("n1",)}, 2, "", "3 GB/s is the nodes' median"),
-        # A node that did not join is bad, those who waited are not; one of its ranks may have.
-        ({}, dict.fromkeys(("n1", "n2", "n4"), WAITED), {}, 75, "n3", ""),
-        ({}, dict.fromkeys(NODES, WAITED), {}, 75, "n3", ""),
-        # The first node keeps the store; without it nobody can tell who is missing.
-        ({}, dict.fromkeys(NODES[1:], ALONE), {}, 75, "n1", ""),
-        ({}, _bandwidths({}, **HUNG), {}, 75, "n2 n3", ""),
-        ({}, dict.fromkeys(NODES, BROKEN), {}, 2, "", "n1 says: NCCL error"),
-        # A bad node is not asked: it did not come, or slowed others down.
-        ({"n4": None}, NO_N4, {}, 75, "n4", ""),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("records", "bandwidths", "given", "code", "bad", "fact"), [
+    ({}, None, {}, 0, "", ""),  # not measured yet
+    ({}, {}, {}, 2, "", "no node left a record"),
+    ({}, _bandwidths({}), {}, 0, "", ""),
+    # Each node counts with its faster neighbour: one slow pair names nobody.
+    ({}, _bandwidths({RING[1]: 3.0}), {}, 0, "", ""),
+    ({}, _bandwidths({RING[1]: 3.0, RING[2]: 4.0}), {}, 75, "n3",
+     "4 GB/s, expected 28 GB/s (preflight.bandwidth_share=0.7 of the nodes' median 40)"),
+    ({}, _bandwidths({RING[1]: 27.8, RING[2]: 27.8}), {}, 75, "n3", ""),
+    ({}, _bandwidths({RING[1]: 28.2, RING[2]: 28.2}), {}, 0, "", ""),
+    ({}, _bandwidths(dict.fromkeys(RING, 3.0)), {}, 2, "", "3 GB/s is the nodes' median"),
+    # Two slow nodes cannot be told apart, nor a slow one from what is expected.
+    ({}, dict.fromkeys(NODES[:2], PAIR), {"nodes": NODES[:2]}, 2, "", ""),
+    ({}, {"n1": LONE}, {"nodes": ("n1",)}, 2, "", "3 GB/s is the nodes' median"),
+    # A node that did not join is bad, those who waited are not; one of its ranks may have.
+    ({}, dict.fromkeys(("n1", "n2", "n4"), WAITED), {}, 75, "n3", ""),
+    ({}, dict.fromkeys(NODES, WAITED), {}, 75, "n3", ""),
+    # The first node keeps the store; without it nobody can tell who is missing.
+    ({}, dict.fromkeys(NODES[1:], ALONE), {}, 75, "n1", ""),
+    ({}, _bandwidths({}, **HUNG), {}, 75, "n2 n3", ""),
+    ({}, dict.fromkeys(NODES, BROKEN), {}, 2, "", "n1 says: NCCL error"),
+    # A bad node is not asked: it did not come, or slowed others down.
+    ({"n4": None}, NO_N4, {}, 75, "n4", ""),
+])  # fmt: skip
 def test_bandwidth(
     records: Records, bandwidths: dict[str, Bandwidth] | None, given: dict[str, Any], code: int,
     bad: str, fact: str,

@@ -228,8 +228,7 @@ def test_a_stage_waits_for_all_arrays_of_the_one_before(tmp_path: Path, slurm: F
     stages = _render(array_tasks=2500, cores=1)
     (slurm.folder / "clusters").touch()  # sbatch prints id;cluster
     draft = _draft(tmp_path / "data", stages)
-    jobs = submit(draft)
-    assert jobs == {"ingest": ["101", "102", "103"], "dedup": ["104"], "shards": ["105"]}
+    assert submit(draft) == {"ingest": ["101", "102", "103"], "dedup": ["104"], "shards": ["105"]}
     assert draft.job.logs.is_dir()
     assert (draft.folder / "config.yaml").read_text() == draft.config
     assert load(ClusterConfig, draft.folder / "cluster.yaml").config == draft.cluster

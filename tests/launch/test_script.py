@@ -24,8 +24,7 @@ def _render(*overrides: str, work_dir: str = "/work dir", **cluster: object) -> 
 
 
 def test_a_folder_is_one_word_for_bash() -> None:
-    text = _render("run_dir=runs/it's here")
-    quoted = re.search(r"^run_dir=(.*)$", text, re.MULTILINE)
+    quoted = re.search(r"^run_dir=(.*)$", _render("run_dir=runs/it's here"), re.MULTILINE)
     assert quoted
     assert output("bash", "-c", f"printf %s {quoted[1]}") == "runs/it's here"
 

@@ -279,8 +279,7 @@ def test_json_has_all_of_it(recorded: RecordedSlurm, run: RunFolder) -> None:
     recorded.says("squeue", _line("PENDING", run.folder, reason="Priority"))
     command = ("-m", "launch", "status", "--json")
     one, every = (json.loads(python(*command, *folder)) for folder in ([run.folder], []))
-    assert one["jobs"][0]["reason"] == "Priority"
-    assert one["run"]["step"] == 210
+    assert (one["jobs"][0]["reason"], one["run"]["step"]) == ("Priority", 210)
     assert [report["run_dir"] for report in every] == [str(run.folder)]
     assert set(JobFacts.__annotations__) == set(one["jobs"][0])
     assert set(status.RunReport.__annotations__) == set(one)

@@ -85,8 +85,7 @@ def test_without_a_verdict_of_preflight_the_run_goes_on(
     def inputs() -> tuple[PretrainConfig, ClusterConfig]:
         raise ConfigError("train.yaml is gone")
 
-    start = replace(_start(tmp_path), preflight=inputs)
-    assert next_order("check", start) == "ranks"
+    assert next_order("check", replace(_start(tmp_path), preflight=inputs)) == "ranks"
     assert "train.yaml is gone" in caplog.text
 
 

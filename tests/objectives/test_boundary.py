@@ -113,8 +113,7 @@ def made(
 
 
 def inputs_of(objective: ObjectiveConfig, **data: Any) -> MaskedInputs:
-    data_config = replace(SPANS, **data)
-    return MaskedInputs(data_config, VOCABULARY, 5, Purpose.MASK, PARTS[objective.kind])
+    return MaskedInputs(replace(SPANS, **data), VOCABULARY, 5, Purpose.MASK, PARTS[objective.kind])
 
 
 @pytest.mark.parametrize("micro_batch", [1, 3, 8])

@@ -69,8 +69,7 @@ def randomised(model: nn.Module) -> nn.Module:
 def converted(model: nn.Module, folder: Path) -> MaskedLanguageModel:
     """The same model of ours, by way of its files."""
     model.save_pretrained(folder / "hf")
-    report = convert(folder / "hf", folder / "ours", family=None, overrides=[])
-    assert report.left_out == []
+    assert convert(folder / "hf", folder / "ours", family=None, overrides=[]).left_out == []
     return load_model(folder / "ours").model
 
 
@@ -79,8 +78,7 @@ def batch() -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(2, 97, (3, 17), generator=generator)
     mask = (torch.arange(17) < LENGTHS[:, None]).long()
-    segments = torch.randint(0, 2, ids.shape, generator=generator)
-    return ids, mask, segments
+    return ids, mask, torch.randint(0, 2, ids.shape, generator=generator)
 
 
 def theirs(model: nn.Module, name: str, *, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
@@ -107,8 +105,7 @@ def ours(model: MaskedLanguageModel, name: str) -> tuple[list[Tensor], Tensor]:
         segments = torch.zeros_like(segments)
     layout, trace = padded(LENGTHS, 17), Trace(keep_probabilities=False)
     with torch.no_grad():
-        x = model.encoder(ids, layout, segments=segments, trace=trace)
-        return trace.hidden, model.head(x)
+        return trace.hidden, model.head(model.encoder(ids, layout, segments=segments, trace=trace))
 
 
 def assert_same_logits(mine: MaskedLanguageModel, model: nn.Module, name: str) -> None:
@@ -172,8 +169,7 @@ def test_there_and_back_is_bit_identical(name: str, form: str, tmp_path: Path) -
     for key in before:
         if not key.endswith("embed_positions.weight"):
             assert torch.equal(before[key], after[key]), key
-    written = load_file(tmp_path / "back" / "model.safetensors")
-    assert all(key in before for key in written)
+    assert all(key in before for key in load_file(tmp_path / "back" / "model.safetensors"))
     for key, value in model.config.to_dict().items():
         if key in SIZES or key in FAMILIES[name][1] or key == "layer_norm_eps":
             found = getattr(again.config, key)

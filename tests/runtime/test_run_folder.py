@@ -17,18 +17,14 @@ from tests.support.processes import python
 from tests.support.run_folder import RunFolder as StartedRun
 
 
-@pytest.mark.parametrize(
-    ("names", "said"),
-    [
-        ((), "does not exist.*run_dir"), (("x",), "a file, not a run folder.*run_dir"),
-        (("x/",), r"attempts\.jsonl.*run_dir"), (("x/attempts.jsonl",), r"attempts\.jsonl"),
-        (("x/config.json", "x/model.safetensors"), "model folder, not a run folder"),
-        (("x/index.json",), "dataset, not a run"), (("x/manifest.json",), "checkpoint.*not a run"),
-        (("x/launch/0001/submission.json",), "submitted.*launch status"),
-        (("x/logs/rank-00000.log",), "not started.*x/logs"),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("names", "said"), [
+    ((), "does not exist.*run_dir"), (("x",), "a file, not a run folder.*run_dir"),
+    (("x/",), r"attempts\.jsonl.*run_dir"), (("x/attempts.jsonl",), r"attempts\.jsonl"),
+    (("x/config.json", "x/model.safetensors"), "model folder, not a run folder"),
+    (("x/index.json",), "dataset, not a run"), (("x/manifest.json",), "checkpoint.*not a run"),
+    (("x/launch/0001/submission.json",), "submitted.*launch status"),
+    (("x/logs/rank-00000.log",), "not started.*x/logs"),
+], ids=str)  # fmt: skip
 def test_each_other_folder_is_named(tmp_path: Path, names: tuple[str, ...], said: str) -> None:
     for name in names:
         path = tmp_path / name

@@ -104,8 +104,7 @@ with progress("verify", 2, "B") as advance:
 @pytest.mark.usefixtures("processes")
 def test_without_a_terminal_lines_are_plain(tmp_path: Path) -> None:
     rows = [{"text": f"{n} words of text, {n * n} more"} for n in range(9)]
-    texts = "".join(f"{json.dumps(row)}\n" for row in rows)
-    (tmp_path / "a.jsonl").write_text(texts)
+    (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     settings = {"output_dir": str(tmp_path / "data"), "workers": 1,
                 "sources": [{"name": "a", "inputs": [str(tmp_path / "a.jsonl")]}],
                 "tokenizer": {"vocab_size": 60_000}}  # fmt: skip
@@ -121,8 +120,7 @@ def test_without_a_terminal_lines_are_plain(tmp_path: Path) -> None:
 
 
 def test_plain_lines() -> None:
-    rows = [("name", "count"), ("a", "10")]
-    assert list(table(rows, (1,))) == ["name  count", "a        10"]
+    assert list(table([("name", "count"), ("a", "10")], (1,))) == ["name  count", "a        10"]
     assert progress_bar(1, 2, "step") == f"[{'#' * 20}{'-' * 20}] 50.0%  step 1 of 2"
     summary = FolderSummary("x", "failed", ["a line", ("label", "text"), ("", "more")], ["look"])
     assert summary.text().splitlines() == [

@@ -32,8 +32,7 @@ def open_steps(dataset: DatasetIndex, config: PretrainConfig) -> TrainSteps:
 
 def train_loader(dataset: DatasetIndex, config: PretrainConfig, *rest: Any) -> TrainLoader:
     """The training loader of a run with masked language modelling; `rest` as `TrainLoader`."""
-    inputs = train_inputs(config.train_data, dataset)
-    return TrainLoader(dataset, config.train_data, inputs, *rest)
+    return TrainLoader(dataset, config.train_data, train_inputs(config.train_data, dataset), *rest)
 
 
 def start_workers(
@@ -46,8 +45,7 @@ def start_workers(
 
 def eval_loader(dataset: DatasetIndex, config: PretrainConfig, *rest: Any) -> EvalLoader:
     """The held-out text of such a run."""
-    inputs = eval_inputs(config.eval_data, dataset)
-    return EvalLoader(dataset, config.eval_data, inputs, *rest)
+    return EvalLoader(dataset, config.eval_data, eval_inputs(config.eval_data, dataset), *rest)
 
 
 def rows_of_step(

@@ -114,8 +114,7 @@ def _words(tokenizer: ByteBpeTokenizer, text: str) -> list[str]:
     ids, spelling = tokenizer.spell(text)
     starts = word_starts(spelling, ids)
     surface, offsets = spelling.surface(ids)
-    places = offsets[starts].tolist()
-    return [surface[a:b] for a, b in itertools.pairwise([*places, len(surface)])]
+    return [surface[a:b] for a, b in itertools.pairwise([*offsets[starts].tolist(), len(surface)])]
 
 
 def test_words_by_hand(loaded: Any) -> None:
@@ -142,8 +141,7 @@ def test_words_of_random_text_are_those_of_its_characters(loaded: Any) -> None:
     pool += [" Mod", "el", "\n", " x"]
     chinese = others = 0
     for _ in range(300):
-        text = "".join(draw.choices(pool, k=draw.randint(1, 40)))
-        ids, spelling = tokenizer.spell(text)
+        ids, spelling = tokenizer.spell("".join(draw.choices(pool, k=draw.randint(1, 40))))
         surface, offsets = spelling.surface(ids)
         begins = {0, *itertools.accumulate(len(word) for word in rjieba.cut(surface))}
         starts, continues = word_starts(spelling, ids), spelling.continues(ids)
@@ -217,8 +215,7 @@ def test_published_forms(tmp_path: Path) -> None:
         assert (given.suffix, given.content) == (".json", path.read_bytes())
     with pytest.raises(ConfigError, match="lowercase"):
         read_given(TokenizerConfig(file=str(path), lowercase=True))
-    model = tokenizers.Tokenizer.from_file(str(path)).model
-    model.save(str(tmp_path))
+    tokenizers.Tokenizer.from_file(str(path)).model.save(str(tmp_path))
     given = read_given(TokenizerConfig(file=str(tmp_path / "vocab.json")))
     assert given is not None
     (tmp_path / "made.json").write_bytes(given.content)

@@ -154,8 +154,7 @@ def test_texts_and_random_tokens_have_possible_pieces(uncased: WordPieceTokenize
     # Uniform: chi-square within 4.5 standard deviations of its mean.
     counts, freedom = counts[vocabulary.in_text], len(vocabulary.in_text) - 1
     expected = len(drawn) / len(counts)
-    chi_square = ((counts - expected) ** 2 / expected).sum()
-    assert abs(chi_square - freedom) < 4.5 * np.sqrt(2 * freedom)
+    assert abs(((counts - expected) ** 2 / expected).sum() - freedom) < 4.5 * np.sqrt(2 * freedom)
     masked, selected, _ = mask_tokens(
         batch, config=replace(config, replace_mask_prob=1.0, replace_random_prob=0.0),
         vocabulary=vocabulary, key=(3, Purpose.MASK),

@@ -55,8 +55,7 @@ def test_matrices_stored_as_one_are_told_apart() -> None:
     found = {piece.name: piece.of(piece.partition) for piece in pieces}
     for index, layer in enumerate(model.encoder.layers):
         for stored, parts in (("attention.qkv", 3), ("feed_forward.inner", 2)):
-            weight = layer.get_submodule(stored).weight
-            for part, matrix in enumerate(weight.chunk(parts)):
+            for part, matrix in enumerate(layer.get_submodule(stored).weight.chunk(parts)):
                 name = f"encoder.layers.{index}.{stored}.weight/{part}"
                 assert torch.equal(found[name], matrix.flatten())
     assert len(names) == len(whole) + 2 * (2 + 1)

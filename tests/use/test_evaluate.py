@@ -67,8 +67,7 @@ def evaluate(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         # The command sets them for its group of one; this way pytest takes them back.
         monkeypatch.setenv(name, "")
-    verbs = [verb for verb in VERBS if verb.name == "evaluate"]
-    parser = cli.parser_of("test", "", {"use": verbs})
+    parser = cli.parser_of("test", "", {"use": [verb for verb in VERBS if verb.name == "evaluate"]})
 
     def command(source: Path, *arguments: object) -> list[dict[str, Any]]:
         found = cli.parse(parser, ["evaluate", str(source), *map(str, arguments), "--json"])

@@ -139,10 +139,8 @@ def test_transformers_alone_loads_it(
     first, second = tokenizer.encode_with_masks("a [MASK] b"), tokenizer.encode("c")
     assert out["pair"][0] == [CLS_ID, *first, SEP_ID, *second, SEP_ID]
     assert out["pair"][1] == [0] * (len(first) + 2) + [1] * (len(second) + 1)
-    assert out["padded"] == tokenizer.pad_id
-    assert out["limit"] == 512
-    assert out["mask"] == ["[MASK]", MASK_ID]
-    assert out["decoded"] == "some text, 中文"
+    assert (out["padded"], out["limit"]) == (tokenizer.pad_id, 512)
+    assert (out["mask"], out["decoded"]) == (["[MASK]", MASK_ID], "some text, 中文")
 
 
 def test_a_fast_tokenizer_stays_as_it_is(exported: tuple[Tokenizer, Path], tmp_path: Path) -> None:

@@ -175,8 +175,7 @@ def test_pooled_is_of_the_first_token(bert: Path) -> None:
     weights = dict(model.module.state_dict())
     first = output.hidden[:, 3] @ weights["encoder.pooler.weight"].T
     assert output.pooled is not None
-    expected = torch.tanh(first + weights["encoder.pooler.bias"])
-    torch.testing.assert_close(output.pooled, expected)
+    torch.testing.assert_close(output.pooled, torch.tanh(first + weights["encoder.pooler.bias"]))
     assert load(bert).encode(["x " * 200]).shape == (1, 32)
 
 
