@@ -79,9 +79,7 @@ def test_a_fork_that_is_left_over_is_found(folder: Path) -> None:
     assert fork.wait(60) == -signal.SIGKILL
 
 
-def test_another_environment_is_a_new_program(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_environment_is_new_program(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_LOGS", "dynamo")
     processes = start([sys.executable, "-m", "forked", "exit"], 1, folder / "out")
     assert isinstance(processes[0], subprocess.Popen)

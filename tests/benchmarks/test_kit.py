@@ -176,9 +176,7 @@ def test_a_kit_installs_into_a_clean_python(python_3_12: Path, tmp_path: Path, i
     shutil.rmtree(stub)
 
 
-def test_damaged_kit_or_other_python_is_refused(
-    python_3_12: Path, tmp_path: Path, index: Path
-) -> None:
+def test_damaged_kit_or_python_is_refused(python_3_12: Path, tmp_path: Path, index: Path) -> None:
     folder = small_kit(tmp_path / "kit", {"carried": "postnorm"}, wheel(index, "carried", "1"))
     if sys.version_info[:2] != (3, 12):
         done = install(sys.executable, folder, tmp_path / "target")

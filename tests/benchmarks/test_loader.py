@@ -39,9 +39,7 @@ def _expected_rows(dataset: DatasetIndex) -> tuple[list[int], list[bool]]:
     return ids, starts
 
 
-def test_peers_get_the_documents(
-    dataset: DatasetIndex, spec: loader.Spec, text_a_row: float
-) -> None:
+def test_peers_get_documents(dataset: DatasetIndex, spec: loader.Spec, text_a_row: float) -> None:
     ids, starts = _expected_rows(dataset)
     rows, offsets = spec.rows(), spec.rows("offsets")
     assert len(rows) == len(ids) // _SLOTS

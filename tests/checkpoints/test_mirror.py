@@ -55,9 +55,7 @@ def test_copies_follow_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert (target / FOLDER / "latest").read_text() == "step-00000040\n"
 
 
-def test_failures_only_warn_and_are_retried(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failures_warn_and_are_retried(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run, target = tmp_path / "run", tmp_path / "copies"
     make_checkpoint(run, 10)
     target.touch()

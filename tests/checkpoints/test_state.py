@@ -60,9 +60,7 @@ def test_any_stretch_can_be_read(tmp_path: Path) -> None:
         ([*MATRIX, MATRIX[2]], "has twice elements 5 to 20 of matrix"),
     ],
 )
-def test_gaps_and_overlaps_are_refused(
-    tmp_path: Path, parts: list[TensorShard], message: str
-) -> None:
+def test_gaps_overlaps_are_refused(tmp_path: Path, parts: list[TensorShard], message: str) -> None:
     _save(tmp_path, REST, *[[part] for part in parts])
     with pytest.raises(CheckpointError, match=message):
         SavedState(tmp_path)

@@ -115,9 +115,7 @@ def test_a_killed_maker_is_replaced_and_nothing_is_left_behind() -> None:
     assert not folder.exists(), "what a killed one left goes when another one opens its own"
 
 
-def test_a_folder_of_another_user_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_others_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = _open("stranger").folder
     folder.mkdir()
     real = Path.lstat

@@ -108,9 +108,7 @@ def test_staged_blocks_give_the_same_batches_and_alone(copy: DatasetIndex, tmp_p
 
 @pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_processes_share_the_work_and_wait(
-    dataset: DatasetIndex, tmp_path: Path, is_killed: bool
-) -> None:
+def test_processes_share_and_wait(dataset: DatasetIndex, tmp_path: Path, is_killed: bool) -> None:
     number = len(dataset.blocks)
     with _staging(dataset, tmp_path, "1") as first, _staging(dataset, tmp_path) as second:
         # The second copies all but the block that the first, stopped, has in work.
@@ -130,9 +128,7 @@ def test_processes_share_the_work_and_wait(
 
 
 @pytest.mark.usefixtures("processes")
-def test_processes_at_full_speed_copy_each_block_once(
-    dataset: DatasetIndex, tmp_path: Path
-) -> None:
+def test_processes_at_speed_copy_each_block_once(dataset: DatasetIndex, tmp_path: Path) -> None:
     with _staging(dataset, tmp_path) as one, _staging(dataset, tmp_path) as two, \
             _staging(dataset, tmp_path) as three:  # fmt: skip
         texts = [process.communicate(timeout=60)[0] for process in (one, two, three)]

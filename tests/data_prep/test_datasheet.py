@@ -207,9 +207,7 @@ def test_lengths_are_those_of_kept_documents(data: Path, report: dict[str, Any])
         assert lengths["quantiles"]["half_of_text"] == half
 
 
-def test_near_duplicates_at_the_limit_stand_side_by_side(
-    data: Path, report: dict[str, Any]
-) -> None:
+def test_near_duplicates_at_limit_stand_side_by_side(data: Path, report: dict[str, Any]) -> None:
     lines = [
         json.loads(line)
         for path in sorted((data / "work" / "near").glob("*.near.jsonl"))

@@ -83,9 +83,7 @@ def test_only_tokenizer_and_shards_differ(broken: DatasetIndex, dataset: Dataset
     assert "are spaces" in text
 
 
-def test_line_breaks_are_the_tokenizers_matter(
-    prep_config: Path, corpus: Path, tmp_path: Path
-) -> None:
+def test_breaks_are_the_tokenizers_matter(prep_config: Path, corpus: Path, tmp_path: Path) -> None:
     assert "newline" not in CleanConfig().of_texts()  # no text is read again for it
     given = corpora.find(config_of(prep_config, tmp_path, corpus))
     clean = replace(given.config.clean, newline="token")

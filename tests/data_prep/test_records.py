@@ -182,9 +182,7 @@ def test_a_dataset_of_the_hub_with_its_metadata(tmp_path: Path, prep_config: Pat
         export(tmp_path / "out", tmp_path / "again", "jsonl")
 
 
-def test_a_part_of_a_long_document_is_shown_as_its_source_splits_it(
-    tmp_path: Path, prep_config: Path
-) -> None:
+def test_a_part_is_shown_as_its_source_splits_documents(tmp_path: Path, prep_config: Path) -> None:
     text = "\n".join(f"line {i} {'word ' * 40}" for i in range(6000))
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": text, "id": "long"}) + "\n")
     own = "{max_document_mb: 1, on_long_document: split}"
@@ -276,9 +274,7 @@ def test_what_is_longer_than_is_read_is_split_or_rejected(
     ("a.jsonl", b'{"text": "' + b"x" * 2_000_000 + b'"}'), ("a.json", b'["' + b"x" * 2_000_000),
     ("a.txt", b"x\n" * 1_000_001), ("a.csv", b"text\n" + b"x" * 2_000_001),
 ])  # fmt: skip
-def test_a_document_longer_than_is_allowed_stops_a_run(
-    tmp_path: Path, name: str, content: bytes
-) -> None:
+def test_a_document_that_is_too_long_stops_a_run(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
     source = SourceConfig(name="s", inputs=(str(tmp_path),))
     piece = InputPiece(source, find(source).files)

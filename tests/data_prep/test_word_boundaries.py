@@ -164,9 +164,7 @@ def test_words_of_a_dictionary_are_whole(tmp_path: Path, tokenizer: Tokenizer) -
     ("肺癌 1 n\n", "line 1"), ("肺癌\n".encode("gb18030"), "cannot be read"),
     (None, "cannot be read"),
 ])  # fmt: skip
-def test_what_is_no_dictionary_is_refused(
-    tmp_path: Path, content: str | bytes | None, named: str
-) -> None:
+def test_no_dictionary_is_refused(tmp_path: Path, content: str | bytes | None, named: str) -> None:
     path = tmp_path / "terms.txt"
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())

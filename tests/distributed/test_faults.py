@@ -139,9 +139,7 @@ def test_full_disk_is_noticed_before_writing(dataset: DatasetIndex, tmp_path: Pa
     assert "survived" in done.stdout
 
 
-def test_flipped_byte_of_a_shard_stops_training(
-    dataset: DatasetIndex, tmp_path: Path, train: Train
-) -> None:
+def test_flipped_byte_stops_training(dataset: DatasetIndex, tmp_path: Path, train: Train) -> None:
     data = tmp_path / "data"
     shutil.copytree(dataset.folder, data)
     path = data / dataset.shards[0].file

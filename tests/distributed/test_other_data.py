@@ -94,9 +94,7 @@ def test_what_differs_is_named(short_run: Path, variants: Variants, tmp_path: Pa
     assert "; model.vocab_size: checkpoint 1000, now 600" in texts["tokenizer"]
 
 
-def test_shards_unlike_their_index_are_named(
-    short_run: Path, variants: Variants, tmp_path: Path
-) -> None:
+def test_shards_unlike_index_are_named(short_run: Path, variants: Variants, tmp_path: Path) -> None:
     index = variants["base"]
     shard, rows = "shards/train-000001.tar", index.split_blocks("train").tolist()
     folders = {name: tmp_path / "data" / name for name in ("deleted", "truncated", "changed")}

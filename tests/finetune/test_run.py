@@ -162,9 +162,7 @@ def test_adam_is_the_task_file_s(task_file: Make, tiny_model: Path, tmp_path: Pa
     assert "weight_decay" in protocol
 
 
-def test_a_result_that_does_not_name_adam_s_settings(
-    tuned: Path, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_result_that_lacks_adam_s_settings(tuned: Path, tiny_model: Path, tmp_path: Path) -> None:
     shutil.copytree(tuned / "out", tmp_path / "out")
     body = json.loads((tmp_path / "out/result.json").read_text())
     assert (body["protocol"].pop("beta2"), body["protocol"].pop("eps")) == (0.98, 1e-6)
@@ -176,9 +174,7 @@ def test_a_result_that_does_not_name_adam_s_settings(
         _run(path, tiny_model, tmp_path / "out", seeds=[1], overrides=["train.beta2=0.999"])
 
 
-def test_tags_that_are_numbers_keep_their_names(
-    task_file: Make, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_numeric_tags_keep_their_names(task_file: Make, tiny_model: Path, tmp_path: Path) -> None:
     names = ["O", "B-place", "I-place", "B-name"]
     rows = [{"tokens": ["去", "了", "北", "京"], "ner_tags": [0, 0, 1, 2], "id": "1"},
             {"tokens": ["张", "去", "了"], "ner_tags": [3, 0, 0], "id": "2"}]  # fmt: skip

@@ -51,9 +51,7 @@ PROFILES = sorted((ROOT / "configs/cluster").glob("*.yaml"))
     ({"time_limit": "1 day"}, "minutes"), ({"time_limit": ""}, "minutes"),
     ({"time_limit": "5:00"}, "no time is left"),
 ], ids=str)  # fmt: skip
-def test_what_slurm_or_the_shell_misreads_is_refused(
-    fields: dict[str, object], message: str
-) -> None:
+def test_what_slurm_or_a_shell_misreads_fails(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ClusterConfig(**fields)  # type: ignore[arg-type]
 

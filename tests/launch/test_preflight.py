@@ -314,9 +314,7 @@ def test_missing_shard_and_missing_dataset(damaged: DatasetIndex, tmp_path: Path
 
 
 @pytest.mark.usefixtures("processes")
-def test_command_ends_though_the_driver_hangs(
-    dataset: DatasetIndex, smi: FakeSmi, tmp_path: Path
-) -> None:
+def test_command_outlives_the_driver(dataset: DatasetIndex, smi: FakeSmi, tmp_path: Path) -> None:
     smi.sleep_s = 6
     smi.save()
     profile = tmp_path / "cluster.yaml"

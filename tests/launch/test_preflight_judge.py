@@ -219,9 +219,7 @@ def _write(records: Path, **changed: Record | None) -> None:
 
 
 @pytest.mark.usefixtures("processes")
-def test_command_excludes_bad_nodes_and_keeps_those_excluded_before(
-    dataset: DatasetIndex, tmp_path: Path
-) -> None:
+def test_command_adds_bad_nodes_to_the_excluded(dataset: DatasetIndex, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     records = run_dir / "launch/preflight/7.0"
     exclude_nodes(run_dir, ["old"])

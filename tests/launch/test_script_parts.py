@@ -142,9 +142,7 @@ def test_ranks_keep_to_their_cores_and_the_profile_adds_options() -> None:
     [("exit 0", True), ("exit 2", True), ("exit 28", True), ("exit 75", False),
      ("kill -TERM $$; wait", False), ("(exit 0); exit 75", False)],
 )  # fmt: skip
-def test_a_verdict_ends_the_chain_no_signal_does(
-    line: str, cancelled: bool, tmp_path: Path
-) -> None:
+def test_verdicts_end_the_chain_no_signal_does(line: str, cancelled: bool, tmp_path: Path) -> None:
     write_program(tmp_path / "scancel", f'#!/bin/bash\necho "$*" >{tmp_path}/cancelled\n')
     found = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_ARRAY_JOB_ID": "7"}
     _bash(["sleep() { :; }", parts.CHAIN.format(again=75), line], **found)

@@ -141,9 +141,7 @@ def test_what_fits(at_site: FakeSlurm, fields: dict[str, object]) -> None:
     ({"reservation": "hol", "account": "lob", "qos": "lang"},
      ["reservation='hol'.* hold", "account='lob'.* lab, root;", "qos='lang'.* long, normal;"]),
 ], ids=str)  # fmt: skip
-def test_what_does_not_fit(
-    at_site: FakeSlurm, fields: dict[str, object], expected: list[str]
-) -> None:
+def test_unfit(at_site: FakeSlurm, fields: dict[str, object], expected: list[str]) -> None:
     found = _problems(**fields)
     assert len(found) == len(expected), found
     for text, facts in zip(found, expected, strict=True):
@@ -230,9 +228,7 @@ def test_last_check(
     ("said", "bind"),
     [("task/none", ""), ("(null)", ""), ("task/affinity,task/cgroup", "cores"), ("", "cores")],
 )
-def test_ranks_are_bound_if_possible(
-    slurm: FakeSlurm, tmp_path: Path, said: str, bind: str
-) -> None:
+def test_ranks_are_bound_if_can_be(slurm: FakeSlurm, tmp_path: Path, said: str, bind: str) -> None:
     (slurm.folder / "config").write_text(f"TaskPlugin              = {said}\n" if said else "")
     assert profile_here(None).cpu_bind == bind
     own = tmp_path / "c.yaml"

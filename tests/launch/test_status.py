@@ -145,9 +145,7 @@ def test_not_submitted_not_started_or_no_run(recorded: RecordedSlurm, run: RunFo
 
 
 @pytest.mark.usefixtures("processes")
-def test_starts_that_slurm_ended_are_told_by_records(
-    recorded: RecordedSlurm, run: RunFolder
-) -> None:
+def test_starts_that_slurm_ended_have_records(recorded: RecordedSlurm, run: RunFolder) -> None:
     now = time.time() - 10_000
     run.submitted("5", now)
     for number in range(7):
@@ -208,9 +206,7 @@ def test_a_data_preparation(recorded: RecordedSlurm, tmp_path: Path) -> None:
     assert "--jobs=10 " in recorded.calls("sacct")[0]
 
 
-def test_an_ended_preparation_is_judged_by_its_files(
-    recorded: RecordedSlurm, tmp_path: Path
-) -> None:
+def test_an_ended_preparation_is_judged_by_files(recorded: RecordedSlurm, tmp_path: Path) -> None:
     def said() -> tuple[str, dict[str, str]]:
         title, *lines = _prep_lines(tmp_path)
         rows = [line.split(maxsplit=5) for line in lines]

@@ -116,9 +116,7 @@ def assert_same_logits(mine: MaskedLanguageModel, model: nn.Module, name: str) -
 
 @pytest.mark.parametrize(("dtype", "largest"), [(torch.float32, 2e-6), (torch.float64, 1e-12)])
 @EVERY
-def test_all_states_are_equal(
-    name: str, dtype: torch.dtype, largest: float, tmp_path: Path
-) -> None:
+def test_states_are_equal(name: str, dtype: torch.dtype, largest: float, tmp_path: Path) -> None:
     model = make(name)
     mine = converted(model, tmp_path).to(dtype)
     expected_hidden, expected_logits = theirs(model.to(dtype), name, dtype=dtype)

@@ -97,9 +97,7 @@ def test_exit_records_are_kept_apart_by_attempt(tmp_path: Path) -> None:
         (("local", "local"), "not known: a later start replaced its exit codes"),
     ],
 )
-def test_a_start_ends_as_its_ranks_say(
-    tmp_path: Path, jobs: tuple[str, str], first_end: str
-) -> None:
+def test_starts_end_as_ranks_say(tmp_path: Path, jobs: tuple[str, str], first_end: str) -> None:
     run = StartedRun(tmp_path / "run")
     # The node's clock is ahead of that of the file server, which sets the files' times.
     now = time.time() + (3600 if len(set(jobs)) > 1 else -3600)
@@ -133,9 +131,7 @@ def test_a_folder_that_cannot_be_written_is_not_tried_again(tmp_path: Path) -> N
     RunFolder(tmp_path / "new").create()
 
 
-def test_paths_begin_where_the_run_was_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paths_begin_where_a_run_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "project" / "data").mkdir(parents=True)
     (tmp_path / "attempts.jsonl").write_text(json.dumps({"cwd": f"{tmp_path}/project"}) + "\n")
     run = RunFolder.started(tmp_path)

@@ -138,9 +138,7 @@ def test_cancel_lets_it_save_first(cluster: SlurmCluster, command: Command, tmp_
 
 
 @pytest.mark.slow
-def test_the_controller_forgets_a_job(
-    cluster: SlurmCluster, command: Command, tmp_path: Path
-) -> None:
+def test_controllers_forget_a_job(cluster: SlurmCluster, command: Command, tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run")
     run.submitted("999999")
     assert _status(command, run)["jobs"][0]["state"] == "UNKNOWN"
@@ -156,9 +154,7 @@ def test_the_controller_forgets_a_job(
 
 
 @pytest.mark.slow
-def test_controller_is_waited_for(
-    cluster: SlurmCluster, processes: Processes, tmp_path: Path
-) -> None:
+def test_controller_is_awaited(cluster: SlurmCluster, processes: Processes, tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run")
     _wait_for_line(cluster, run, _submit(cluster, run), "restart 0")
     cluster.kill_controller()

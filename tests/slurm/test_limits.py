@@ -16,9 +16,7 @@ LONG = ("train.num_steps=20_000", "checkpoint.every_steps=20", "monitor.eval_eve
 
 
 @pytest.mark.slow
-def test_run_without_progress_stops(
-    cluster: SlurmCluster, dataset: DatasetIndex, tmp_path: Path
-) -> None:
+def test_no_progress_stops_it(cluster: SlurmCluster, dataset: DatasetIndex, tmp_path: Path) -> None:
     # Ranks die before they can say anything; the launcher works.
     program = f'#!/bin/bash\n[ "$3" != pretrain ] || exit 9\nexec {sys.executable} "$@"\n'
     python = write_program(tmp_path / "python", program)

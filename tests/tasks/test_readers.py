@@ -664,9 +664,7 @@ NESTED = {"text": "q", "choices": "choices", "label": "answerKey"}
     ("ABCD", "wxyz", 3, 3), ("ABCD", "wwyz", "B", 0), ([1, 2, 3, 4], "wxyz", 4, 3),
     ([1, 2, 3, 4], "wxyz", 1, 0), ("ABCDE", "vwxyz", "e", 4),
 ])  # fmt: skip
-def test_choices_with_names(
-    folder: Folder, labels: Any, texts: str, answer: Any, gold: int
-) -> None:
+def test_choices_by_name(folder: Folder, labels: Any, texts: str, answer: Any, gold: int) -> None:
     both = {"label": list(labels), "text": list(texts)}
     pairs = [{"label": one, "text": other} for one, other in zip(labels, texts, strict=True)]
     rows = [{"q": "?", "choices": choices, "answerKey": answer} for choices in (both, pairs)]

@@ -64,9 +64,7 @@ def _require_equal(found: Iterator[Item], expected: Iterator[Item], count: int) 
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("micro_batch", [1, 2, 4])
-def test_items_are_the_trainer_s(
-    rank: int, micro_batch: int, dataset: DatasetIndex, tmp_path: Path
-) -> None:
+def test_same_items(rank: int, micro_batch: int, dataset: DatasetIndex, tmp_path: Path) -> None:
     data = _data(dataset, rank, micro_batch=micro_batch)
     _require_equal(iter(data), _trainer_s(dataset, tmp_path, rank, micro_batch), 24)
     assert data.num_sequences > 100
