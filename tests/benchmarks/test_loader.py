@@ -10,6 +10,7 @@ from pipeline.data.counts import sequences_at
 from pipeline.data.format import DatasetIndex
 from pipeline.data.reader import BlockReader
 
+pytestmark = pytest.mark.long
 _SLOTS, _BATCH = 64, 8
 
 

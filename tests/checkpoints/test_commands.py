@@ -120,9 +120,3 @@ def test_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         diff(tmp_path / "a", tmp_path / "none")
     with pytest.raises(CheckpointError, match="needs two checkpoints"):
         diff(tmp_path / "a")
-
-
-@pytest.mark.usefixtures("processes")
-def test_every_command_has_an_example() -> None:
-    for name in ("verify", "list", "prune", "diff"):
-        assert f"python -m pipeline checkpoint {name} " in _command(name, "--help").stdout

@@ -98,6 +98,7 @@ def test_exact_selection_of_words_leaves_less_than_any_word(mode: Any) -> None:
     assert (left == 0).mean() > 0.95
 
 
+@pytest.mark.long
 def test_spans_have_the_length_distribution() -> None:
     # The least draw of a sequence always starts a span, and ten tokens of budget do not cut it.
     rows, length = 2000, 2048

@@ -33,6 +33,7 @@ from pipeline.runtime.files import remove_abandoned, temporary_beside, write_ato
 from postnorm.__main__ import groups
 from tests.support import warm
 from tests.support.prepare import config_of
+from tests.support.processes import wait_until
 
 # Every stage that there is.
 ALL_STAGES = [
@@ -344,10 +345,7 @@ def test_status_before_a_failure_and_after_it(
 def test_state_of_a_task_whose_process_is_gone(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", _SLEEPING_TASK, str(tmp_path)])
     task = StageTask("t", tmp_path, make_key("x"), None)
-    deadline = time.monotonic() + 20
-    while state_of(task).name != "running" and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert state_of(task).name == "running"
+    wait_until(lambda: state_of(task).name == "running", process)
     assert f"process {process.pid}" in state_of(task).text
     process.kill()
     process.wait()

@@ -305,6 +305,7 @@ def test_config_says_what_does_not_fit() -> None:
         EvalSetConfig(name="e", inputs=())
 
 
+@pytest.mark.long
 def test_a_dataset_is_made_without_them(tmp_path: Path) -> None:
     texts = _prose()
     item = normalise(texts[7])[:300]

@@ -91,6 +91,7 @@ def test_folder_that_becomes_read_only(command: list[str], tmp_path: Path) -> No
     assert "Traceback" not in done.stdout
 
 
+@pytest.mark.long
 def test_odd_files_among_good_ones(prep_config: Path, corpus: Path, tmp_path: Path) -> None:
     folder = tmp_path / "in"
     folder.mkdir()

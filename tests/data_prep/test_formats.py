@@ -85,6 +85,7 @@ def test_a_parquet_page_with_another_checksum_is_damaged(tmp_path: Path) -> None
     assert reasons_of(items) == ["file damaged"]
 
 
+@pytest.mark.long
 def test_parquet_is_read_in_bounded_memory(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     size = 60_000_000

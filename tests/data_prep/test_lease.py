@@ -88,6 +88,7 @@ def test_parts_of_one_array_are_let_in_and_everything_else_is_not(folder: Path) 
             pass
 
 
+@pytest.mark.long
 def test_another_machine_is_dead_once_silent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "EXPIRES_S", 3.0)
     ours = this_process("c", None)

@@ -138,6 +138,7 @@ def _independent(shingles: int, bins: int = 256) -> float:
     return float(bins**2 / (full * ((1 + taken) ** 2 + taken)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("language", "length"), [
     ("english", 250), ("chinese", 1500), ("english", 40_000), NIGHTLY("chinese", 250),
     NIGHTLY("english", 1500), NIGHTLY("chinese", 40_000),
@@ -212,6 +213,7 @@ def _book(rng: np.random.Generator, letters: int, language: str) -> str:
     return " ".join(words[number] for number in drawn)[: letters * 5 // 4]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("language", first_in_ci(["chinese", "english"]))
 def test_length_does_not_make_documents_alike(language: str) -> None:
     rng = np.random.default_rng(6)
@@ -234,6 +236,7 @@ def test_length_does_not_make_documents_alike(language: str) -> None:
     assert (signed[0].bands[of] == signed[1].bands).any(axis=1).all()
 
 
+@pytest.mark.long
 def test_documents_of_all_kinds_meet_in_order(tmp_path: Path) -> None:
     """Each is compared with what it has in common with another; a source has its own threshold."""
     rng = np.random.default_rng(8)
@@ -308,6 +311,7 @@ def straight(
     return source, folder / "data"
 
 
+@pytest.mark.long
 def test_the_rule_says_what_drops(texts: dict[str, list[str]], straight: tuple[Path, Path]) -> None:
     documents = _chain(texts)
     expected, beyond = _reference(documents, SMALL)
@@ -373,6 +377,7 @@ def test_killed_run_gives_the_same_bytes(straight: tuple[Path, Path], tmp_path: 
     assert report["stages"]["shards"]["documents_in"] == sum(_result(output)[1])
 
 
+@pytest.mark.long
 def test_another_threshold_repeats_one_stage(straight: tuple[Path, Path], tmp_path: Path) -> None:
     config = _config(tmp_path / "data", straight[0], SMALL, "piece_mb=1")
     shutil.copytree(straight[1], tmp_path / "data")

@@ -108,6 +108,7 @@ def texts() -> list[str]:
     return [*_random_texts(), *english()[:100], *islice(prose, 300)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "clean",
     [pytest.param(clean, marks=pytest.mark.slow if i in (1, 2, 4, 7) else []) for i, clean in

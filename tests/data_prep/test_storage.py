@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from data_prep.config import PrepConfig
 from data_prep.run import run
@@ -12,6 +13,7 @@ from pipeline.data.format import read_index
 from tests.support import near_texts
 
 
+@pytest.mark.long
 def test_tars_are_hardly_larger_than_their_tokens(prep_config: Path, tmp_path: Path) -> None:
     """Chinese documents of about 1,500 tokens, as real ones have (1,900)."""
     parts = near_texts.chinese(np.random.default_rng(0), 480)

@@ -173,6 +173,7 @@ def test_weighted_sample_depends_on_no_order_and_no_task(prep_config: Path, tmp_
     assert (tmp_path / "one/work/ingest/00000.jsonl.zst").stat().st_mtime_ns == ingested
 
 
+@pytest.mark.long
 def test_report_is_on_other_text_where_there_is_some(prep_config: Path, tmp_path: Path) -> None:
     texts = near_texts.chinese(np.random.default_rng(3), 100)
     texts = [f"{number} {text}" for number in range(18) for text in texts]

@@ -106,6 +106,7 @@ def _documents(index: DatasetIndex) -> dict[str, np.ndarray[Any, Any]]:
     return found
 
 
+@pytest.mark.long
 def test_shards_hold_the_ids_of_transformers(prepared: DatasetIndex, bert: Path) -> None:
     assert verify(prepared.folder) == []
     assert prepared.vocabulary.kind == "wordpiece"
@@ -128,6 +129,7 @@ def _first_batch(prepared: DatasetIndex, size: int, data: DataConfig, seed: int 
     return batch
 
 
+@pytest.mark.long
 def test_batches_use_the_vocabulary_s_ids(prepared: DatasetIndex) -> None:
     batch = _first_batch(prepared, 160, DataConfig(dir="unused", seq_len=64, mask_prob=0.5))
     ids = batch.input_ids.reshape(-1)

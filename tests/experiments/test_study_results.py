@@ -139,6 +139,7 @@ def test_a_mean_score_is_of_all_tasks_or_none(tmp_path: Path) -> None:
         study_of(parts={"one": parts["one"] | {"tasks": [], "metrics": ["mean_score"]}})
 
 
+@pytest.mark.long
 def test_rows_of_tasks_count_and_stay_when_runs_are_not_there_any_more(tmp_path: Path) -> None:
     parts = {"one": {"asks": "?", "arms": list(ARMS), "tasks": ["a", "b"]}}
     parts["one"]["metrics"] = ["a", "b", "mean_score", "held_out_loss"]

@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,7 +36,7 @@ from pipeline.use.folder import load_model, write_model
 from pipeline.use.model import load
 from pipeline.use.pretrain import pretrain
 from tests.support import warm
-from tests.support.processes import Processes
+from tests.support.processes import Processes, wait_until
 from tests.support.ranks import CONFIG, start
 from tests.support.tiny_tasks import rows_of, write_rows, write_task
 
@@ -270,6 +269,7 @@ def test_stopped_run_keeps_its_model(task_file: Make, tiny_model: Path, tmp_path
     assert _run(path, tiny_model, out)["test"]["accuracy"] == 1.0
 
 
+@pytest.mark.long
 def test_sentencepiece_is_a_start(dataset: DatasetIndex, task_file: Make, tmp_path: Path) -> None:
     (tmp_path / "train.yaml").write_text(CONFIG)
     words = [f"run_dir={tmp_path}/run", f"data.dir={dataset.folder}", "train.num_steps=3",
@@ -306,11 +306,7 @@ def test_killed_run_continues_to_the_same_answers(
     straight, out = tmp_path / "straight", tmp_path / "out"
     assert warm.run(*words, straight).returncode == 0
     process = processes.start([sys.executable, "-m", *words, str(out)], cwd=ROOT)
-    deadline = time.monotonic() + 400
-    while not published(out / "checkpoints"):
-        assert process.poll() is None, "it ended before it had a checkpoint"
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: published(out / "checkpoints"), process, timeout_s=400)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert not (out / "result.json").exists(), "it was not fast enough to finish"
@@ -319,6 +315,7 @@ def test_killed_run_continues_to_the_same_answers(
         assert (out / name).read_bytes() == (straight / name).read_bytes()
 
 
+@pytest.mark.long
 def test_late_signal_is_kept(task_file: Make, tiny_model: Path, tmp_path: Path) -> None:
     path, out, overrides = task_file("classify"), tmp_path / "out", ["train.epochs=1"]
     _stopped(8, path, tiny_model, out, overrides=overrides, seeds=[1, 2])
@@ -355,6 +352,7 @@ def test_two_ranks_give_what_one_gives(
         assert [row["prediction"] for row in _lines(made)] == [r["prediction"] for r in stored]
 
 
+@pytest.mark.long
 def test_best_epoch_is_reported(task_file: Make, tiny_model: Path, tmp_path: Path) -> None:
     # A rate that destroys what was learnt: the first epochs are the better ones.
     train = {"epochs": 3, "lr": 3e-3, "decay": "none", "warmup": 0.0}

@@ -89,6 +89,7 @@ def test_the_model_is_the_same(
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.long
 def test_the_kernel_has_a_gradient_and_is_one_graph() -> None:
     kind: dict[str, Any] = {"device": "meta", "dtype": torch.bfloat16, "requires_grad": True}
     leaves = [torch.empty(64, 3, 32, **kind) for _ in range(3)]

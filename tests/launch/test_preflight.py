@@ -28,6 +28,7 @@ from pipeline.data.format import DatasetIndex, read_index
 from pipeline.errors import ConfigError, DataError
 from pipeline.multitask.config import load_mix
 from tests.support.checkpoints import make_checkpoint
+from tests.support.damage import flip
 from tests.support.processes import python, write_program
 from tests.support.tiny_tasks import write_task
 
@@ -270,11 +271,8 @@ def damaged(dataset: DatasetIndex, tmp_path: Path) -> DatasetIndex:
     shutil.copytree(dataset.folder, folder)
     blocks = dataset.blocks
     for row in range(len(blocks)):
-        with (folder / dataset.shards[int(blocks.shard[row])].file).open("r+b") as file:
-            file.seek(int(blocks.member_offset[row, 0]) + 200)
-            byte = file.read(1)[0]
-            file.seek(-1, os.SEEK_CUR)
-            file.write(bytes([byte ^ 4]))
+        file = folder / dataset.shards[int(blocks.shard[row])].file
+        flip(file, int(blocks.member_offset[row, 0]) + 200)
     return read_index(folder)
 
 

@@ -1,6 +1,5 @@
 """What records mean together: whose fault it is, majority, cap, bandwidth, the command."""
 
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from pipeline.data.format import DatasetIndex, read_index
 from pipeline.errors import DataError
 from tests.support import warm
 from tests.support.checkpoints import make_checkpoint
+from tests.support.damage import flip
 
 ROOT = Path(__file__).parents[2]
 NODES = ("n1", "n2", "n3", "n4")
@@ -244,11 +244,7 @@ def test_command_reads_what_a_node_found_damaged(dataset: DatasetIndex, tmp_path
     folder, records = tmp_path / "damaged", tmp_path / "run/launch/preflight/7.0"
     shutil.copytree(dataset.folder, folder)
     shard = folder / dataset.shards[int(dataset.blocks.shard[1])].file
-    with shard.open("r+b") as file:
-        file.seek(int(dataset.blocks.offset[1]) + 2000)
-        byte = file.read(1)[0]
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte ^ 1]))
+    flip(shard, int(dataset.blocks.offset[1]) + 2000)
     with pytest.raises(DataError):
         read_block(read_index(folder), 1)
     finding = Finding("shards", "block 1 is damaged", "node", block=1)

@@ -4,7 +4,6 @@ import json
 import shutil
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from pipeline.runtime.rank import Rank
 from pipeline.use.model import load
 from pipeline.use.pretrain import own_process
 from tests.support.grids import first_in_ci
-from tests.support.processes import Processes
+from tests.support.processes import Processes, wait_until
 from tests.support.ranks import start
 from tests.support.tiny_tasks import rows_of, write_rows, write_task
 
@@ -112,6 +111,7 @@ def test_all_kinds_learn_together(tmp_path: Path, tiny_model: Path) -> None:
     assert np.isfinite(vectors).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "balance",
     first_in_ci([
@@ -141,10 +141,7 @@ def test_killed_run_continues(tmp_path: Path, tiny_model: Path, processes: Proce
     killed = tmp_path / "killed"
     command = [sys.executable, "-m", "postnorm", "multitask", str(path), f"run_dir={killed}"]
     [process] = start(command, 1, tmp_path / "output.txt")
-    deadline = time.monotonic() + 120
-    while not published(killed / FOLDER) and process.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: published(killed / FOLDER), process)
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not (killed / "done.json").exists(), "it ended before it was killed"
@@ -248,6 +245,7 @@ def test_rows_that_are_evaluated_are_left_out(tmp_path: Path, tiny_model: Path) 
         run(path, *overrides, f"run_dir={tmp_path / 'none'}")
 
 
+@pytest.mark.long
 def test_written_mix(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = run(write_mix(tmp_path, tiny_model))
     assert [*load_mix(str(folder / "multitask.yaml")).tasks] == ["classify", "regress", "tag"]

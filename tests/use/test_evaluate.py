@@ -6,7 +6,6 @@ import json
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,8 @@ from pipeline.runtime.stop import StopRequest
 from pipeline.train.evaluate import EvalResult, EvalScore
 from pipeline.use.evaluate import Report, TextEvaluation
 from pipeline.use.folder import export, write_model
+from tests.support.damage import flip
+from tests.support.processes import wait_until
 from tests.support.ranks import Ranks, records, start
 
 Command = Callable[..., list[dict[str, Any]]]
@@ -105,10 +106,7 @@ def _of_trainer(run_dir: Path) -> dict[int, dict[str, float]]:
 
 
 def _damage(checkpoint: Path) -> None:
-    path = next((checkpoint / "state").glob("rank-00000-*"))
-    content = bytearray(path.read_bytes())
-    content[-7] ^= 1
-    path.write_bytes(content)
+    flip(next((checkpoint / "state").glob("rank-00000-*")), -7)
 
 
 def _without_held_out_text(dataset: Path, folder: Path) -> Path:
@@ -330,11 +328,7 @@ def test_too_long_sequences(tmp_path: Path, two_sources: DatasetIndex, evaluate:
 def test_a_signal_to_one_rank_ends_all(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POSTNORM_RUN_DIR", str(run))
     ranks, output = _start("tests.use.staged_main", run)
-    deadline = time.monotonic() + 120
-    while output.read_text().count("evaluating\n") < 2:
-        assert all(process.poll() is None for process in ranks.processes), output.read_text()
-        assert time.monotonic() < deadline, output.read_text()
-        time.sleep(0.05)
+    wait_until(lambda: output.read_text().count("evaluating\n") == 2, *ranks.processes)
     ranks.signal(signal.SIGTERM, 1)
     assert ranks.wait() == [errors.EXIT_PREEMPTED, errors.EXIT_PREEMPTED], output.read_text()
     assert "stopped by SIGTERM; there is nothing to save, start again" in output.read_text()

@@ -18,6 +18,7 @@ from pipeline.use.grow import grow
 from pipeline.use.model import load
 from tests.model import reference
 from tests.support import warm
+from tests.support.damage import flip
 from tests.support.ranks import Ranks, newest_state
 
 
@@ -97,9 +98,7 @@ def test_changed_weights_are_refused(straight_run: Path, tmp_path: Path) -> None
     shutil.copytree(straight_run, run_dir)
     shutil.rmtree(run_dir / "checkpoints" / "step-00000030")
     [file] = (run_dir / "checkpoints/step-00000040/state").glob("rank-00000-*")
-    content = bytearray(file.read_bytes())
-    content[-7] ^= 1
-    file.write_bytes(content)
+    flip(file, -7)
     with pytest.raises(CheckpointError, match=r"no good checkpoint.*rank-00000-of-00002"):
         export(run_dir, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -130,13 +129,6 @@ def test_alpha_warm_up(dataset: DatasetIndex, tmp_path: Path, start_ranks: type[
     model.module.encoder.set_alpha(1.0)
     assert (model.encode(["The assert statement."]) != vectors).any()
     assert float(load_trained(tmp_path / "run").model.encoder.alpha) == pytest.approx(alpha)
-
-
-@pytest.mark.slow
-def test_fp32_run(dataset: DatasetIndex, tmp_path: Path, start_ranks: type[Ranks]) -> None:
-    ranks = start_ranks(tmp_path / "run", dataset, "train.precision=fp32", "train.num_steps=20")
-    assert ranks.wait() == [0, 0], ranks.output
-    assert export(tmp_path / "run", tmp_path / "out").max_abs_diff <= 1e-3
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.model"])
