@@ -33,12 +33,10 @@ def _crumbs() -> list[str]:
 
 
 def _long_functions() -> list[str]:
-    return [
-        f"{name}.{node.name}: {_length(node)} lines, expected {_FUNCTION_LINES} at most"
-        for name, module in MODULES.items() for node in ast.walk(module.tree)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        and _length(node) > _FUNCTION_LINES
-    ]  # fmt: skip
+    return [f"{name}.{node.name}: {_length(node)} lines, expected {_FUNCTION_LINES} at most"
+            for name, module in MODULES.items() for node in ast.walk(module.tree)
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+            and _length(node) > _FUNCTION_LINES]  # fmt: skip
 
 
 def _length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -46,10 +44,8 @@ def _length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def _long_files() -> list[str]:
-    return [
-        f"{name}: {module.num_lines} lines, expected {_FILE_LINES} at most"
-        for name, module in MODULES.items() if module.num_lines > _FILE_LINES
-    ]  # fmt: skip
+    return [f"{name}: {module.num_lines} lines, expected {_FILE_LINES} at most"
+            for name, module in MODULES.items() if module.num_lines > _FILE_LINES]  # fmt: skip
 
 
 def _fmt_skip() -> list[str]:
@@ -71,10 +67,8 @@ def _shared_class_names() -> list[str]:
         for node in ast.walk(module.tree):
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, set()).add(name)
-    return [
-        f"class {name} is defined in {', '.join(sorted(modules))}"
-        for name, modules in sorted(homes.items()) if len(modules) > 1
-    ]  # fmt: skip
+    return [f"class {name} is defined in {', '.join(sorted(modules))}"
+            for name, modules in sorted(homes.items()) if len(modules) > 1]  # fmt: skip
 
 
 def _conditions_on_kinds_of_tasks() -> list[str]:

@@ -50,9 +50,8 @@ def test_a_command_is_run_as_subprocess_runs_it(folder: Path) -> None:
     done = warm.run("postnorm", "config", "nosuch.yaml", cwd=folder)
     program = [sys.executable, "-m", "postnorm", "config", "nosuch.yaml"]
     expected = subprocess.run(program, cwd=folder, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (
-        expected.returncode, expected.stdout, expected.stderr
-    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (expected.returncode, expected.stdout,
+                                                           expected.stderr)  # fmt: skip
     assert expected.returncode == 2
     assert "nosuch.yaml" in expected.stderr
 

@@ -72,10 +72,8 @@ def test_attention_goal_takes_the_worse_of_sum_and_mean() -> None:
         "base s512 65536 packed": {"tokens": 65536, "subjects": subjects},
         "large s512 65536 packed": {"tokens": 65536, "subjects": {}},
     }
-    [measured] = [
-        verdict.measured for verdict in judge({"attention": {"cases": cases}})
-        if "attention alone" in verdict.goal.text
-    ]  # fmt: skip
+    [measured] = [verdict.measured for verdict in judge({"attention": {"cases": cases}})
+                  if "attention alone" in verdict.goal.text]  # fmt: skip
     assert measured == 2.5
 
 

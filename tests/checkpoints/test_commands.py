@@ -44,9 +44,8 @@ def test_list_and_verify(run: Path) -> None:
     assert [row["would_resume"] for row in found] == [False, False, False, True]
     found = json.loads(_command("list", run, "--json", "--verify").stdout)
     assert [row["would_resume"] for row in found] == [False, False, True, False]
-    assert [row["kept"] for row in found] == [
-        [], ["newest 2", "best"], ["newest"], ["damaged, newer"]
-    ]  # fmt: skip
+    assert [row["kept"] for row in found] == [[], ["newest 2", "best"], ["newest"],
+                                              ["damaged, newer"]]  # fmt: skip
     assert "has 0 bytes, expected" in found[3]["problems"][0]
     assert found[0]["manifest"]["bytes"] > 0
 

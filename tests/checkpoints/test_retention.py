@@ -103,8 +103,6 @@ def test_rules_that_cannot_be_kept_are_refused(checkpoint: str, message: str) ->
     text = f"{{run_dir: r, data: {{dir: d}}, checkpoint: {checkpoint}}}"
     with pytest.raises(ConfigError, match=message):
         build(PretrainConfig, parse(text, "test"))
-    build(
-        PretrainConfig,
-        parse("{run_dir: r, data: {dir: d}, checkpoint: {every_steps: 2000, keep_best: 1, "
-              "keep_every_steps: 4000}}", "test"),
-    )  # fmt: skip
+    build(PretrainConfig,
+          parse("{run_dir: r, data: {dir: d}, checkpoint: {every_steps: 2000, keep_best: 1, "
+                "keep_every_steps: 4000}}", "test"))  # fmt: skip

@@ -269,10 +269,8 @@ def test_hashes_of_configs_do_not_know_that_settings_were_retired() -> None:
     ]
     assert hashes == ["4f6de7120a560076", "2e019f98906e85dd"]
     no_ip = build(MaskConfig, {"kinds": ["phone", "email", "bank_card", "chinese_id"]}, "here")
-    assert as_recorded(no_ip) == {
-        "enabled": False, "email": True, "phone": True, "chinese_id": True, "bank_card": True,
-        "ipv4": False,
-    }  # fmt: skip
+    assert as_recorded(no_ip) == {"enabled": False, "email": True, "phone": True,
+                                  "chinese_id": True, "bank_card": True, "ipv4": False}  # fmt: skip
 
 
 def test_unusual_values_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -255,10 +255,8 @@ def test_a_run_with_a_worker_trains_on_a_store(
     store.upload(published)
     address = f"s3://{BUCKET}/{published.name}"
     overrides = ["train.num_steps=12", "data.workers=1", "data.stage_gb=0.0002"]
-    ranks = start_ranks(
-        tmp_path / "run", dataset, *overrides, f"data.dir={address}",
-        f"data.stage_dir={tmp_path / 'node'}", world_size=1,
-    )  # fmt: skip
+    ranks = start_ranks(tmp_path / "run", dataset, *overrides, f"data.dir={address}",
+                        f"data.stage_dir={tmp_path / 'node'}", world_size=1)  # fmt: skip
     assert ranks.wait(400) == [0], ranks.output
     steps = open_steps(dataset, _config(tmp_path, str(dataset.folder), *overrides))
     found = [(batch.cursor, batch.hash) for batch in read_batches(ranks.run_dir)]

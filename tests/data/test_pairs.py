@@ -206,10 +206,8 @@ def test_a_pair_has_the_same_lengths_and_ends_with_either_label() -> None:
             assert first > ([0, *block.doc_ends.tolist()])[of_document]
             assert last <= block.doc_ends[of_document]
             ends_word = last in block.doc_ends or bool(starts[last])
-            shape = (
-                first in sentences, last in sentences, last in block.doc_ends, ends_word,
-                int(marks[block.tokens[last - 1]]), pair.in_sentence,
-            )  # fmt: skip
+            shape = (first in sentences, last in sentences, last in block.doc_ends, ends_word,
+                     int(marks[block.tokens[last - 1]]), pair.in_sentence)  # fmt: skip
             # The same cut of the same piece.
             of_label[int(bool(pair.label))][begin, cut] = shape
     both = of_label[0].keys() & of_label[1].keys()

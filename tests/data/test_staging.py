@@ -222,11 +222,9 @@ def test_space_that_runs_out_while_copying(dataset: DatasetIndex, tmp_path: Path
         f"head -c {total} /dev/zero > {tmp_path}/small/other 2> /dev/null; "
         f"kill -CONT $!; wait $!; echo code $?; find {tmp_path}/small/*/ -name '*.part'"
     )
-    done = subprocess.run(
-        ["unshare", "--map-root-user", "--mount", "sh", "-c", script, "sh",
-         *_program(dataset, tmp_path / "small", "1")],
-        capture_output=True, text=True, cwd=ROOT, timeout=60,
-    )  # fmt: skip
+    done = subprocess.run(["unshare", "--map-root-user", "--mount", "sh", "-c", script, "sh",
+                           *_program(dataset, tmp_path / "small", "1")],
+                          capture_output=True, text=True, cwd=ROOT, timeout=60)  # fmt: skip
     sizes = r"\d+\.\d{4} GB are still needed, 0\.\d{4} GB are free"
     assert re.search(rf"data\.stage_dir, {tmp_path}/small: {sizes}", done.stdout)
     assert done.stdout.endswith("code 2\n"), done.stdout + done.stderr

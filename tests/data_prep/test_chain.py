@@ -36,10 +36,8 @@ from tests.support.prepare import config_of
 from tests.support.processes import wait_until
 
 # Every stage that there is.
-ALL_STAGES = [
-    "dedup.near_duplicates=true", "dedup.bands=4", "dedup.lines=true", "dedup.line_min_chars=200",
-    "tokenizer.sample_mb=1",
-]  # fmt: skip
+ALL_STAGES = ["dedup.near_duplicates=true", "dedup.bands=4", "dedup.lines=true",
+              "dedup.line_min_chars=200", "tokenizer.sample_mb=1"]  # fmt: skip
 SOURCES = 6
 
 

@@ -162,9 +162,8 @@ def test_numbers_are_those_of_the_shards(data: Path, report: dict[str, Any]) -> 
 
 
 def test_sources_add_up_to_the_stages(report: dict[str, Any]) -> None:
-    assert list(report["stages"]) == [
-        "ingest", "normalise", "filter", "lines", "dedup", "near", "decontaminate", "shards"
-    ]  # fmt: skip
+    assert list(report["stages"]) == ["ingest", "normalise", "filter", "lines", "dedup", "near",
+                                      "decontaminate", "shards"]  # fmt: skip
     for stage, whole in report["stages"].items():
         parts = [source["stages"][stage] for source in report["sources"].values()]
         for key in ("documents_in", "documents_out", "bytes_in", "bytes_out"):
@@ -263,9 +262,8 @@ def test_samples_are_masked(tmp_path: Path, kind: str, masked: bool) -> None:
 def test_samples_come_from_the_sources_that_lose_most() -> None:
     rejected = {"a": {"x": [1, 10], "y": [1, 1]}, "b": {"x": [1, 30]}, "c": {"x": [9, 20]},
                 "d": {"x": [99, 9]}}  # fmt: skip
-    assert samples._wanted(rejected) == {
-        "a": Counter(x=1, y=3), "b": Counter(x=1), "c": Counter(x=1), "d": Counter()
-    }  # fmt: skip
+    assert samples._wanted(rejected) == {"a": Counter(x=1, y=3), "b": Counter(x=1),
+                                         "c": Counter(x=1), "d": Counter()}  # fmt: skip
 
 
 def test_texts_and_names_are_escaped(data: Path, report: dict[str, Any]) -> None:
@@ -292,10 +290,9 @@ def test_pages_are_made_again_from_the_report(data: Path, tmp_path: Path) -> Non
     subprocess.run([*command, tmp_path], check=True)
     for name in ("datasheet.html", "datasheet.md"):
         assert (tmp_path / name).read_bytes() == (data / name).read_bytes()
-    for content, message in (
-        ("{", "is damaged"), ('{"sources": {"a": {"tokens": 1}}}', "another version wrote it"),
-        (None, "is not a finished dataset"),
-    ):  # fmt: skip
+    for content, message in (("{", "is damaged"),
+                             ('{"sources": {"a": {"tokens": 1}}}', "another version wrote it"),
+                             (None, "is not a finished dataset")):  # fmt: skip
         (tmp_path / "report.json").write_text(content or "")
         if content is None:
             (tmp_path / "report.json").unlink()

@@ -29,10 +29,9 @@ def _decontaminate(
     folder: Path, source: Path, config: DecontaminateConfig, **changes: Any
 ) -> dict[str, list[Done]]:
     """Runs the stages up to decontaminate."""
-    prep = PrepConfig(
-        output_dir=str(folder), sources=(SourceConfig(name="s", inputs=(str(source),)),),
-        decontaminate=config, **{"workers": 1, **changes},
-    )  # fmt: skip
+    prep = PrepConfig(output_dir=str(folder),
+                      sources=(SourceConfig(name="s", inputs=(str(source),)),),
+                      decontaminate=config, **{"workers": 1, **changes})  # fmt: skip
     return run_before(prep, "tokenizer")
 
 
@@ -262,15 +261,13 @@ def test_items_of_all_forms(tmp_path: Path) -> None:
     (tmp_path / "g.json").write_bytes(b"")
     (tmp_path / "h.md").write_text("left out here")
     found, counts = _read(tmp_path)
-    assert found == {
-        "a.jsonl.gz:1/q/中/0": "turn one", "a.jsonl.gz:1/q/中/1": "第二句",
-        "a.jsonl.gz:4/0": "x y\u2028z",
-        "b.json.zst/0/q/中/0": "turn one", "b.json.zst/0/q/中/1": "第二句",
-        "c.json:1/s": "a b", "c.json:2/s": "c d",
-        "d.tsv:2/2": '他说"好 吗',
-        "e.csv:2/2": 'with, "quotes"\nand lines', "e.csv:3/2": "two words",
-        "f.txt:1": "first line", "f.txt:4": "一行",
-    }  # fmt: skip
+    assert found == {"a.jsonl.gz:1/q/中/0": "turn one", "a.jsonl.gz:1/q/中/1": "第二句",
+                     "a.jsonl.gz:4/0": "x y\u2028z",
+                     "b.json.zst/0/q/中/0": "turn one", "b.json.zst/0/q/中/1": "第二句",
+                     "c.json:1/s": "a b", "c.json:2/s": "c d",
+                     "d.tsv:2/2": '他说"好 吗',
+                     "e.csv:2/2": 'with, "quotes"\nand lines', "e.csv:3/2": "two words",
+                     "f.txt:1": "first line", "f.txt:4": "一行"}  # fmt: skip
     assert counts == {"lines that are no JSON": 1, "empty files": 1}
 
 

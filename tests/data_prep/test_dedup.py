@@ -101,11 +101,9 @@ def _ingested(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def _files(work: Path, stages: tuple[str, ...]) -> dict[str, bytes]:
-    return {
-        f"{stage}/{path.name}": path.read_bytes()
-        for stage in stages for path in sorted((work / stage).iterdir())
-        if not path.name.endswith(".json")
-    }  # fmt: skip
+    return {f"{stage}/{path.name}": path.read_bytes()
+            for stage in stages for path in sorted((work / stage).iterdir())
+            if not path.name.endswith(".json")}  # fmt: skip
 
 
 def test_the_first_of_equal_documents_is_kept(plain: Prepared) -> None:

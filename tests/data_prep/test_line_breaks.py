@@ -26,10 +26,8 @@ NEWLINE = 5 + ord("\n")  # bytes come after the special tokens
 
 
 @pytest.fixture(scope="module")
-def broken(
-    dataset: DatasetIndex, prep_config: Path, corpus: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> DatasetIndex:  # fmt: skip
+def broken(dataset: DatasetIndex, prep_config: Path, corpus: Path,
+           tmp_path_factory: pytest.TempPathFactory) -> DatasetIndex:  # fmt: skip
     """The dataset again with line breaks as tokens, in a copy of its folder."""
     folder = tmp_path_factory.mktemp("line-breaks") / "data"
     shutil.copytree(dataset.folder, folder)

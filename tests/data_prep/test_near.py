@@ -64,10 +64,8 @@ def texts() -> dict[str, list[str]]:
         if all(exact_jaccard(own, other) < 0.25 for other in shingles):
             unrelated.append(text)
             shingles.append(own)
-    return {
-        "english": unrelated, "chinese": chinese(np.random.default_rng(1), 400),
-        "mixed": mixed(np.random.default_rng(5), COPIES),
-    }  # fmt: skip
+    return {"english": unrelated, "chinese": chinese(np.random.default_rng(1), 400),
+            "mixed": mixed(np.random.default_rng(5), COPIES)}  # fmt: skip
 
 
 def _config(output: Path, source: Path, dedup: DedupConfig, *overrides: str) -> PrepConfig:
@@ -355,9 +353,8 @@ def test_workers_pieces_and_parts_change_nothing(
 def test_killed_run_gives_the_same_bytes(straight: tuple[Path, Path], tmp_path: Path) -> None:
     output = tmp_path / "data"
     _config(output, straight[0], SMALL)
-    command = [
-        sys.executable, "-m", "data_prep", "run", f"{output}.yaml", "piece_mb=1", "workers=2"
-    ]  # fmt: skip
+    command = [sys.executable, "-m", "data_prep", "run", f"{output}.yaml", "piece_mb=1",
+               "workers=2"]  # fmt: skip
     killed_in = []
     for stage, files in (("signatures", 1), ("buckets", 5), ("candidates", 1), ("near", 1)):
         process = subprocess.Popen(

@@ -89,9 +89,8 @@ def test_mixed_words_by_hand() -> None:
     assert _jieba_words("他在卡拉OK唱歌，穿T恤。") == ["他", "在", "卡拉OK", "唱歌，", "穿T恤。"]
     assert _jieba_words("GPT-4的训练数据 is large") == ["GPT-4", "的", "训练", "数据 is large"]
     assert _jieba_words("3.5%的增长\n中国人民银行") == ["3.5%", "的", "增长\n", "中国人民银行"]
-    assert _jieba_words("we read 研究生命的起源 today") == [
-        "we read ", "研究", "生命", "的", "起源 today",
-    ]  # fmt: skip
+    assert _jieba_words("we read 研究生命的起源 today") == ["we read ", "研究", "生命", "的",
+                                                            "起源 today"]  # fmt: skip
 
 
 @pytest.mark.parametrize("chunk", [1 << 20, 7])

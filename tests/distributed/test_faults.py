@@ -48,10 +48,9 @@ def test_non_finite_step_is_skipped_on_all_ranks_and_schedules_stand_still(
     # Two micro-batches a step: the third step, and those of the same when it is looked at.
     (0, "6,8", True), (1, "6,8", True), (2, "6,8", True), (3, "6,8", True), (1, "6", False),
 ])  # fmt: skip
-def test_non_finite_gradient_names_rank_and_tensor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Train, stage: int, calls: str,
-    names: bool,
-) -> None:  # fmt: skip
+def test_non_finite_gradient_names_rank_and_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                   train: Train, stage: int, calls: str,
+                                                   names: bool) -> None:  # fmt: skip
     below, above = (f"encoder.layers.{layer}.attention.qkv.weight" for layer in (0, 1))
     monkeypatch.setenv("POISON_RANK", "1")
     monkeypatch.setenv("POISON_CALLS", calls)

@@ -69,12 +69,10 @@ def test_checkpoint_holds_the_index_of_its_data(short_run: Path, variants: Varia
 
 def test_what_differs_is_named(short_run: Path, variants: Variants, tmp_path: Path) -> None:
     base = variants["base"]
-    attempts = {
-        name: _resume(short_run, tmp_path / name, variants[name], *overrides)
-        for name, overrides in {
-            "changed": ["seed=4"], "tokenizer": []
-        }.items()
-    }  # fmt: skip
+    attempts = {name: _resume(short_run, tmp_path / name, variants[name], *overrides)
+                for name, overrides in {
+                    "changed": ["seed=4"], "tokenizer": []
+                }.items()}  # fmt: skip
     texts = {name: attempt.refusal() for name, attempt in attempts.items()}
     for name, text in texts.items():
         path = tmp_path / name / _CHECKPOINT

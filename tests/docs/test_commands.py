@@ -193,10 +193,8 @@ def workshop(tmp_path_factory: pytest.TempPathFactory, processes: None) -> Path:
 def _run(command: str, folder: Path) -> None:
     path = f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"}
-    done = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", command], cwd=folder, env=environment,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=folder, env=environment,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
     assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}"
 
 

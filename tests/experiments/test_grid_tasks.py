@@ -21,15 +21,13 @@ def write_sweep(folder: Path) -> Path:
     """Two rates with one seed each; the lower learns nothing, and has a folder of its own."""
     write_task(folder, "classify", train={"epochs": 4, "batch": 8, "lr": 1e-3})
     model = write_tiny_model(folder / "model")
-    values = {
-        "verb": "finetune", "dir": str(folder / "runs"),
-        "runs": [
-            {"config": "my-classify.yaml", "model": str(model), "train.lr": 1e-7,
-             "folder": "low/seed-1"},
-            {"config": "my-classify.yaml", "model": str(model), "train.lr": 5e-3},
-        ],
-        "metric": {"name": "score", "best": "max"},
-    }  # fmt: skip
+    values = {"verb": "finetune", "dir": str(folder / "runs"),
+              "runs": [
+                  {"config": "my-classify.yaml", "model": str(model), "train.lr": 1e-7,
+                   "folder": "low/seed-1"},
+                  {"config": "my-classify.yaml", "model": str(model), "train.lr": 5e-3},
+              ],
+              "metric": {"name": "score", "best": "max"}}  # fmt: skip
     path = folder / "sweep.yaml"
     path.write_text(json.dumps(values))
     return path

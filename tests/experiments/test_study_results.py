@@ -35,9 +35,8 @@ def _finish(out: Path, name: str, loss: float, *, first_hash: int = 7) -> None:
     folder = read.runs_folder(out) / name
     folder.mkdir(parents=True)
     train = {"step": 10, "kind": "train", "loss": 1.0, "elapsed_s": 3.5, "tokens_per_s": 100.0}
-    held_out = {
-        "step": 10, "kind": "eval", "loss": loss, "accuracy": 1 / loss, "unigram_entropy": 6.0
-    }  # fmt: skip
+    held_out = {"step": 10, "kind": "eval", "loss": loss, "accuracy": 1 / loss,
+                "unigram_entropy": 6.0}  # fmt: skip
     lines = [train | {"step": 5, "elapsed_s": 1.0, "tokens_per_s": 300.0}, train, held_out]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
     (folder / "attempts.jsonl").write_text(json.dumps({"torch": "9.9", "host": "h"}) + "\n")
@@ -228,10 +227,9 @@ def test_runs_that_saw_other_batches_are_refused(tmp_path: Path) -> None:
 def model(monkeypatch: pytest.MonkeyPatch, dataset: DatasetIndex) -> EncoderModel:
     """A random model that every run has."""
     torch.manual_seed(0)
-    config = ModelConfig(
-        vocab_size=dataset.vocab_size, num_layers=3, hidden_size=16, num_heads=2, ffn_size=16,
-        init="unit", score_residual="sum", dropout=0.0, attention_dropout=0.0,
-    )  # fmt: skip
+    config = ModelConfig(vocab_size=dataset.vocab_size, num_layers=3, hidden_size=16, num_heads=2,
+                         ffn_size=16, init="unit", score_residual="sum", dropout=0.0,
+                         attention_dropout=0.0)  # fmt: skip
     made = MaskedLanguageModel(config).eval()
     monkeypatch.setattr(probes, "trained_model", lambda run: made)
     return made

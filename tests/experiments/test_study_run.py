@@ -139,11 +139,9 @@ def test_a_cluster_gets_one_array_of_what_can_start(
 def test_speed_is_measured_from_any_folder(dataset: DatasetIndex, tmp_path: Path) -> None:
     # The script's own folder is where Python looks, so only what is installed is found there.
     command = [Path(sys.executable).with_name("postnorm"), "study", "speed", "--out", "out"]
-    tried = (
-        "tiny=true", f"data.dir={dataset.folder}", "vocab_size=1000", "starts=2", "rounds=2",
-        "seconds=0.01", "seq_len=[16]", "tokens=32", "runs=[plain]",
-        "models=[roberta-base,roformer_v2-base]",
-    )  # fmt: skip
+    tried = ("tiny=true", f"data.dir={dataset.folder}", "vocab_size=1000", "starts=2", "rounds=2",
+             "seconds=0.01", "seq_len=[16]", "tokens=32", "runs=[plain]",
+             "models=[roberta-base,roformer_v2-base]")  # fmt: skip
     done = subprocess.run([*command, *tried], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out/speed.json").read_text())

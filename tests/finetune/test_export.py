@@ -27,10 +27,9 @@ from tests.support.tiny_tasks import rows_of, write_rows
 
 pytestmark = pytest.mark.usefixtures("processes")
 
-BERT = {
-    "norm": "layernorm", "norm_affine": True, "bias": True, "mlm_head": "bert", "pooler": True,
-    "embedding_dropout": "after_norm", "activation": "gelu", "score_residual": "none",
-}  # fmt: skip
+BERT = {"norm": "layernorm", "norm_affine": True, "bias": True, "mlm_head": "bert", "pooler": True,
+        "embedding_dropout": "after_norm", "activation": "gelu",
+        "score_residual": "none"}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "own": {"pooler": True},
     "bert": {**BERT, "positions": "learned"},
@@ -187,10 +186,8 @@ def exported(folder: Path, tiny_model: Path) -> dict[str, Any]:
 def _answer(row: dict[str, Any], logits: Any, offsets: Any, parts: Any) -> str:
     """Search all pairs of tokens of the passage for the best."""
     inside = [slot for slot, part in enumerate(parts) if part == 1]
-    pairs = [
-        (float(logits[first, 0] + logits[last, 1]), first, last)
-        for first in inside for last in inside if first <= last < first + 30
-    ]  # fmt: skip
+    pairs = [(float(logits[first, 0] + logits[last, 1]), first, last)
+             for first in inside for last in inside if first <= last < first + 30]  # fmt: skip
     score, first, last = max(pairs)
     is_null = float(logits[0].sum()) - score > 0
     return "" if is_null else row["text"][offsets[first][0] : offsets[last][1]]

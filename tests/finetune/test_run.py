@@ -223,10 +223,8 @@ def test_other_seeds_are_not_finished(tuned: Path, tiny_model: Path, tmp_path: P
     path, out = tuned / "my-classify.yaml", tuned / "out"
     two = Path(shutil.copytree(tuned / "two", tmp_path / "two"))
     first = json.loads((out / "result.json").read_text())
-    for folder, seeds, message in (
-        (out, [2], r"seeds: \[1\] there, \[2\] now"), (out, [1, 2], "several"),
-        (two, [1], "several"),
-    ):  # fmt: skip
+    for folder, seeds, message in ((out, [2], r"seeds: \[1\] there, \[2\] now"),
+                                   (out, [1, 2], "several"), (two, [1], "several")):  # fmt: skip
         with pytest.raises(ConfigError, match=message):
             _run(path, tiny_model, folder, seeds=seeds)
     three = _run(path, tiny_model, two, seeds=[3, 1, 2])
@@ -288,10 +286,8 @@ def test_sentencepiece_is_a_start(dataset: DatasetIndex, task_file: Make, tmp_pa
 @pytest.mark.long
 def test_same_seed_same_result(task_file: Make, tiny_model: Path, tmp_path: Path) -> None:
     path = task_file("classify", train={"steps": 3}, head={"dropout": 0.1})
-    for name, seed, source in (
-        ("a", 1, tiny_model), ("b", 1, tiny_model), ("c", 2, tiny_model),
-        ("d", 1, f"random:{tiny_model}"),
-    ):  # fmt: skip
+    for name, seed, source in (("a", 1, tiny_model), ("b", 1, tiny_model), ("c", 2, tiny_model),
+                               ("d", 1, f"random:{tiny_model}")):  # fmt: skip
         _run(path, source, tmp_path / name, seeds=[seed])
     a, b, c, d = ((tmp_path / name / "predictions-dev.jsonl").read_bytes() for name in "abcd")
     assert a == b

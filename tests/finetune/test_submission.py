@@ -76,9 +76,8 @@ def test_answers_entities_and_ids_have_their_forms() -> None:
     rows = _predicted(("0", [["company", 0, 4], ["company", 5, 9], ["address", 0, 1]]), ("1", []))
     one, other = map(json.loads, _lines("cluener", rows, (text, "无")))
     company = {"浙商银行": [[0, 3], [5, 8]]}
-    assert one == {
-        "id": 0, "text": text, "label": {"company": company, "address": {"浙": [[0, 0]]}},
-    }  # fmt: skip
+    assert one == {"id": 0, "text": text,
+                   "label": {"company": company, "address": {"浙": [[0, 0]]}}}  # fmt: skip
     assert other == {"id": 1, "text": "无", "label": {}}
     with pytest.raises(DataError, match="id 'x' is not a number, as fewclue-csl has them"):
         _lines("fewclue-csl", _predicted(("x", "0")))

@@ -185,10 +185,8 @@ def test_activations_are_those_of_the_kernels_that_will_run(tmp_path: Path) -> N
         ("fp32", (carries, "train.precision=fp32"), 8, ()),
         ("CPUs", (carries,), 0, ()),
     ):
-        found, text = _plan(
-            *overrides, run_dir=tmp_path / "run", gpus_per_node=num_gpus,
-            ranks_per_node=0 if num_gpus else 8,
-        )  # fmt: skip
+        found, text = _plan(*overrides, run_dir=tmp_path / "run", gpus_per_node=num_gpus,
+                            ranks_per_node=0 if num_gpus else 8)  # fmt: skip
         assert found.fused == parts
         assert ("with fused kernels" in text) == bool(parts)
         bytes_of[name] = found.activation_bytes
@@ -212,10 +210,8 @@ def test_without_torch_a_plan_says_what_it_does_not_know(
 def test_zero_stages_divide_the_state(tmp_path: Path) -> None:
     state = {}
     for stage in (0, 1, 2):
-        found, text = _plan(
-            f"train.zero_stage={stage}", run_dir=tmp_path / "run",
-            hardware=HardwareConfig(tflops=100, memory_gib=4),
-        )  # fmt: skip
+        found, text = _plan(f"train.zero_stage={stage}", run_dir=tmp_path / "run",
+                            hardware=HardwareConfig(tflops=100, memory_gib=4))  # fmt: skip
         state[stage] = found.state_bytes
         # What stage 2 takes is not known well enough to refuse a run.
         assert bool(found.problems) == (stage < 2)
@@ -269,10 +265,8 @@ def test_unknown_gpu_is_refused() -> None:
 
 @pytest.mark.usefixtures("processes")
 def test_command(tmp_path: Path) -> None:
-    command = [
-        "launch", "plan", RECIPE, "model.vocab_size=12000", "--cluster",
-        ROOT / "configs/cluster/example.yaml", f"run_dir={tmp_path}",
-    ]  # fmt: skip
+    command = ["launch", "plan", RECIPE, "model.vocab_size=12000", "--cluster",
+               ROOT / "configs/cluster/example.yaml", f"run_dir={tmp_path}"]  # fmt: skip
     done = warm.run(*command, "checkpoint.keep=100000000", "--json")
     body = json.loads(done.stdout)
     assert body["ranks"] == 16
@@ -286,13 +280,11 @@ def _mix(tmp_path: Path, *overrides: str) -> TaskMix:
     folder.mkdir(exist_ok=True)
     model = load(ModelConfig, ROOT / "configs/model/bert-base.yaml", ["vocab_size=21128"]).config
     write_config(folder, model, {})
-    body = {
-        "run_dir": str(tmp_path / "mix"), "init_from": str(folder), "root": "data",
-        "data": {"dir": "text", "seq_len": 512},
-        "tasks": {"mlm": {"share": 6, "batch": 64}, "tnews": {"from": "tnews", "share": 3},
-                  "ocnli": {"from": "ocnli", "parts": 2, "input": {"max_length": 64}}},
-        "train": {"num_steps": 1000, "tasks_per_step": 4, "micro_batch": 32},
-    }  # fmt: skip
+    body = {"run_dir": str(tmp_path / "mix"), "init_from": str(folder), "root": "data",
+            "data": {"dir": "text", "seq_len": 512},
+            "tasks": {"mlm": {"share": 6, "batch": 64}, "tnews": {"from": "tnews", "share": 3},
+                      "ocnli": {"from": "ocnli", "parts": 2, "input": {"max_length": 64}}},
+            "train": {"num_steps": 1000, "tasks_per_step": 4, "micro_batch": 32}}  # fmt: skip
     path = tmp_path / "mix.yaml"
     path.write_text(json.dumps(body))
     return load_mix(str(path), overrides)

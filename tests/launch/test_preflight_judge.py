@@ -183,10 +183,8 @@ def test_minority_is_bad_and_a_draw_is_a_problem(other: Record, text: str) -> No
     # A bad node is not asked: it did not come, or slowed others down.
     ({"n4": None}, NO_N4, {}, 75, "n4", ""),
 ])  # fmt: skip
-def test_bandwidth(
-    records: Records, bandwidths: dict[str, Bandwidth] | None, given: dict[str, Any], code: int,
-    bad: str, fact: str,
-) -> None:  # fmt: skip
+def test_bandwidth(records: Records, bandwidths: dict[str, Bandwidth] | None, given: dict[str, Any],
+                   code: int, bad: str, fact: str) -> None:  # fmt: skip
     config = PreflightConfig(bandwidth_gb_per_s=40, bandwidth_share=0.7)
     verdict = _judge(records, config=config, bandwidths=bandwidths, **given)
     assert (verdict.exit_code, list(verdict.bad)) == (code, bad.split())
@@ -198,13 +196,11 @@ def _command(run_dir: Path, dataset: Path) -> tuple[str, str]:
     """The order that follows the check of the nodes, and what the log has."""
     profile = run_dir.parent / "cluster.yaml"
     profile.write_text("gpus_per_node: 0\nranks_per_node: 2\nmax_excluded_nodes: 2\n")
-    command = [
-        "launch", "supervise", str(run_dir), str(ROOT / "configs/demo.yaml"),
-        f"run_dir={run_dir}", f"data.dir={dataset}", "--cluster", str(profile),
-        "--after", "check", "--kind", "pretrain", "--ranks", "8",
-        "--nodes", "n1 n2 n3 n4", "--job", "7", "--restart", "0", "--max-restarts", "9",
-        "--max-attempts", "2",
-    ]  # fmt: skip
+    command = ["launch", "supervise", str(run_dir), str(ROOT / "configs/demo.yaml"),
+               f"run_dir={run_dir}", f"data.dir={dataset}", "--cluster", str(profile),
+               "--after", "check", "--kind", "pretrain", "--ranks", "8",
+               "--nodes", "n1 n2 n3 n4", "--job", "7", "--restart", "0", "--max-restarts", "9",
+               "--max-attempts", "2"]  # fmt: skip
     done = warm.run(*command)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[-1], done.stderr

@@ -98,11 +98,9 @@ def test_only_parts_with_work_are_submitted(
     assert [stage.name for stage in stages] == ["ingest"] * bool(todo) + ["dedup", "shards"]
     if todo:
         assert stages[0].num_parts == len(todo)
-        found = [
-            (int(re.findall(r"^first_rank=(\d+)$", script, re.MULTILINE)[0]),
-             _options(script)["array"])
-            for script in stages[0].scripts
-        ]  # fmt: skip
+        found = [(int(re.findall(r"^first_rank=(\d+)$", script, re.MULTILINE)[0]),
+                  _options(script)["array"])
+                 for script in stages[0].scripts]  # fmt: skip
         assert found == arrays
         assert all(" --world 12 --rank " in script for script in stages[0].scripts)
 
@@ -172,10 +170,9 @@ def test_odd_names_reach_data_prep_unchanged(tmp_path: Path, slurm: FakeSlurm) -
     done = _run_script(script, slurm, SLURM_ARRAY_TASK_ID="2")
     assert done.returncode == 0, done.stdout
     assert done.stdout.endswith("end: done\n")
-    assert shown.read_text().splitlines() == [
-        str(work), "-m", "data_prep", "run", "my '$config'.yaml", "workers=4", "--stage",
-        "ingest", "--world", "3", "--rank", "2",
-    ]  # fmt: skip
+    assert shown.read_text().splitlines() == [str(work), "-m", "data_prep", "run",
+                                              "my '$config'.yaml", "workers=4", "--stage", "ingest",
+                                              "--world", "3", "--rank", "2"]  # fmt: skip
 
 
 def _run_script(

@@ -130,10 +130,9 @@ def test_ranks_keep_to_their_cores_and_the_profile_adds_options() -> None:
     srun = ("--mpi=none", "exact", "--prolog=/my dir/it's $HOME", "network=a b")
     own = ClusterConfig(cpu_bind="map_cpu:0,8", distribution="*:cyclic", srun=srun)
     shown = _bash([f"printf '%s\\n' {parts.rank_options(own)}"])
-    assert shown.stdout.splitlines() == [
-        "--cpu-bind=map_cpu:0,8", "--distribution=*:cyclic", "--mpi=none", "--exact",
-        "--prolog=/my dir/it's $HOME", "--network=a b",
-    ]  # fmt: skip
+    assert shown.stdout.splitlines() == ["--cpu-bind=map_cpu:0,8", "--distribution=*:cyclic",
+                                         "--mpi=none", "--exact", "--prolog=/my dir/it's $HOME",
+                                         "--network=a b"]  # fmt: skip
     assert parts.rank_options(ClusterConfig(cpu_bind="", distribution="")) == ""
 
 

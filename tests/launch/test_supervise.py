@@ -27,10 +27,8 @@ def _start(run_dir: Path, *, checks: bool = True, gb_per_s: float = 0, **attempt
         return config, ClusterConfig(nodes=2, preflight=preflight)
 
     (run_dir / "launch").mkdir(parents=True, exist_ok=True)
-    return JobStart(
-        replace(ATTEMPT, **attempt), "pretrain", Limits(3, 2), run_dir, StorageRetry(),
-        max_excluded=2, preflight=inputs if checks else None,
-    )  # fmt: skip
+    return JobStart(replace(ATTEMPT, **attempt), "pretrain", Limits(3, 2), run_dir, StorageRetry(),
+                    max_excluded=2, preflight=inputs if checks else None)  # fmt: skip
 
 
 def _write_records(start: JobStart, *nodes: str) -> None:

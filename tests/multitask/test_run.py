@@ -89,10 +89,8 @@ def test_inspect_shows_the_rows_of_a_step(tmp_path: Path, tiny_model: Path) -> N
 
 def test_all_kinds_learn_together(tmp_path: Path, tiny_model: Path) -> None:
     # Reached: 0.89 to 1, and 0.71 by multilabel.
-    floors = {
-        "classify": 0.9, "pair": 0.75, "choice": 0.7, "tag": 0.9, "spans": 0.9, "qa": 0.9,
-        "multilabel": 0.55, "regress": 0.8, "cloze": 0.9, "coref": 0.85,
-    }  # fmt: skip
+    floors = {"classify": 0.9, "pair": 0.75, "choice": 0.7, "tag": 0.9, "spans": 0.9, "qa": 0.9,
+              "multilabel": 0.55, "regress": 0.8, "cloze": 0.9, "coref": 0.85}  # fmt: skip
     kinds, steps = tuple(floors), 160
     train = {"num_steps": steps, "tasks_per_step": 4, "lr": 5e-3}
     monitor = {"eval_every_steps": steps, "log_every_steps": 10}
@@ -133,10 +131,9 @@ def test_rules_are_checkpointed(balance: dict[str, Any], tmp_path: Path, tiny_mo
 
 
 def test_killed_run_continues(tmp_path: Path, tiny_model: Path, processes: Processes) -> None:
-    path = write_mix(
-        tmp_path, tiny_model, balance={"method": "gradient_norm", "norms": "late", "every": 3},
-        corrupt={"rule": "tokens"}, train={"num_steps": 24},
-    )  # fmt: skip
+    path = write_mix(tmp_path, tiny_model,
+                     balance={"method": "gradient_norm", "norms": "late", "every": 3},
+                     corrupt={"rule": "tokens"}, train={"num_steps": 24})  # fmt: skip
     whole = run(path, f"run_dir={tmp_path / 'whole'}")
     killed = tmp_path / "killed"
     command = [sys.executable, "-m", "postnorm", "multitask", str(path), f"run_dir={killed}"]

@@ -30,10 +30,8 @@ SEED, STEPS, SEQ_LEN, SEQUENCES, ROWS = 5, 4, 64, 6, 8
 def mix(tmp_path_factory: pytest.TempPathFactory, dataset: DatasetIndex) -> Path:
     """A mix of text and one task, for a model that has the dataset's tokenizer."""
     folder = tmp_path_factory.mktemp("text")
-    config = ModelConfig(
-        vocab_size=dataset.vocab_size, num_layers=2, hidden_size=32, num_heads=2, ffn_size=64,
-        dropout=0.0, attention_dropout=0.0, init="unit",
-    )  # fmt: skip
+    config = ModelConfig(vocab_size=dataset.vocab_size, num_layers=2, hidden_size=32, num_heads=2,
+                         ffn_size=64, dropout=0.0, attention_dropout=0.0, init="unit")  # fmt: skip
     torch.manual_seed(3)
     model = folder / "model"
     model.mkdir()

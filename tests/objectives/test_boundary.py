@@ -41,11 +41,9 @@ from tests.support.ranks import CONFIG
 
 SBO = ObjectiveConfig(kind="mlm_sbo", boundary_weight=0.7)
 SPANS = DataConfig(dir="unused", masking="span", mask_selection="exact", mask_prob=0.3)
-MODEL = ModelConfig(
-    vocab_size=VOCABULARY.size, num_layers=2, hidden_size=32, num_heads=2, ffn_size=64, bias=True,
-    norm="layernorm", norm_affine=True, mlm_head="bert", embedding_size=24, dropout=0.0,
-    attention_dropout=0.0, init="bert",
-)  # fmt: skip
+MODEL = ModelConfig(vocab_size=VOCABULARY.size, num_layers=2, hidden_size=32, num_heads=2,
+                    ffn_size=64, bias=True, norm="layernorm", norm_affine=True, mlm_head="bert",
+                    embedding_size=24, dropout=0.0, attention_dropout=0.0, init="bert")  # fmt: skip
 
 
 def expected_boundaries(
@@ -269,11 +267,10 @@ def test_the_followed_loss_and_what_does_not_fit() -> None:
 def test_a_run_learns_and_works_without_its_head(tmp_path: Path, dataset: DatasetIndex) -> None:
     config = tmp_path / "train.yaml"
     config.write_text(CONFIG)
-    words = [
-        f"data.dir={dataset.folder}", "data.masking=span", "data.mask_selection=exact",
-        "objective.kind=mlm_sbo", "train.zero_stage=0", "train.num_steps=12", "monitor.sinks=[]",
-        "train.alpha_warmup_steps=2", "checkpoint.every_steps=6", "monitor.eval_every_steps=12",
-    ]  # fmt: skip
+    words = [f"data.dir={dataset.folder}", "data.masking=span", "data.mask_selection=exact",
+             "objective.kind=mlm_sbo", "train.zero_stage=0", "train.num_steps=12",
+             "monitor.sinks=[]", "train.alpha_warmup_steps=2", "checkpoint.every_steps=6",
+             "monitor.eval_every_steps=12"]  # fmt: skip
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     assert postnorm.pretrain(config, [*words, f"run_dir={whole}"]).finished
     # As if it had been killed after the save of step 6.

@@ -229,23 +229,21 @@ def test_albert_shares_layers_and_factorises() -> None:
     ).eval()  # fmt: skip
     state = model.state_dict()
     layer = "albert.encoder.albert_layer_groups.0.albert_layers.0"
-    modules = {
-        "encoder.token_embedding": ["albert.embeddings.word_embeddings"],
-        "encoder.segment_embedding": ["albert.embeddings.token_type_embeddings"],
-        "encoder.position_embedding": ["albert.embeddings.position_embeddings"],
-        "encoder.embedding_norm": ["albert.embeddings.LayerNorm"],
-        "encoder.embedding_projection": ["albert.encoder.embedding_hidden_mapping_in"],
-        "encoder.layers.0.attention.qkv": [
-            f"{layer}.attention.{part}" for part in ("query", "key", "value")
-        ],
-        "encoder.layers.0.attention.output": [f"{layer}.attention.dense"],
-        "encoder.layers.0.attention_norm": [f"{layer}.attention.LayerNorm"],
-        "encoder.layers.0.feed_forward.inner": [f"{layer}.ffn"],
-        "encoder.layers.0.feed_forward.output": [f"{layer}.ffn_output"],
-        "encoder.layers.0.feed_forward_norm": [f"{layer}.full_layer_layer_norm"],
-        "head_dense": ["predictions.dense"],
-        "head_norm": ["predictions.LayerNorm"],
-    }  # fmt: skip
+    modules = {"encoder.token_embedding": ["albert.embeddings.word_embeddings"],
+               "encoder.segment_embedding": ["albert.embeddings.token_type_embeddings"],
+               "encoder.position_embedding": ["albert.embeddings.position_embeddings"],
+               "encoder.embedding_norm": ["albert.embeddings.LayerNorm"],
+               "encoder.embedding_projection": ["albert.encoder.embedding_hidden_mapping_in"],
+               "encoder.layers.0.attention.qkv": [
+                   f"{layer}.attention.{part}" for part in ("query", "key", "value")
+               ],
+               "encoder.layers.0.attention.output": [f"{layer}.attention.dense"],
+               "encoder.layers.0.attention_norm": [f"{layer}.attention.LayerNorm"],
+               "encoder.layers.0.feed_forward.inner": [f"{layer}.ffn"],
+               "encoder.layers.0.feed_forward.output": [f"{layer}.ffn_output"],
+               "encoder.layers.0.feed_forward_norm": [f"{layer}.full_layer_layer_norm"],
+               "head_dense": ["predictions.dense"],
+               "head_norm": ["predictions.LayerNorm"]}  # fmt: skip
     weights = {"head_bias": state["predictions.bias"]}
     for key in mine.state_dict():
         module, _, kind = key.rpartition(".")

@@ -183,16 +183,12 @@ def test_light_verbs_load_no_torch(module: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     make_checkpoint(run, 10)
     (run / "resolved.yaml").write_text("run_dir: run\ndata: {dir: data}\n")
-    attempt = {
-        "attempt": 1, "resumed_from_step": None, "unix_s": 1.0, "world_size": 1, "rewound": False,
-        "fingerprint": "0", "host": "here", "job": "local",
-    }  # fmt: skip
+    attempt = {"attempt": 1, "resumed_from_step": None, "unix_s": 1.0, "world_size": 1,
+               "rewound": False, "fingerprint": "0", "host": "here", "job": "local"}  # fmt: skip
     (run / "attempts.jsonl").write_text(f"{json.dumps(attempt)}\n")
-    expected = {
-        "--help": "pretrain", "pretrain --help": "example:", f"status {run}": str(run),
-        "config configs/demo.yaml": "run_dir: ",
-        "model configs/model/roformer_v2-base.yaml": "parameters",
-    }  # fmt: skip
+    expected = {"--help": "pretrain", "pretrain --help": "example:", f"status {run}": str(run),
+                "config configs/demo.yaml": "run_dir: ",
+                "model configs/model/roformer_v2-base.yaml": "parameters"}  # fmt: skip
     asked = json.dumps([module, *(command.split() for command in expected)])
     said = json.loads(python("-c", _WITHOUT_TORCH, asked))
     for text, (command, words) in zip(said, expected.items(), strict=True):

@@ -123,6 +123,5 @@ def test_plain_lines() -> None:
     assert list(table([("name", "count"), ("a", "10")], (1,))) == ["name  count", "a        10"]
     assert progress_bar(1, 2, "step") == f"[{'#' * 20}{'-' * 20}] 50.0%  step 1 of 2"
     summary = FolderSummary("x", "failed", ["a line", ("label", "text"), ("", "more")], ["look"])
-    assert summary.text().splitlines() == [
-        "x: failed", "a line", "label       text", "            more", "warning: look",
-    ]  # fmt: skip
+    assert summary.text().splitlines() == ["x: failed", "a line", "label       text",
+                                           "            more", "warning: look"]  # fmt: skip

@@ -69,15 +69,13 @@ def rows_of_step(
                 batch.inputs["masked_index"] < first + place.seq_len
             )
             number = places[len(rows)]
-            rows.append(
-                Row(
-                    int(ids.epochs[number]), int(ids.sample_ids[number]),
-                    batch.input_ids[row].tobytes(), batch.documents[row].tobytes(),
-                    batch.positions[row].tobytes(),
-                    tuple((batch.inputs["masked_index"][mine] - first).tolist()),
-                    tuple(batch.inputs["targets"][mine].tolist()),
-                )
-            )  # fmt: skip
+            rows.append(Row(
+                            int(ids.epochs[number]), int(ids.sample_ids[number]),
+                            batch.input_ids[row].tobytes(), batch.documents[row].tobytes(),
+                            batch.positions[row].tobytes(),
+                            tuple((batch.inputs["masked_index"][mine] - first).tolist()),
+                            tuple(batch.inputs["targets"][mine].tolist()),
+                        ))  # fmt: skip
     assert sorted(places) == list(range(place.size))
     return [row for _, row in sorted(zip(places, rows, strict=True))], total % 2**64
 

@@ -22,11 +22,10 @@ from pipeline.tokenizer.load import load_tokenizer
 from tests.support import byte_bpe, near_texts
 
 ENGLISH, CHINESE = near_texts.english()[::12], near_texts.chinese(np.random.default_rng(0), 4)
-TEXTS = [
-    *ENGLISH, *CHINESE, "", " ", "\n", "我们在北京大学学习计算机,他喜欢喝咖啡。",
-    "Crème Brûlée, A\u0301\u0302 e\u0301 naïve ﬁ", "def f(x):\n    return  [x]\n\n\n\tpass",
-    "emoji 😀 👩‍👩‍👧 tabs\tand\r\nlines\u2028 \u3000\u00a0x" + "b" * 200, "[unused0] [UNK] <unk>",
-]  # fmt: skip
+TEXTS = [*ENGLISH, *CHINESE, "", " ", "\n", "我们在北京大学学习计算机,他喜欢喝咖啡。",
+         "Crème Brûlée, A\u0301\u0302 e\u0301 naïve ﬁ", "def f(x):\n    return  [x]\n\n\n\tpass",
+         "emoji 😀 👩‍👩‍👧 tabs\tand\r\nlines\u2028 \u3000\u00a0x" + "b" * 200,
+         "[unused0] [UNK] <unk>"]  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=byte_bpe.KINDS)
@@ -52,14 +51,12 @@ def _random_texts(seed: int, count: int) -> list[str]:
         "中文",
     ]
     planes = ((0, 0x3000), (0x3000, 0xD800), (0xE000, 0x110000))
-    return [
-        "".join(
-            draw.choice(common) if draw.random() < 0.8
-            else chr(draw.randrange(*draw.choice(planes)))
-            for _ in range(draw.randrange(60))
-        )
-        for _ in range(count)
-    ]  # fmt: skip
+    return ["".join(
+                draw.choice(common) if draw.random() < 0.8
+                else chr(draw.randrange(*draw.choice(planes)))
+                for _ in range(draw.randrange(60))
+            )
+            for _ in range(count)]  # fmt: skip
 
 
 def test_ids_are_those_of_the_package_and_spell_its_normalised_text(loaded: Any) -> None:

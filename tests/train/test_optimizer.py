@@ -45,11 +45,9 @@ def _shapes(model: MaskedLanguageModel) -> dict[str, tuple[int, ...]]:
 
 def test_matrices_stored_as_one_are_told_apart() -> None:
     model = MaskedLanguageModel(MODEL)
-    whole = [
-        TensorSlice(name, tuple(parameter.shape), 0, parameter.numel(),
-                    parameter.detach().flatten(), 0)
-        for name, parameter in model.named_parameters()
-    ]  # fmt: skip
+    whole = [TensorSlice(name, tuple(parameter.shape), 0, parameter.numel(),
+                         parameter.detach().flatten(), 0)
+             for name, parameter in model.named_parameters()]  # fmt: skip
     names, pieces = matrix_slices(model, _shapes(model), whole)
     assert [piece.name for piece in pieces] == names
     found = {piece.name: piece.of(piece.partition) for piece in pieces}

@@ -44,11 +44,10 @@ def trained(
 ) -> Path:
     """A run of two ranks with an evaluation at each checkpoint; at the first one alpha is 0.5."""
     run_dir = tmp_path_factory.mktemp("evaluate") / "run"
-    ranks = start_ranks(
-        run_dir, two_sources, "train.num_steps=12", "train.alpha_warmup_steps=8",
-        "checkpoint.every_steps=4", "checkpoint.keep=3", "monitor.eval_every_steps=4",
-        "monitor.eval_sequences=20", "train.precision=bf16",
-    )  # fmt: skip
+    ranks = start_ranks(run_dir, two_sources, "train.num_steps=12", "train.alpha_warmup_steps=8",
+                        "checkpoint.every_steps=4", "checkpoint.keep=3",
+                        "monitor.eval_every_steps=4", "monitor.eval_sequences=20",
+                        "train.precision=bf16")  # fmt: skip
     assert ranks.wait() == [0, 0], ranks.output
     return run_dir
 
@@ -96,13 +95,11 @@ def _scores(record: dict[str, Any]) -> dict[str, float]:
 
 
 def _of_trainer(run_dir: Path) -> dict[int, dict[str, float]]:
-    return {
-        record["step"]: {
-            name: value for name, value in record.items()
-            if name.startswith(("loss", "accuracy", "num_masked"))
-        }
-        for record in records(run_dir, "eval")
-    }  # fmt: skip
+    return {record["step"]: {
+                name: value for name, value in record.items()
+                if name.startswith(("loss", "accuracy", "num_masked"))
+            }
+            for record in records(run_dir, "eval")}  # fmt: skip
 
 
 def _damage(checkpoint: Path) -> None:
@@ -170,13 +167,12 @@ def test_a_run_is_evaluated_with_its_own_objective(
     tmp_path: Path, two_sources: DatasetIndex, start_ranks: type[Ranks], evaluate: Command
 ) -> None:
     run_dir = tmp_path / "run"
-    ranks = start_ranks(
-        run_dir, two_sources, "objective.kind=rtd", "objective.generator_size=0.5",
-        "data.masking=token", "data.mask_selection=exact", "data.replace_mask_prob=0.85",
-        "data.replace_random_prob=0", "train.num_steps=4", "train.warmup_steps=2",
-        "train.alpha_warmup_steps=2", "monitor.eval_every_steps=4",
-        "monitor.eval_sequences=20", world_size=1,
-    )  # fmt: skip
+    ranks = start_ranks(run_dir, two_sources, "objective.kind=rtd", "objective.generator_size=0.5",
+                        "data.masking=token", "data.mask_selection=exact",
+                        "data.replace_mask_prob=0.85", "data.replace_random_prob=0",
+                        "train.num_steps=4", "train.warmup_steps=2", "train.alpha_warmup_steps=2",
+                        "monitor.eval_every_steps=4", "monitor.eval_sequences=20",
+                        world_size=1)  # fmt: skip
     assert ranks.wait() == [0], ranks.output
     [record] = evaluate(run_dir, "--sequences", 20)
     logged = records(run_dir, "eval")[-1]
@@ -284,17 +280,14 @@ def test_wrong_arguments(
     assert not (run / "evaluations.jsonl").exists()
 
 
-def test_other_data(
-    run: Path, two_sources: DatasetIndex, dataset: DatasetIndex, prep_config: Path, corpus: Path,
-    evaluate: Command, tmp_path: Path,
-) -> None:  # fmt: skip
+def test_other_data(run: Path, two_sources: DatasetIndex, dataset: DatasetIndex, prep_config: Path,
+                    corpus: Path, evaluate: Command, tmp_path: Path) -> None:  # fmt: skip
     with pytest.raises(DataError, match=r"made with another tokenizer than .*step-00000012 has"):
         evaluate(run, "--data", dataset.folder)
     tokenizer = two_sources.folder / two_sources.tokenizer_file
-    overrides = [
-        f"output_dir={tmp_path / 'other'}", f"tokenizer={{file: {tokenizer}}}",
-        f"sources=[{{name: one, inputs: [{corpus}]}}]", "shards.eval_fraction=0.2",
-    ]  # fmt: skip
+    overrides = [f"output_dir={tmp_path / 'other'}", f"tokenizer={{file: {tokenizer}}}",
+                 f"sources=[{{name: one, inputs: [{corpus}]}}]",
+                 "shards.eval_fraction=0.2"]  # fmt: skip
     prepare(load(PrepConfig, prep_config, overrides).config)
     [record] = evaluate(run, "--data", tmp_path / "other", "--sequences", 10)
     assert (list(record["sources"]), record["setting"]["sequences"]) == (["one"], 10)
@@ -309,10 +302,8 @@ def test_other_data(
 
 
 def test_too_long_sequences(tmp_path: Path, two_sources: DatasetIndex, evaluate: Command) -> None:
-    config = ModelConfig(
-        vocab_size=1000, num_layers=1, hidden_size=32, num_heads=2, ffn_size=32,
-        positions="learned", max_positions=48,
-    )  # fmt: skip
+    config = ModelConfig(vocab_size=1000, num_layers=1, hidden_size=32, num_heads=2, ffn_size=32,
+                         positions="learned", max_positions=48)  # fmt: skip
     folder = tmp_path / "model"
     folder.mkdir()
     write_model(folder, config, dict(MaskedLanguageModel(config).state_dict()), {})

@@ -30,9 +30,8 @@ def exported(straight_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def test_folder_is_complete(exported: Path, dataset: DatasetIndex) -> None:
-    assert sorted(p.name for p in exported.iterdir()) == [
-        "config.json", "model.safetensors", "tokenizer.model"
-    ]  # fmt: skip
+    assert sorted(p.name for p in exported.iterdir()) == ["config.json", "model.safetensors",
+                                                          "tokenizer.model"]  # fmt: skip
     config = json.loads((exported / "config.json").read_text())
     assert config["data_fingerprint"] == dataset.fingerprint
     assert config["model"]["vocab_size"] == 1000

@@ -33,10 +33,9 @@ def _logits(config: ModelConfig, weights: dict[str, torch.Tensor]) -> torch.Tens
         return model(*BATCH)
 
 
-BERT: dict[str, object] = {
-    "norm": "layernorm", "norm_affine": True, "bias": True, "mlm_head": "bert", "pooler": True,
-    "activation": "gelu", "embedding_dropout": "after_norm",
-}  # fmt: skip
+BERT: dict[str, object] = {"norm": "layernorm", "norm_affine": True, "bias": True,
+                           "mlm_head": "bert", "pooler": True, "activation": "gelu",
+                           "embedding_dropout": "after_norm"}  # fmt: skip
 PLAIN: list[dict[str, object]] = [
     {"score_residual": "none"}, {"score_residual": "sum"}, {"score_residual": "mean"},
     {"norm_placement": "pre", "score_residual": "sum"}, {"activation": "swiglu"},

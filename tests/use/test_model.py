@@ -21,11 +21,9 @@ from pipeline.use.hf import export_hf
 from pipeline.use.model import Model, load
 
 TEXTS = ["The assert statement.", "", "A class is a kind of object, and functions are objects too."]
-BERT = {
-    "norm": "layernorm", "norm_affine": True, "bias": True, "mlm_head": "bert", "init": "bert",
-    "embedding_dropout": "after_norm", "activation": "gelu", "positions": "learned",
-    "max_positions": 64, "score_residual": "none",
-}  # fmt: skip
+BERT = {"norm": "layernorm", "norm_affine": True, "bias": True, "mlm_head": "bert", "init": "bert",
+        "embedding_dropout": "after_norm", "activation": "gelu", "positions": "learned",
+        "max_positions": 64, "score_residual": "none"}  # fmt: skip
 
 
 def write(path: Path, dataset: DatasetIndex, **changes: Any) -> Path:

@@ -21,10 +21,9 @@ from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.use.train_dataset import Item, TrainDataset
 from tests.support.grids import first_in_ci
 
-OPTIONS: dict[str, Any] = {
-    "seq_len": 64, "window_blocks": 2, "masking": "span", "mask_selection": "exact",
-    "mask_prob": 0.3, "mask_prob_end": 0.1, "mask_prob_steps": 4,
-}  # fmt: skip
+OPTIONS: dict[str, Any] = {"seq_len": 64, "window_blocks": 2, "masking": "span",
+                           "mask_selection": "exact", "mask_prob": 0.3, "mask_prob_end": 0.1,
+                           "mask_prob_steps": 4}  # fmt: skip
 
 
 def _trainer_s(
@@ -40,11 +39,9 @@ def _trainer_s(
     inputs = MaskedLanguageModeling().train_inputs(train, dataset)
     for batches in TrainLoader(dataset, train, inputs, DataRank(rank, 2)).steps_from(cursor):
         for batch in batches:
-            yield {
-                "input_ids": batch.input_ids, "positions": batch.positions,
-                "segments": torch.zeros_like(batch.input_ids), "documents": batch.documents,
-                "cu_seqlens": batch.cu_seqlens, **batch.inputs,
-            }  # fmt: skip
+            yield {"input_ids": batch.input_ids, "positions": batch.positions,
+                   "segments": torch.zeros_like(batch.input_ids), "documents": batch.documents,
+                   "cu_seqlens": batch.cu_seqlens, **batch.inputs}  # fmt: skip
 
 
 def _data(dataset: DatasetIndex, rank: int = 0, **changes: Any) -> TrainDataset:
