@@ -39,9 +39,6 @@ def test_forks_run_the_module_with_their_variables_folder_output_and_code(folder
     assert [fork.wait(60) for fork in _start(folder, "exit", 2)] == [7, 7]
     lines = sorted((folder / "out").read_text().splitlines())
     assert lines == [f"['exit'] {rank} {folder} True" for rank in range(2)]
-
-
-def test_an_exception_is_printed_and_gives_1(folder: Path) -> None:
     assert _start(folder, "fail")[0].wait(60) == 1
     assert "ValueError: no number" in (folder / "out").read_text()
 

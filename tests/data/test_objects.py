@@ -125,9 +125,7 @@ def test_commands_with_a_store(dataset: DatasetIndex, published: Path, tmp_path:
     ours = TrainDataset(address, stage_dir=str(tmp_path / "node"), **arguments)
     one, other = next(iter(ours)), next(iter(TrainDataset(dataset.folder, **arguments)))
     assert all(torch.equal(one[name], other[name]) for name in other)
-    found = find_index(address)
-    assert found is not None
-    assert found.fingerprint == dataset.fingerprint
+    assert find_index(address).fingerprint == dataset.fingerprint
     require_index(address, "/elsewhere")
     assert mounts_of("/work", address, "runs") == ("/work",)
     (published / "index.json").unlink()

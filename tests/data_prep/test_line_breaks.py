@@ -96,9 +96,7 @@ def test_given_models(
     run(config_of(prep_config, tmp_path / "data", corpus, TOKEN, given))
     assert read_index(tmp_path / "data").fingerprint == broken.fingerprint
     kept = TokenizerConfig(file=str(broken.folder / "tokenizer.model"))
-    made = read_given(kept, "token")
-    assert made is not None
-    assert made.content == (broken.folder / "tokenizer.model").read_bytes()
+    assert read_given(kept, "token").content == (broken.folder / "tokenizer.model").read_bytes()
     with pytest.raises(ConfigError, match=r"set clean\.newline to token"):
         read_given(kept)
     vocab = bert_vocabulary.write(tmp_path / "vocab.txt", bert_vocabulary.rows(["a word"]))

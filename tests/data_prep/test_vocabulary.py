@@ -61,7 +61,6 @@ def test_options_come_from_config_file_and_vocabulary(
         (vocab.parent / "tokenizer_config.json").write_text(json.dumps(beside))
     with caplog.at_level(logging.WARNING):
         given = read_given(TokenizerConfig(file=str(vocab), **options))
-    assert given is not None
     assert json.loads(given.content)["normalizer"]["lowercase"] == lowercase
     assert warning in caplog.text
     assert bool(warning) == bool(caplog.text)
@@ -70,7 +69,6 @@ def test_options_come_from_config_file_and_vocabulary(
 def test_cased_vocabulary_is_recognised(vocab: Path, caplog: pytest.LogCaptureFixture) -> None:
     bert_vocabulary.write(vocab, bert_vocabulary.rows(TEXTS, lowercase=False))
     given = read_given(TokenizerConfig(file=str(vocab)))
-    assert given is not None
     assert json.loads(given.content)["normalizer"]["lowercase"] is False
     assert "lowercase=False" in caplog.text
 

@@ -56,7 +56,6 @@ def test_running_then_killed_then_stopped(tmp_path: Path, train: Train) -> None:
     assert 14 <= running.step < 10_000
     assert running.eta_s is not None
     assert running.eta_s > 0
-    assert running.checkpoint is not None
     assert running.checkpoint.step >= 10
     assert not [text for text in running.warnings if "progress" in text]
     later = running.starts[0].unix_s + 3600

@@ -103,7 +103,6 @@ def test_a_run_is_a_model(task_file: Make, tuned: Path, tiny_model: Path, tmp_pa
     run = out / "seed-1"
     assert not published(run / "checkpoints"), "what the model was made of is removed"
     status = run_status(run)
-    assert status.result is not None
     assert (status.result.metric, status.result.score) == ("accuracy", body["scores"][0])
     assert any("majority" in str(line) for line in summary(run, status).lines)
     with pytest.raises(RunFolderError, match="seed-N"):

@@ -28,7 +28,6 @@ def _rows() -> Layout:
 
 def test_bounds_of_documents_are_the_mask() -> None:
     layout = _rows()
-    assert layout.cu_seqlens is not None
     assert layout.cu_seqlens.dtype == torch.int32
     assert len(layout.cu_seqlens) == 64
     number = torch.searchsorted(layout.cu_seqlens, torch.arange(DOCUMENTS.size), right=True)

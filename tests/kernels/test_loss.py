@@ -147,7 +147,6 @@ def test_no_rows() -> None:
     assert (loss.item(), correct.item()) == (0.0, 0.0)
     loss.backward()
     for each in (x, weight, bias):
-        assert each.grad is not None
         assert not each.grad.any()
 
 

@@ -91,7 +91,7 @@ def test_weights_that_cannot_be_kept_are_gathered_twice() -> None:
     assert gathered == [2, 4]
 
 
-def test_time_of_a_plan_is_computation_and_exchange(tmp_path: Path) -> None:
+def test_time_of_a_plan_is_computation_and_exchange_of_several_ranks(tmp_path: Path) -> None:
     for nodes, bytes_per_s in ((1, 0.8 * 450e9), (2, 0.8 * 8 * 50e9)):
         found, text = _plan(run_dir=tmp_path, nodes=nodes)
         ranks = 8 * nodes
@@ -102,9 +102,6 @@ def test_time_of_a_plan_is_computation_and_exchange(tmp_path: Path) -> None:
         train_s = found.flops / (989e12 * 0.4 * ranks) + found.steps * exchange_s
         assert found.train_s == pytest.approx(train_s)
         assert f"{exchange_s * 1e3:,.1f} of {train_s / found.steps * 1e3:,.1f} ms a step" in text
-
-
-def test_a_single_rank_exchanges_nothing(tmp_path: Path) -> None:
     found, text = _plan(run_dir=tmp_path, gpus_per_node=1)
     assert (found.exchange_s, found.sent_bytes) == (0.0, 0.0)
     assert found.train_s == pytest.approx(found.flops / (989e12 * 0.4))
@@ -122,10 +119,8 @@ def test_measured_bandwidths_take_the_place_of_data_sheets(tmp_path: Path) -> No
     for nodes, measured, expected in ((2, 42e9, 100e9), (1, 231e9, 100e9)):
         cluster = ClusterConfig(gpus_per_node=8, nodes=nodes, hardware=hardware)
         found = bus_of(cluster)
-        assert found is not None
         assert found.bytes_per_s == measured
         found = bus_of(replace(cluster, hardware=sheet, preflight=preflight))
-        assert found is not None
         assert found.bytes_per_s == expected
         assert "of the profile's preflight" in found.origin
     _, text = _plan(run_dir=tmp_path, nodes=2, hardware=hardware)

@@ -72,13 +72,12 @@ def test_second_submission_uses_the_same_copy(checkout: Path, tmp_path: Path) ->
     assert len(list((tmp_path / "code").iterdir())) == 2
 
 
-def test_copy_that_was_changed_is_refused(checkout: Path, tmp_path: Path) -> None:
+def test_a_changed_copy_and_a_script_of_other_code_are_refused(
+    checkout: Path, tmp_path: Path
+) -> None:
     (snapshot(tmp_path / "code", checkout) / "launch" / "render.py").write_text("")
     with pytest.raises(SnapshotError, match="a file in it was changed"):
         snapshot(tmp_path / "code", checkout)
-
-
-def test_script_of_other_code_is_refused(tmp_path: Path) -> None:
     snapshot_for(start_file(tmp_path), tmp_path)
     with pytest.raises(SnapshotError, match="edited"):
         snapshot_for(tmp_path / "0123456789abcdef/pipeline/runtime/start.py", tmp_path)

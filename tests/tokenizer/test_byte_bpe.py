@@ -208,13 +208,11 @@ def test_published_forms(tmp_path: Path) -> None:
     path = byte_bpe.write(tmp_path / "tokenizer.json", "roberta", ENGLISH, size=400)
     for newline in ("space", "token"):
         given = read_given(TokenizerConfig(file=str(path)), newline)
-        assert given is not None
         assert (given.suffix, given.content) == (".json", path.read_bytes())
     with pytest.raises(ConfigError, match="lowercase"):
         read_given(TokenizerConfig(file=str(path), lowercase=True))
     tokenizers.Tokenizer.from_file(str(path)).model.save(str(tmp_path))
     given = read_given(TokenizerConfig(file=str(tmp_path / "vocab.json")))
-    assert given is not None
     (tmp_path / "made.json").write_bytes(given.content)
     pair = load_tokenizer(tmp_path / "made.json"), load_tokenizer(path)
     assert [pair[0].encode(text) for text in TEXTS] == [pair[1].encode(text) for text in TEXTS]

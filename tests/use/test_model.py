@@ -63,7 +63,6 @@ def many() -> list[str]:
 
 
 def _ids(model: Model, text: str) -> torch.Tensor:
-    assert model.tokenizer is not None
     return torch.tensor([[CLS_ID, *model.tokenizer.encode(text), SEP_ID]])
 
 
