@@ -37,7 +37,7 @@ from pipeline.use.model import load
 from pipeline.use.pretrain import pretrain
 from tests.support import warm
 from tests.support.processes import Processes, wait_until
-from tests.support.ranks import CONFIG, start
+from tests.support.ranks import CONFIG, records, start
 from tests.support.tiny_tasks import rows_of, write_rows, write_task
 
 Make = Callable[..., Path]
@@ -212,8 +212,7 @@ def test_time_is_that_of_the_whole_run(
     monkeypatch.setattr(DevScores, "__call__", best_at_first)
     body = _run(task_file("classify", train={"epochs": 4}), tiny_model, tmp_path / "out")
     assert body["step"] == 8
-    lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").open()]
-    times = {line["step"]: line["elapsed_s"] for line in lines if line["kind"] == "train"}
+    times = {line["step"]: line["elapsed_s"] for line in records(tmp_path / "out")}
     assert body["train_s"] >= times[32] > times[8]
 
 

@@ -49,10 +49,6 @@ def _random_config(seed: int) -> ModelConfig:
     return replace(TINY, **values)
 
 
-def _changed(changes: dict[str, Any], **more: Any) -> ModelConfig:
-    return replace(TINY, **changes, **more)
-
-
 RANDOM = [_random_config(seed) for seed in range(12)]
 
 
@@ -137,7 +133,7 @@ def test_flops_equal_those_torch_counts(config: ModelConfig) -> None:
 
 
 def test_state_of_one_rank_and_values_of_random_configs() -> None:
-    config = _changed({"pooler": True})
+    config = replace(TINY, pooler=True)
     groups = cost.parameters(config)
     # Even, so that two ranks need no filling up.
     assert groups["total"] % 4 == 0

@@ -23,7 +23,7 @@ from pipeline.use.model import load
 from pipeline.use.pretrain import own_process
 from tests.support.grids import first_in_ci
 from tests.support.processes import Processes, wait_until
-from tests.support.ranks import start
+from tests.support.ranks import records, start
 from tests.support.tiny_tasks import rows_of, write_rows, write_task
 
 TRAIN = {"num_steps": 6, "tasks_per_step": 3, "micro_batch": 8, "lr": 1e-3, "precision": "fp32",
@@ -66,11 +66,6 @@ def furthest(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
     return max(float(np.abs(one[name] - other[name]).max()) for name in one)
 
 
-def lines(folder: Path, kind: str) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in found if line["kind"] == kind]
-
-
 def test_inspect_shows_the_rows_of_a_step(tmp_path: Path, tiny_model: Path) -> None:
     path = write_mix(tmp_path, tiny_model, ("classify", "choice"), corrupt={"rule": "tokens"})
     folder = run(path)
@@ -96,10 +91,10 @@ def test_all_kinds_learn_together(tmp_path: Path, tiny_model: Path) -> None:
     monitor = {"eval_every_steps": steps, "log_every_steps": 10}
     folder = run(write_mix(tmp_path, tiny_model, kinds, train=train, monitor=monitor,
                            checkpoint={"every_steps": steps}))  # fmt: skip
-    [scores] = lines(folder, "eval")
+    [scores] = records(folder, "eval")
     for kind, floor in floors.items():
         assert scores[f"dev_{kind}"] > floor, kind
-    first, last = lines(folder, "train")[0], lines(folder, "train")[-1]
+    first, last = records(folder, "train")[0], records(folder, "train")[-1]
     assert last["loss"] < 0.7 * first["loss"]
     assert {f"weight_{name}" for name in kinds} & last.keys()
     assert {f"grad_norm_{name}" for name in kinds} & last.keys()

@@ -47,10 +47,6 @@ def _on_terminal(words: list[str], stdout: IO[str] | None = None, **variables: s
     return b"".join(parts).decode()
 
 
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in re.split(r"[\r\n]+", _CODE.sub("", text))]
-
-
 @pytest.mark.smoke
 @pytest.mark.usefixtures("processes")
 def test_nothing_is_wider_than_the_terminal() -> None:
@@ -71,7 +67,7 @@ with progress("a stage of a long name", 3, "task", stays=True) as advance:
         time.sleep(0.2)
 """
     text = _on_terminal(["-c", program])
-    lines = _lines(text)
+    lines = [line.rstrip() for line in re.split(r"[\r\n]+", _CODE.sub("", text))]
     for line in lines:
         wide = sum(unicodedata.east_asian_width(character) in "FW" for character in line)
         assert len(line) + wide <= COLUMNS, line
