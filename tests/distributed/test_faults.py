@@ -74,9 +74,7 @@ def test_non_finite_gradient_names_rank_and_tensor(tmp_path: Path, monkeypatch: 
     assert_same_bits(tmp_path / "run", tmp_path / "other")
 
 
-def test_many_non_finite_steps_end_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Train
-) -> None:
+def test_bad_steps_end_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Train) -> None:
     monkeypatch.setenv("POISON_RANK", "0")
     monkeypatch.setenv("POISON_CALLS", "all")
     ranks = train("run", "train.max_skipped_in_a_row=3", module=POISONED, code=2)

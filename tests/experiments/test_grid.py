@@ -302,9 +302,7 @@ def test_failed_run_hinders_no_other_and_interrupted_ones_continue(sweeps: Sweep
 @pytest.mark.parametrize(
     ("jobs", "at_once", "options"), [(3, 2, []), (1, 1, ["--dependency=afterany:101"])]
 )
-def test_second_array_leaves_room(
-    sweeps: Sweeps, jobs: int, at_once: int, options: list[str]
-) -> None:
+def test_array_leaves_room(sweeps: Sweeps, jobs: int, at_once: int, options: list[str]) -> None:
     sweeps.sweep()
     running, failed = sweeps.dir / "train.lr=0.001", sweeps.dir / "train.lr=0.003"
     assert f"jobid=101_0 comment={running}" in sweeps.slurm.lines("updated")[0]

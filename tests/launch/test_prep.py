@@ -90,9 +90,7 @@ def test_every_part_is_in_one_array(array_tasks: int, max_array_size: int, array
         ((25, 26, 23), [(0, "1-2"), (8, "3-3")]),
     ],
 )
-def test_only_parts_with_work_are_submitted(
-    todo: tuple[int, ...], arrays: list[tuple[int, str]]
-) -> None:
+def test_parts_with_work_are_queued(todo: tuple[int, ...], arrays: list[tuple[int, str]]) -> None:
     plans = [replace(PLANS[0], todo=todo), *PLANS[1:]]
     stages = _render(plans, array_tasks=12, cores=1, max_array_size=4, time_limit="10-0")
     assert [stage.name for stage in stages] == ["ingest"] * bool(todo) + ["dedup", "shards"]
@@ -249,9 +247,7 @@ def test_dry_run_is_a_script_that_does_the_same(tmp_path: Path, slurm: FakeSlurm
     assert by_dry_run == slurm.calls
 
 
-def test_failing_sbatch_is_undone(
-    tmp_path: Path, slurm: FakeSlurm, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_sbatch_undone(tmp_path: Path, slurm: FakeSlurm, caplog: pytest.LogCaptureFixture) -> None:
     (slurm.folder / "fails_at").write_text("104")
     with pytest.raises(SlurmError) as error:
         submit(_draft(tmp_path, _render(array_tasks=2500, cores=1)))

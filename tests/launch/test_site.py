@@ -141,7 +141,9 @@ def test_what_fits(at_site: FakeSlurm, fields: dict[str, object]) -> None:
     ({"reservation": "hol", "account": "lob", "qos": "lang"},
      ["reservation='hol'.* hold", "account='lob'.* lab, root;", "qos='lang'.* long, normal;"]),
 ], ids=str)  # fmt: skip
-def test_unfit(at_site: FakeSlurm, fields: dict[str, object], expected: list[str]) -> None:
+def test_what_does_not_fit(
+    at_site: FakeSlurm, fields: dict[str, object], expected: list[str]
+) -> None:
     found = _problems(**fields)
     assert len(found) == len(expected), found
     for text, facts in zip(found, expected, strict=True):

@@ -119,9 +119,7 @@ def test_a_job_that_failed_says_why(recorded: RecordedSlurm, run: RunFolder) -> 
 
 
 @pytest.mark.usefixtures("processes")
-def test_the_run_speaks_without_slurm(
-    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_slurm(run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _trains(run)
     monkeypatch.setenv("PATH", str(tmp_path))  # no SLURM
     text = status.run_summary(status.run_report(run.folder)).text()
@@ -236,9 +234,7 @@ def test_an_ended_preparation_is_judged_by_files(recorded: RecordedSlurm, tmp_pa
     assert said() == ("data preparation, complete", done)
 
 
-def test_cancelled_jobs_without_accounting(
-    recorded: RecordedSlurm, run: RunFolder, tmp_path: Path
-) -> None:
+def test_cancelled_unaccounted(recorded: RecordedSlurm, run: RunFolder, tmp_path: Path) -> None:
     run.submitted("412")
     for command in ("scontrol", "scancel"):
         recorded.says(command, "")

@@ -31,9 +31,7 @@ def test_no_progress_stops_it(cluster: SlurmCluster, dataset: DatasetIndex, tmp_
 
 
 @pytest.mark.slow
-def test_corrupt_data_stops_the_run(
-    cluster: SlurmCluster, dataset: DatasetIndex, tmp_path: Path
-) -> None:
+def test_bad_data_stops_it(cluster: SlurmCluster, dataset: DatasetIndex, tmp_path: Path) -> None:
     shutil.copytree(dataset.folder, tmp_path / "data")
     for shard in (tmp_path / "data" / "shards").glob("*.tar"):
         content = bytearray(shard.read_bytes())
