@@ -31,6 +31,16 @@ def model(seed: int) -> ReplacedTokenModel:
     return OBJECTIVE.make_model(case.MODEL)
 
 
+def train_config(stage: int) -> TrainConfig:
+    return TrainConfig(num_steps=NUM_STEPS, warmup_steps=1, grad_clip=case.GRAD_CLIP,
+                       zero_stage=stage, precision="fp32")  # fmt: skip
+
+
+def micro_batches(step: int) -> list[MicroBatch]:
+    """Two for each step, with draws."""
+    return [_with_draws(case.micro_batch(step, number, rows=2)) for number in range(2)]
+
+
 def _with_draws(batch: MicroBatch) -> MicroBatch:
     generator = torch.Generator().manual_seed(int(batch.input_ids.sum()))
     uniform = torch.rand(len(batch.inputs["targets"]), generator=generator)
@@ -44,17 +54,13 @@ def main(folder: Path, job: str, process: ProcessInfo) -> None:
     here = folder / (f"{saved}:{place}" if saved else place)
     here.mkdir(parents=True, exist_ok=True)
     made = model(seed=2 if saved else 1)
-    config = TrainConfig(num_steps=NUM_STEPS, warmup_steps=1, grad_clip=case.GRAD_CLIP,
-                         zero_stage=int(stage), precision="fp32")  # fmt: skip
-    engine = Engine(made, config, process, torch.device("cpu"))
+    engine = Engine(made, train_config(int(stage)), process, torch.device("cpu"))
     if saved:
         engine.load_files(folder / saved / str(SAVED_AFTER))
     results = {}
     for step in range(SAVED_AFTER if saved else 0, NUM_STEPS):
         made.set_alpha(0.5 + step / 10)
-        # Two for each step, with draws.
-        every = [_with_draws(case.micro_batch(step, number, rows=2)) for number in range(2)]
-        mine = every[process.rank :: process.world_size]
+        mine = micro_batches(step)[process.rank :: process.world_size]
         result = engine.train_step(mine, OBJECTIVE, case.learning_rate(step))
         sums = {name: [each.item() for each in pair] for name, pair in result.sums.items()}
         results[step] = (sums, result.grad_norm)

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from pipeline.config.train import TrainConfig
+from pipeline.data.loader import MicroBatch
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime.env import ProcessInfo
 from pipeline.train.engine import Engine
@@ -42,6 +43,11 @@ def learning_rate(step: int) -> float:
     return 1e-4 * (1 + step)
 
 
+def micro_batches(step: int) -> list[MicroBatch]:
+    """Four for each step, for any number of ranks that divides four."""
+    return [case.micro_batch(step % len(case.LENGTHS), 100 * step + n, rows=2) for n in range(4)]
+
+
 def main(folder: Path, job: str, process: ProcessInfo) -> None:
     precision, saved, stage = job.split(":")
     place = f"{process.world_size}-{stage}"
@@ -56,10 +62,7 @@ def main(folder: Path, job: str, process: ProcessInfo) -> None:
         save_state(engine, folder / "loaded")
     results = {}
     for step in range(SAVED_AFTER if saved else 0, NUM_STEPS):
-        # Four for each step, for any number of ranks that divides four.
-        number = step % len(case.LENGTHS)
-        every = [case.micro_batch(number, 100 * step + n, rows=2) for n in range(4)]
-        mine = every[process.rank :: process.world_size]
+        mine = micro_batches(step)[process.rank :: process.world_size]
         if step == POISONED_STEP:
             last = process.rank == process.world_size - 1
             poisoned = case.Poisoned({1, 2, 3, 4}) if last else objective
