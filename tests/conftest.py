@@ -124,8 +124,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
             paragraphs = text.split("\n\n")
             for number in range(0, len(paragraphs), 4):
                 part = "\n\n".join(paragraphs[number : number + 4])
-                record = {"id": f"{topic}/{number}", "text": part}
-                file.write(json.dumps(record) + "\n")
+                file.write(json.dumps({"id": f"{topic}/{number}", "text": part}) + "\n")
     return path
 
 
@@ -171,8 +170,7 @@ def two_sources(tmp_path_factory: pytest.TempPathFactory, prep_config: Path) -> 
         with (folder / f"{name}.jsonl").open("w") as file:
             for topic, text in part:
                 for number, paragraph in enumerate(text.split("\n\n")):
-                    record = {"id": f"{topic}/{number}", "text": paragraph}
-                    file.write(json.dumps(record) + "\n")
+                    file.write(json.dumps({"id": f"{topic}/{number}", "text": paragraph}) + "\n")
     overrides = [
         f"output_dir={folder / 'data'}",
         f"sources=[{{name: large, inputs: [{folder}/large.jsonl]}}, "

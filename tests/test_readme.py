@@ -39,16 +39,18 @@ def test_the_map_lists_every_package() -> None:
     assert set(re.findall(r"`([a-z_/]+)/`", first_cells)) == packages.union(_FOLDERS)
 
 
-def test_the_page_is_short() -> None:
+def test_the_page_is_short_and_its_links_and_paths_exist() -> None:
     lines = README.splitlines()
     assert len(lines) <= 130
     assert [line for line in lines if len(line) > 240] == []
-
-
-def test_links_lead_somewhere() -> None:
     links = re.findall(r"\]\(([^)#:]+)[^)]*\)", README)
     assert len(links) > 15
     assert [link for link in links if not (ROOT / link).exists()] == []
+    pages = [README, *(page.read_text(encoding="utf-8") for page in ROOT.glob("docs/*.md"))]
+    named = r"\b(?:configs|pipeline|launch|data_prep|tests|experiments)/[\w/.-]+\.(?:yaml|py)"
+    paths = {path for page in pages for path in re.findall(named, page)}
+    assert len(paths) > 5
+    assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
 
 
 def test_parameters_in_the_table_of_models() -> None:
@@ -61,14 +63,6 @@ def test_parameters_in_the_table_of_models() -> None:
             path = ROOT / "configs" / "model" / f"{name}.yaml"
             config = load(ModelConfig, path, [f"vocab_size={vocab_size}"]).config
             assert f"{parameters(config)['total'] / 1e6:,.2f}" == shown, (name, vocab_size)
-
-
-def test_paths_exist() -> None:
-    pages = [README, *(page.read_text(encoding="utf-8") for page in ROOT.glob("docs/*.md"))]
-    named = r"\b(?:configs|pipeline|launch|data_prep|tests|experiments)/[\w/.-]+\.(?:yaml|py)"
-    paths = {path for page in pages for path in re.findall(named, page)}
-    assert len(paths) > 5
-    assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
 
 
 @pytest.mark.parametrize(

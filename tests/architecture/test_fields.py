@@ -15,8 +15,7 @@ def _config_fields() -> Iterator[str]:
         for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             if "__main__" in found.name:
                 continue
-            module = importlib.import_module(found.name)
-            for cls in vars(module).values():
+            for cls in vars(importlib.import_module(found.name)).values():
                 if not isinstance(cls, type) or cls.__module__ != found.name:
                     continue
                 if not dataclasses.is_dataclass(cls):

@@ -19,22 +19,20 @@ LAYERS = [{"pipeline.errors"}, {"pipeline.config", "pipeline.runtime"}, {"pipeli
           {"pipeline.objectives"}, {"pipeline.checkpoints"}, {"pipeline.sinks"}, {"pipeline.train"},
           {"pipeline.profile"}, {"pipeline.use"}, {"pipeline.finetune"}, {"pipeline.multitask"},
           {"pipeline.inspect"}, {"pipeline.commands"}, {"pipeline.__main__"}]  # fmt: skip
-TORCH_FREE = {
-    "pipeline.errors", "pipeline.config", "pipeline.checkpoints.commands",
-    "pipeline.checkpoints.manifest", "pipeline.runtime.files", "pipeline.runtime.remote",
-    "pipeline.runtime.run_folder", "pipeline.runtime.log", "pipeline.runtime.summary",
-    "pipeline.runtime.env", "pipeline.runtime.cli", "pipeline.runtime.notify",
-    "pipeline.runtime.rank", "pipeline.runtime.stop", "pipeline.kernels.choose",
-    "pipeline.model.architecture", "pipeline.model.cost", "pipeline.model.describe",
-    "pipeline.data.format", "pipeline.data.objects", "pipeline.data.workers",
-    "pipeline.data.ledger", "pipeline.data.record", "pipeline.inspect",
-    "pipeline.use.pretrain", "pipeline.data.reader",
-    "pipeline.tokenizer",
-    "pipeline.tasks", "pipeline.finetune.commands", "pipeline.finetune.result",
-    "pipeline.finetune.can",
-    "pipeline.multitask.balance", "pipeline.multitask.config",
-    "pipeline.multitask.draws", "pipeline.train.deepspeed",
-}  # fmt: skip
+TORCH_FREE = {"pipeline.errors", "pipeline.config", "pipeline.checkpoints.commands",
+              "pipeline.checkpoints.manifest", "pipeline.runtime.files", "pipeline.runtime.remote",
+              "pipeline.runtime.run_folder", "pipeline.runtime.log", "pipeline.runtime.summary",
+              "pipeline.runtime.env", "pipeline.runtime.cli", "pipeline.runtime.notify",
+              "pipeline.runtime.rank", "pipeline.runtime.stop", "pipeline.kernels.choose",
+              "pipeline.model.architecture", "pipeline.model.cost", "pipeline.model.describe",
+              "pipeline.data.format", "pipeline.data.objects", "pipeline.data.workers",
+              "pipeline.data.ledger", "pipeline.data.record", "pipeline.inspect",
+              "pipeline.use.pretrain", "pipeline.data.reader", "pipeline.tokenizer",
+              "pipeline.tasks", "pipeline.finetune.commands", "pipeline.finetune.result",
+              "pipeline.finetune.can", "pipeline.finetune.rescore_command",
+              "pipeline.finetune.submission", "pipeline.multitask.balance",
+              "pipeline.multitask.config", "pipeline.multitask.draws",
+              "pipeline.train.deepspeed"}  # fmt: skip
 DOORS = {"deepspeed": {"pipeline.train.engine"}, "triton": {"pipeline.kernels"},
          "tensorboard": {"pipeline.sinks.tensorboard"},
          "torch.utils.tensorboard": {"pipeline.sinks.tensorboard"},
@@ -102,20 +100,16 @@ def test_pipeline_imports_point_one_way() -> None:
 
 
 def test_launch_and_data_prep_import_only_the_torch_free_part() -> None:
-    _none([
-        f"{name} imports {imported}"
-        for name in _of("launch", "data_prep")
-        for imported in _ours(name)
-        if not below(imported, TORCH_FREE | {name.split(".")[0]})
-    ])  # fmt: skip
+    _none([f"{name} imports {imported}"
+           for name in _of("launch", "data_prep")
+           for imported in _ours(name)
+           if not below(imported, TORCH_FREE | {name.split(".")[0]})])  # fmt: skip
 
 
 def test_experiments_stand_above_launch_and_import_no_preparation() -> None:
-    _none([
-        f"{name} imports {imported}"
-        for name in _of("experiments") for imported in _ours(name)
-        if not below(imported, {"experiments", "launch", "pipeline"})
-    ])  # fmt: skip
+    _none([f"{name} imports {imported}"
+           for name in _of("experiments") for imported in _ours(name)
+           if not below(imported, {"experiments", "launch", "pipeline"})])  # fmt: skip
 
 
 def test_nothing_imports_what_stands_above() -> None:
@@ -128,12 +122,10 @@ def test_nothing_imports_what_stands_above() -> None:
 def test_the_door_imports_tables_and_the_api_only() -> None:
     allowed = {f"{package}.commands" for package in PACKAGES} | set(postnorm._HOMES.values())
     allowed |= {"pipeline.runtime.cli", "pipeline.runtime.stop", "pipeline.errors"}
-    _none([
-        f"{path.name} imports {imported}"
-        for path in (ROOT / "postnorm").glob("*.py")
-        for imported in imports_of(ast.parse(path.read_text(encoding="utf-8")))
-        if imported.split(".")[0] in PACKAGES and not below(imported, allowed)
-    ])  # fmt: skip
+    _none([f"{path.name} imports {imported}"
+           for path in (ROOT / "postnorm").glob("*.py")
+           for imported in imports_of(ast.parse(path.read_text(encoding="utf-8")))
+           if imported.split(".")[0] in PACKAGES and not below(imported, allowed)])  # fmt: skip
 
 
 def test_there_is_no_cycle() -> None:
@@ -151,21 +143,17 @@ def test_there_is_no_cycle() -> None:
 
 
 def test_third_party_package_has_one_door() -> None:
-    _none([
-        f"{name} imports {imported}; the door of {package} is {sorted(doors)}"
-        for package, doors in DOORS.items()
-        for name in MODULES if not below(name, doors)
-        for imported in imports(name) if below(imported, {package})
-    ])  # fmt: skip
+    _none([f"{name} imports {imported}; the door of {package} is {sorted(doors)}"
+           for package, doors in DOORS.items()
+           for name in MODULES if not below(name, doors)
+           for imported in imports(name) if below(imported, {package})])  # fmt: skip
 
 
 def test_environment_is_read_in_the_runtime_only() -> None:
-    _none([
-        f"{name}, line {node.lineno}: use {ENVIRONMENT}"
-        for name in _of("pipeline") if name != ENVIRONMENT
-        for node in ast.walk(MODULES[name].tree)
-        if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
-    ])  # fmt: skip
+    _none([f"{name}, line {node.lineno}: use {ENVIRONMENT}"
+           for name in _of("pipeline") if name != ENVIRONMENT
+           for node in ast.walk(MODULES[name].tree)
+           if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")])  # fmt: skip
 
 
 @pytest.mark.smoke
@@ -182,8 +170,6 @@ def test_what_plans_and_launches_never_loads_torch() -> None:
 
 
 def test_init_files_hold_no_code() -> None:
-    _none([
-        str(path.relative_to(ROOT))
-        for package in PACKAGES for path in (ROOT / package).rglob("__init__.py")
-        if path.read_text().strip()
-    ])  # fmt: skip
+    _none([str(path.relative_to(ROOT))
+           for package in PACKAGES for path in (ROOT / package).rglob("__init__.py")
+           if path.read_text().strip()])  # fmt: skip

@@ -39,9 +39,6 @@ def test_forks_run_the_module_with_their_variables_folder_output_and_code(folder
     assert [fork.wait(60) for fork in _start(folder, "exit", 2)] == [7, 7]
     lines = sorted((folder / "out").read_text().splitlines())
     assert lines == [f"['exit'] {rank} {folder} True" for rank in range(2)]
-
-
-def test_an_exception_is_printed_and_gives_1(folder: Path) -> None:
     assert _start(folder, "fail")[0].wait(60) == 1
     assert "ValueError: no number" in (folder / "out").read_text()
 
@@ -50,9 +47,8 @@ def test_a_command_is_run_as_subprocess_runs_it(folder: Path) -> None:
     done = warm.run("postnorm", "config", "nosuch.yaml", cwd=folder)
     program = [sys.executable, "-m", "postnorm", "config", "nosuch.yaml"]
     expected = subprocess.run(program, cwd=folder, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (
-        expected.returncode, expected.stdout, expected.stderr
-    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (expected.returncode, expected.stdout,
+                                                           expected.stderr)  # fmt: skip
     assert expected.returncode == 2
     assert "nosuch.yaml" in expected.stderr
 
@@ -79,9 +75,7 @@ def test_a_fork_that_is_left_over_is_found(folder: Path) -> None:
     assert fork.wait(60) == -signal.SIGKILL
 
 
-def test_another_environment_is_a_new_program(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_environment_is_new_program(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_LOGS", "dynamo")
     processes = start([sys.executable, "-m", "forked", "exit"], 1, folder / "out")
     assert isinstance(processes[0], subprocess.Popen)

@@ -15,8 +15,7 @@ def _curve(losses: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Curve:
         [step, loss, accuracy, 1.0, 3e-4, 0.5, 1.0, 256.0 * 5]
         for step, loss, accuracy in zip(range(5, 605, 5), losses, accuracies, strict=True)
     ]
-    held_out = [[line[0], line[1]] for line in lines if line[0] % 50 == 0]
-    return Curve(lines, held_out)
+    return Curve(lines, [[line[0], line[1]] for line in lines if line[0] % 50 == 0])
 
 
 def test_truth_of_a_run_that_did_not_learn_is_that_of_a_longer_one() -> None:
@@ -45,8 +44,7 @@ def test_doctor_and_its_advice_are_judged() -> None:
     longer = {name: curve for name, curve in curves.items() if curve is stuck}
     found = {each.point: each for each in findings(curves, longer, ENTROPY, "nowhere")}
     assert len(found) == len(curves)
-    assert found[deep].truth == "stuck"
-    assert found[deep].freed == ["start"]
+    assert (found[deep].truth, found[deep].freed) == ("stuck", ["start"])
     assert found[deep].advice == "start"
     assert found[deep].told_step == pytest.approx(150, abs=20)
     small = found[Point(24, "unit", 3e-4, 4)]

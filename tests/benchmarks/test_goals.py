@@ -39,15 +39,12 @@ MACHINE = {"device": "NVIDIA H200", "memory_gib": 139.7, "versions": {"torch": "
            "peaks": {"bf16_flop_per_s": 790e12, "copied_bytes_per_s": 4.3e12}}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("target", "at_most", "measured", "ratio", "text"),
-    [
-        (100.0, False, 120.0, 1.2, "reached"), (100.0, False, 95.0, 0.95, "missed by 5.0%"),
-        (0.01, True, 0.005, 2.0, "reached"), (0.01, True, 0.02, 0.5, "missed by 50.0%"),
-        (0.01, True, 0.0, 1e10, "reached"), (100.0, False, 0.0, 0.0, "missed by 100.0%"),
-        (100.0, False, None, None, "not measured"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("target", "at_most", "measured", "ratio", "text"), [
+    (100.0, False, 120.0, 1.2, "reached"), (100.0, False, 95.0, 0.95, "missed by 5.0%"),
+    (0.01, True, 0.005, 2.0, "reached"), (0.01, True, 0.02, 0.5, "missed by 50.0%"),
+    (0.01, True, 0.0, 1e10, "reached"), (100.0, False, 0.0, 0.0, "missed by 100.0%"),
+    (100.0, False, None, None, "not measured"),
+])  # fmt: skip
 def test_verdicts(target: float, at_most: bool, measured: float | None, ratio: float | None,
                   text: str) -> None:  # fmt: skip
     verdict = Verdict(Goal("", target, lambda _: None, "", at_most), measured)
@@ -57,9 +54,7 @@ def test_verdicts(target: float, at_most: bool, measured: float | None, ratio: f
 
 def test_ratios_are_of_rounds_and_of_the_fastest() -> None:
     found = {"steps": steps(v2=[100.0, 200.0, 300.0], real=[90.0, 160.0, 285.0], eager=[1.0, 2, 3])}
-    at = best(found, "ours/roformer_v2-base/", 512)
-    assert at is not None
-    assert at["median"] == 200
+    assert best(found, "ours/roformer_v2-base/", 512)["median"] == 200
     assert of_peak("ours/roformer_v2-base/", 512)(found) == 0.51
     assert of_peak("ours/roformer_v2-base/", 128)(found) is None
     # By round 0.9, 0.8, 0.95: their median, not the ratio of the medians.
@@ -75,10 +70,8 @@ def test_attention_goal_takes_the_worse_of_sum_and_mean() -> None:
         "base s512 65536 packed": {"tokens": 65536, "subjects": subjects},
         "large s512 65536 packed": {"tokens": 65536, "subjects": {}},
     }
-    [measured] = [
-        verdict.measured for verdict in judge({"attention": {"cases": cases}})
-        if "attention alone" in verdict.goal.text
-    ]  # fmt: skip
+    [measured] = [verdict.measured for verdict in judge({"attention": {"cases": cases}})
+                  if "attention alone" in verdict.goal.text]  # fmt: skip
     assert measured == 2.5
 
 

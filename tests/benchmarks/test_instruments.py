@@ -51,8 +51,7 @@ def test_steps_of_ours_and_of_a_peer(measured: dict[str, Any]) -> None:
 def test_flops_count_real_documents(measured: dict[str, Any], dataset: DatasetIndex) -> None:
     """Of both subjects: attention within documents, the head over what is predicted."""
     setting = Setting(str(dataset.folder), 1000, 2, tiny=True)
-    config = run_config(parse(OURS), setting, 32, 128)
-    batches = read_batches(config, setting)
+    batches = read_batches(run_config(parse(OURS), setting, 32, 128), setting)
     rows = [row for batch in batches for row in batch.documents.tolist()]
     lengths = [row.count(number) for row in rows for number in set(row) - {0}]
     document_len = sum(n * n for n in lengths) / sum(lengths)
@@ -62,8 +61,7 @@ def test_flops_count_real_documents(measured: dict[str, Any], dataset: DatasetIn
         at = measured["subjects"][name]["cases"]["s32 128"]
         assert at["document_len"] == pytest.approx(document_len)
         assert at["masked_share"] == pytest.approx(masked_share)
-        model = model_config(parse(name), setting)
-        flops = flops_per_token(model, 32, masked_share, document_len)
+        flops = flops_per_token(model_config(parse(name), setting), 32, masked_share, document_len)
         assert at["mflop_per_token"] == pytest.approx(flops.total / 1e6)
 
 

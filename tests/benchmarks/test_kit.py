@@ -160,8 +160,7 @@ def test_a_kit_installs_into_a_clean_python(python_3_12: Path, tmp_path: Path, i
     folder = small_kit(tmp_path / "kit", {"carried>=1": "postnorm", "had>=2": "carried"},
                        wheel(index, "carried", "1", "had>=2"))  # fmt: skip
     done = install(python, folder, target)
-    assert done.returncode == 1
-    assert done.stdout == "missing: had>=2, which carried needs\n"
+    assert (done.returncode, done.stdout) == (1, "missing: had>=2, which carried needs\n")
     stub = site_packages(python_3_12) / "had-1.9.dist-info"
     stub.mkdir()
     (stub / "METADATA").write_text("Metadata-Version: 2.1\nName: had\nVersion: 1.9\n")
@@ -177,9 +176,7 @@ def test_a_kit_installs_into_a_clean_python(python_3_12: Path, tmp_path: Path, i
     shutil.rmtree(stub)
 
 
-def test_damaged_kit_or_other_python_is_refused(
-    python_3_12: Path, tmp_path: Path, index: Path
-) -> None:
+def test_damaged_kit_or_python_is_refused(python_3_12: Path, tmp_path: Path, index: Path) -> None:
     folder = small_kit(tmp_path / "kit", {"carried": "postnorm"}, wheel(index, "carried", "1"))
     if sys.version_info[:2] != (3, 12):
         done = install(sys.executable, folder, tmp_path / "target")

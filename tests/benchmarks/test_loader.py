@@ -10,6 +10,7 @@ from pipeline.data.counts import sequences_at
 from pipeline.data.format import DatasetIndex
 from pipeline.data.reader import BlockReader
 
+pytestmark = pytest.mark.long
 _SLOTS, _BATCH = 64, 8
 
 
@@ -39,16 +40,13 @@ def _expected_rows(dataset: DatasetIndex) -> tuple[list[int], list[bool]]:
     return ids, starts
 
 
-def test_peers_get_the_documents(
-    dataset: DatasetIndex, spec: loader.Spec, text_a_row: float
-) -> None:
+def test_peers_get_documents(dataset: DatasetIndex, spec: loader.Spec, text_a_row: float) -> None:
     ids, starts = _expected_rows(dataset)
     rows, offsets = spec.rows(), spec.rows("offsets")
     assert len(rows) == len(ids) // _SLOTS
     assert rows.reshape(-1).tolist() == ids[: rows.size]
     touches = offsets[:, 1:, 0] == offsets[:, :-1, 1]
-    expected = np.array(starts[: rows.size]).reshape(rows.shape)[:, 1:]
-    assert (touches == ~expected).all()
+    assert (touches == ~np.array(starts[: rows.size]).reshape(rows.shape)[:, 1:]).all()
     text = sum(token not in spec.special_ids for token in ids[: rows.size])
     assert text_a_row == pytest.approx(text / len(rows))
 

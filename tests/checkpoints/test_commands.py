@@ -44,15 +44,13 @@ def test_list_and_verify(run: Path) -> None:
     assert [row["would_resume"] for row in found] == [False, False, False, True]
     found = json.loads(_command("list", run, "--json", "--verify").stdout)
     assert [row["would_resume"] for row in found] == [False, False, True, False]
-    assert [row["kept"] for row in found] == [
-        [], ["newest 2", "best"], ["newest"], ["damaged, newer"]
-    ]  # fmt: skip
+    assert [row["kept"] for row in found] == [[], ["newest 2", "best"], ["newest"],
+                                              ["damaged, newer"]]  # fmt: skip
     assert "has 0 bytes, expected" in found[3]["problems"][0]
     assert found[0]["manifest"]["bytes"] > 0
 
     done = _command("verify", run)
-    assert done.returncode == 2
-    assert done.stdout.count(": good\n") == 3
+    assert (done.returncode, done.stdout.count(": good\n")) == (2, 3)
     assert f"step-00000040: {state_file(0, 1)} has 0 bytes, expected" in done.stdout
     assert done.stdout.endswith("3 of 4 checkpoints are good\n")
     done = _command("verify", run, "--step", 30)
@@ -121,9 +119,3 @@ def test_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         diff(tmp_path / "a", tmp_path / "none")
     with pytest.raises(CheckpointError, match="needs two checkpoints"):
         diff(tmp_path / "a")
-
-
-@pytest.mark.usefixtures("processes")
-def test_every_command_has_an_example() -> None:
-    for name in ("verify", "list", "prune", "diff"):
-        assert f"python -m pipeline checkpoint {name} " in _command(name, "--help").stdout

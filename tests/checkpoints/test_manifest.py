@@ -19,8 +19,7 @@ FILE = state_file(1, 2)
 
 
 def _truncated(path: Path, _: Path) -> None:
-    content = (path / FILE).read_bytes()
-    (path / FILE).write_bytes(content[:-1])
+    (path / FILE).write_bytes((path / FILE).read_bytes()[:-1])
 
 
 def _of_another_run(path: Path, tmp_path: Path) -> None:
@@ -93,8 +92,7 @@ def test_only_finished_checkpoints_are_published_and_steps_are_numbers(tmp_path:
     for name in ("step-00000009", "step-100000000", "step-99999999", "step-00000009.bak",
                  ".saving-step-00000010", ".rejected-step-00000011-1", "latest"):  # fmt: skip
         (tmp_path / name).mkdir()
-    assert [path.name for path in published(tmp_path)] == [
-        "step-100000000", "step-99999999", "step-00000009"
-    ]  # fmt: skip
+    assert [path.name for path in published(tmp_path)] == ["step-100000000", "step-99999999",
+                                                           "step-00000009"]  # fmt: skip
     with pytest.raises(CheckpointError, match="has no readable manifest"):
         raise CheckpointError(next(saved.problems(tmp_path / "step-00000009")))

@@ -55,9 +55,7 @@ def test_copies_follow_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert (target / FOLDER / "latest").read_text() == "step-00000040\n"
 
 
-def test_failures_only_warn_and_are_retried(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failures_warn_and_are_retried(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run, target = tmp_path / "run", tmp_path / "copies"
     make_checkpoint(run, 10)
     target.touch()
@@ -76,7 +74,6 @@ def test_failures_only_warn_and_are_retried(
 
 def test_folder_of_another_run_is_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "one", 10)
-    mirror = Mirror(tmp_path / "one", tmp_path / "copies", Retention(1))
-    _copy(mirror)
+    _copy(Mirror(tmp_path / "one", tmp_path / "copies", Retention(1)))
     with pytest.raises(ConfigError, match=r"copies .*/one, .*two"):
         Mirror(tmp_path / "two", tmp_path / "copies", Retention(1))

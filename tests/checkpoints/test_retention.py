@@ -100,22 +100,17 @@ def test_killed_removal_leaves_no_checkpoint_that_looks_whole(tmp_path: Path) ->
     shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize(
-    ("checkpoint", "message"),
-    [
-        ("{every_steps: 100, keep_every_steps: 250}",
-         r"keep_every_steps=250 must be a multiple of checkpoint\.every_steps=100.*set 300"),
-        ("{every_steps: 1500, keep_best: 2}",
-         r"keep_best=2 .* step 1500 \(checkpoint\.every_steps\) .*monitor\.eval_every_steps=1000"),
-        ("{keep: 0}", "expected >= 1"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("checkpoint", "message"), [
+    ("{every_steps: 100, keep_every_steps: 250}",
+     r"keep_every_steps=250 must be a multiple of checkpoint\.every_steps=100.*set 300"),
+    ("{every_steps: 1500, keep_best: 2}",
+     r"keep_best=2 .* step 1500 \(checkpoint\.every_steps\) .*monitor\.eval_every_steps=1000"),
+    ("{keep: 0}", "expected >= 1"),
+])  # fmt: skip
 def test_rules_that_cannot_be_kept_are_refused(checkpoint: str, message: str) -> None:
     text = f"{{run_dir: r, data: {{dir: d}}, checkpoint: {checkpoint}}}"
     with pytest.raises(ConfigError, match=message):
         build(PretrainConfig, parse(text, "test"))
-    build(
-        PretrainConfig,
-        parse("{run_dir: r, data: {dir: d}, checkpoint: {every_steps: 2000, keep_best: 1, "
-              "keep_every_steps: 4000}}", "test"),
-    )  # fmt: skip
+    build(PretrainConfig,
+          parse("{run_dir: r, data: {dir: d}, checkpoint: {every_steps: 2000, keep_best: 1, "
+                "keep_every_steps: 4000}}", "test"))  # fmt: skip

@@ -60,9 +60,7 @@ def test_any_stretch_can_be_read(tmp_path: Path) -> None:
         ([*MATRIX, MATRIX[2]], "has twice elements 5 to 20 of matrix"),
     ],
 )
-def test_gaps_and_overlaps_are_refused(
-    tmp_path: Path, parts: list[TensorShard], message: str
-) -> None:
+def test_gaps_overlaps_are_refused(tmp_path: Path, parts: list[TensorShard], message: str) -> None:
     _save(tmp_path, REST, *[[part] for part in parts])
     with pytest.raises(CheckpointError, match=message):
         SavedState(tmp_path)
@@ -126,8 +124,7 @@ def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
 def _resident_bytes() -> int:
     import resource
 
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def test_files_are_readable_by_those_whom_the_system_lets(tmp_path: Path) -> None:

@@ -38,8 +38,7 @@ def test_sizes_of_differences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (found.num_parameters, found.others) == (1, [])
     average, squares = found.tensors
     difference = other["exp_avg"].astype(np.float64) - one["exp_avg"]
-    assert average.kind == "exp_avg"
-    assert average.max_abs == np.abs(difference).max()
+    assert (average.kind, average.max_abs) == ("exp_avg", np.abs(difference).max())
     expected = np.linalg.norm(difference) / np.linalg.norm(one["exp_avg"].astype(np.float64))
     assert math.isclose(average.relative, expected, rel_tol=1e-9)
     assert (squares.kind, squares.max_abs) == ("exp_avg_sq", math.inf)

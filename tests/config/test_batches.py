@@ -87,8 +87,7 @@ def test_phases_are_part_of_the_config() -> None:
     {run_dir: x, data: {dir: y}, train: {global_batch: 64, micro_batch: 8},
      phases: [{tokens: 1e9, seq_len: 128, global_batch: 256}]}
     """
-    config = build(PretrainConfig, parse(text, "test"))
-    assert config.batches.seq_lens == [128, 512]
+    assert build(PretrainConfig, parse(text, "test")).batches.seq_lens == [128, 512]
     with pytest.raises(ConfigError, match=r"phases\.0\.tokens is required"):
         build(PretrainConfig, parse(text.replace("tokens: 1e9, ", ""), "test"))
     bad = text.replace("seq_len: 128", "seq_len: 1024").replace(

@@ -35,14 +35,11 @@ def _write(folder: Path, text: str, name: str = "c.yaml") -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("1e-4", 1e-4), ("1.5", 1.5), (".5", 0.5), ("1_000", 1000), ("NO", "NO"), ("yes", "yes"),
-        ("true", True), ("null", None), ("1:30", "1:30"), ("2024-01-01", "2024-01-01"),
-        ("0x10", "0x10"), ("'12'", "12"), (".inf", ".inf"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "value"), [
+    ("1e-4", 1e-4), ("1.5", 1.5), (".5", 0.5), ("1_000", 1000), ("NO", "NO"), ("yes", "yes"),
+    ("true", True), ("null", None), ("1:30", "1:30"), ("2024-01-01", "2024-01-01"),
+    ("0x10", "0x10"), ("'12'", "12"), (".inf", ".inf"),
+])  # fmt: skip
 def test_scalars_are_read_as_yaml_1_2(text: str, value: object) -> None:
     node = strict_yaml.parse(f"key: {text}", "test")
     assert node.plain() == {"key": value}
@@ -133,8 +130,7 @@ def test_every_shipped_config_loads(path: Path, tmp_path: Path) -> None:
     roots = {"prep": PrepConfig, "filters": FiltersConfig, "cluster": ClusterConfig,
              "tasks": TaskConfig, "suites": SuiteConfig, "multitask": TransferConfig,
              "studies": StudyConfig}  # fmt: skip
-    loaded = load(roots.get(kind, PretrainConfig), path)
-    assert unusual(loaded.config) == []
+    assert unusual(load(roots.get(kind, PretrainConfig), path).config) == []
 
 
 @pytest.mark.usefixtures("processes")
@@ -199,22 +195,19 @@ def test_home_and_variables_are_filled_in(tmp_path: Path, monkeypatch: pytest.Mo
             load(PretrainConfig, path, [text])
 
 
-@pytest.mark.parametrize(
-    ("root", "word", "meant"),
-    [
-        (PretrainConfig, "train.learning_rate", "lr"),
-        (PretrainConfig, "learning_rate", "train.lr"),
-        (PretrainConfig, "train.batch_size", "global_batch"),
-        (PretrainConfig, "train.per_device_train_batch_size", "micro_batch"),
-        (PretrainConfig, "epochs", "train.num_steps"),
-        (PretrainConfig, "train.Max-Steps", "num_steps"),
-        (PretrainConfig, "max_seq_length", "data.seq_len"),
-        (PretrainConfig, "model.num_attention_heads", "num_heads"),
-        (PretrainConfig, "output_dir", "run_dir"), (TaskConfig, "train.learning_rate", "lr"),
-        (TaskConfig, "batch_size", "train.batch"), (TaskConfig, "train.num_train_epochs", "epochs"),
-        (TaskConfig, "train.warmup_ratio", "warmup"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("root", "word", "meant"), [
+    (PretrainConfig, "train.learning_rate", "lr"),
+    (PretrainConfig, "learning_rate", "train.lr"),
+    (PretrainConfig, "train.batch_size", "global_batch"),
+    (PretrainConfig, "train.per_device_train_batch_size", "micro_batch"),
+    (PretrainConfig, "epochs", "train.num_steps"),
+    (PretrainConfig, "train.Max-Steps", "num_steps"),
+    (PretrainConfig, "max_seq_length", "data.seq_len"),
+    (PretrainConfig, "model.num_attention_heads", "num_heads"),
+    (PretrainConfig, "output_dir", "run_dir"), (TaskConfig, "train.learning_rate", "lr"),
+    (TaskConfig, "batch_size", "train.batch"), (TaskConfig, "train.num_train_epochs", "epochs"),
+    (TaskConfig, "train.warmup_ratio", "warmup"),
+])  # fmt: skip
 def test_names_of_other_trainers_get_ours(root: type, word: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=rf"did you mean '{re.escape(meant)}'\? \(\w") as caught:
         build(root, {}, "here", [f"{word}=1"])
@@ -276,16 +269,13 @@ def test_hashes_of_configs_do_not_know_that_settings_were_retired() -> None:
     ]
     assert hashes == ["4f6de7120a560076", "2e019f98906e85dd"]
     no_ip = build(MaskConfig, {"kinds": ["phone", "email", "bank_card", "chinese_id"]}, "here")
-    assert as_recorded(no_ip) == {
-        "enabled": False, "email": True, "phone": True, "chinese_id": True, "bank_card": True,
-        "ipv4": False,
-    }  # fmt: skip
+    assert as_recorded(no_ip) == {"enabled": False, "email": True, "phone": True,
+                                  "chinese_id": True, "bank_card": True, "ipv4": False}  # fmt: skip
 
 
 def test_unusual_values_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = _write(tmp_path, MINIMAL)
-    config = load(PretrainConfig, path, ["train.lr=300", "train.weight_decay=0"]).config
-    warn_of_unusual(config)
+    warn_of_unusual(load(PretrainConfig, path, ["train.lr=300", "train.weight_decay=0"]).config)
     [text] = caplog.messages
     assert text.startswith("train.lr = 300 is unusual (peak learning rate): mostly it is 1e-07 to ")
     caplog.clear()

@@ -37,23 +37,20 @@ def config(changes: dict[str, Any]) -> TrainConfig:
     return TrainConfig(**{**base, **changes})
 
 
-@pytest.mark.parametrize(
-    ("changes", "step", "lr"),
-    [
-        ({}, 0, 0.2), ({}, 4, 1.0), ({}, 9, 2.0), ({}, 10, 2.0), ({}, 55, 1.1), ({}, 99, 0.22),
-        ({}, 100, 0.2), ({}, 500, 0.2),
-        ({"warmup_steps": 0}, 0, 2.0), ({"warmup_steps": 0}, 50, 1.1),
-        (COSINE, 9, 2.0), (COSINE, 10, 2.0), (COSINE, 55, 1.1), (COSINE, 100, 0.2),
-        (COSINE, 40, 0.2 + 1.8 * 0.75), (COSINE, 70, 0.2 + 1.8 * 0.25), (COSINE, 500, 0.2),
-        (WSD, 4, 1.0), (WSD, 10, 2.0), (WSD, 80, 2.0), (WSD, 90, 1.1), (WSD, 99, 0.29),
-        (WSD, 100, 0.2), (WSD, 101, 0.2),
-        (SQRT, 79, 2.0), (SQRT, 80, 2.0), (SQRT, 85, 1.1), (SQRT, 90, 2.0 - 1.8 * 0.5**0.5),
-        (SQRT, 100, 0.2),
-        (POINTS, 0, 0.5), (POINTS, 3, 2.0), (POINTS, 4, 2.0), (POINTS, 22, 1.5), (POINTS, 40, 1.0),
-        (POINTS, 100, 0.6), (POINTS, 160, 0.2), (POINTS, 240, 0.11), (POINTS, 320, 0.02),
-        (POINTS, 999, 0.02),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "step", "lr"), [
+    ({}, 0, 0.2), ({}, 4, 1.0), ({}, 9, 2.0), ({}, 10, 2.0), ({}, 55, 1.1), ({}, 99, 0.22),
+    ({}, 100, 0.2), ({}, 500, 0.2),
+    ({"warmup_steps": 0}, 0, 2.0), ({"warmup_steps": 0}, 50, 1.1),
+    (COSINE, 9, 2.0), (COSINE, 10, 2.0), (COSINE, 55, 1.1), (COSINE, 100, 0.2),
+    (COSINE, 40, 0.2 + 1.8 * 0.75), (COSINE, 70, 0.2 + 1.8 * 0.25), (COSINE, 500, 0.2),
+    (WSD, 4, 1.0), (WSD, 10, 2.0), (WSD, 80, 2.0), (WSD, 90, 1.1), (WSD, 99, 0.29),
+    (WSD, 100, 0.2), (WSD, 101, 0.2),
+    (SQRT, 79, 2.0), (SQRT, 80, 2.0), (SQRT, 85, 1.1), (SQRT, 90, 2.0 - 1.8 * 0.5**0.5),
+    (SQRT, 100, 0.2),
+    (POINTS, 0, 0.5), (POINTS, 3, 2.0), (POINTS, 4, 2.0), (POINTS, 22, 1.5), (POINTS, 40, 1.0),
+    (POINTS, 100, 0.6), (POINTS, 160, 0.2), (POINTS, 240, 0.11), (POINTS, 320, 0.02),
+    (POINTS, 999, 0.02),
+])  # fmt: skip
 def test_points_of_schedules(changes: dict[str, Any], step: int, lr: float) -> None:
     assert schedule.learning_rate(step, config(changes)) == pytest.approx(lr)
 
@@ -79,17 +76,14 @@ def test_no_schedule_jumps(name: str) -> None:
     assert steepest == pytest.approx(slope)
 
 
-@pytest.mark.parametrize(
-    ("step", "hours", "lr"),
-    [
-        # As `linear` while steps are ahead of the time.
-        (0, 0.0, 0.2), (9, 0.05, 2.0), (55, 0.0, 1.1), (55, 0.55, 1.1), (100, 0.3, 0.2),
-        # Time is ahead: 1 - 0.775 of the run is left, a quarter of what follows the warm-up.
-        (20, 0.775, 0.2 + 1.8 * 0.25), (20, 1.0, 0.2), (20, 2.0, 0.2),
-        # In the warm-up, the lower of both.
-        (4, 0.775, 0.2 + 1.8 * 0.25), (0, 0.775, 0.2),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("step", "hours", "lr"), [
+    # As `linear` while steps are ahead of the time.
+    (0, 0.0, 0.2), (9, 0.05, 2.0), (55, 0.0, 1.1), (55, 0.55, 1.1), (100, 0.3, 0.2),
+    # Time is ahead: 1 - 0.775 of the run is left, a quarter of what follows the warm-up.
+    (20, 0.775, 0.2 + 1.8 * 0.25), (20, 1.0, 0.2), (20, 2.0, 0.2),
+    # In the warm-up, the lower of both.
+    (4, 0.775, 0.2 + 1.8 * 0.25), (0, 0.775, 0.2),
+])  # fmt: skip
 def test_points_of_a_time_budget(step: int, hours: float, lr: float) -> None:
     assert schedule.learning_rate(step, config(BUDGET), 3600 * hours) == pytest.approx(lr)
 

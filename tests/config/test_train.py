@@ -20,32 +20,29 @@ def test_points_are_read() -> None:
     assert config.lr_points == points
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("schedule: wds", r"expected one of linear, .*did you mean 'wsd'"),
-        ("schedule: wsd", r"train\.schedule=wsd needs train\.decay_steps; set it"),
-        ("{schedule: wsd, decay_steps: 10}", r"needs train\.decay_shape"),
-        ("decay_steps: 10", r"train\.decay_steps=10 has no meaning with train\.schedule=linear"),
-        ("{schedule: cosine, decay_shape: linear}", r"set train\.schedule=wsd"),
-        ("{schedule: wsd, decay_steps: 901, decay_shape: linear}",
-         r"warmup_steps=100 and train\.decay_steps=901 are more than train\.num_steps=1000"),
-        ("schedule: piecewise", r"needs train\.lr_points"),
-        ("{schedule: piecewise, lr_points: [{step: 100, factor: 1.5}]}",
-         r"train\.lr_points\.0\.factor = 1\.5 .*expected >= 0, <= 1"),
-        ("{schedule: piecewise, lr_points: [{step: 200, factor: 1}, {step: 200, factor: 0}]}",
-         r"lr_points\.1\.step=200 does not come after the point before it, at 200"),
-        ("{schedule: piecewise, lr_points: [{step: 99, factor: 1}]}",
-         r"lr_points\.0\.step=99 lies in the warm-up of train\.warmup_steps=100"),
-        ("{schedule: piecewise, min_lr_ratio: 0.1, lr_points: [{step: 100, factor: 1}]}",
-         r"min_lr_ratio=0\.1 has no meaning with train\.schedule=piecewise"),
-        ("schedule: time_budget", r"needs train\.budget_hours"),
-        ("{schedule: time_budget, budget_hours: 0}", r"expected > 0"),
-        ("budget_hours: 3", r"set train\.schedule=time_budget"),
-        ("optimizer: lamb", r"train\.optimizer=lamb needs train\.lamb_bias_correction"),
-        ("lamb_bias_correction: false", r"has no meaning with train\.optimizer=adamw"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "message"), [
+    ("schedule: wds", r"expected one of linear, .*did you mean 'wsd'"),
+    ("schedule: wsd", r"train\.schedule=wsd needs train\.decay_steps; set it"),
+    ("{schedule: wsd, decay_steps: 10}", r"needs train\.decay_shape"),
+    ("decay_steps: 10", r"train\.decay_steps=10 has no meaning with train\.schedule=linear"),
+    ("{schedule: cosine, decay_shape: linear}", r"set train\.schedule=wsd"),
+    ("{schedule: wsd, decay_steps: 901, decay_shape: linear}",
+     r"warmup_steps=100 and train\.decay_steps=901 are more than train\.num_steps=1000"),
+    ("schedule: piecewise", r"needs train\.lr_points"),
+    ("{schedule: piecewise, lr_points: [{step: 100, factor: 1.5}]}",
+     r"train\.lr_points\.0\.factor = 1\.5 .*expected >= 0, <= 1"),
+    ("{schedule: piecewise, lr_points: [{step: 200, factor: 1}, {step: 200, factor: 0}]}",
+     r"lr_points\.1\.step=200 does not come after the point before it, at 200"),
+    ("{schedule: piecewise, lr_points: [{step: 99, factor: 1}]}",
+     r"lr_points\.0\.step=99 lies in the warm-up of train\.warmup_steps=100"),
+    ("{schedule: piecewise, min_lr_ratio: 0.1, lr_points: [{step: 100, factor: 1}]}",
+     r"min_lr_ratio=0\.1 has no meaning with train\.schedule=piecewise"),
+    ("schedule: time_budget", r"needs train\.budget_hours"),
+    ("{schedule: time_budget, budget_hours: 0}", r"expected > 0"),
+    ("budget_hours: 3", r"set train\.schedule=time_budget"),
+    ("optimizer: lamb", r"train\.optimizer=lamb needs train\.lamb_bias_correction"),
+    ("lamb_bias_correction: false", r"has no meaning with train\.optimizer=adamw"),
+])  # fmt: skip
 def test_what_does_not_fit_is_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         _read(text)

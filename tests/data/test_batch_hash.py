@@ -45,12 +45,10 @@ def batch_hash(*batch: Any) -> int:
 def _batch(rows: int, slots: int, seed: int = 0, share: float = 0.15) -> Batch:
     draw = np.random.default_rng(seed)
     masked_index = np.flatnonzero(draw.random(rows * slots) < share)
-    return Batch(
-        np.arange(rows), draw.integers(0, 2**40, rows), draw.integers(0, 2**32, rows),
-        draw.integers(0, 50_000, (rows, slots)),
-        np.sort(draw.integers(0, 5, (rows, slots)), axis=1).astype(np.int32), masked_index,
-        draw.integers(0, 50_000, len(masked_index))
-    )  # fmt: skip
+    return Batch(np.arange(rows), draw.integers(0, 2**40, rows), draw.integers(0, 2**32, rows),
+                 draw.integers(0, 50_000, (rows, slots)),
+                 np.sort(draw.integers(0, 5, (rows, slots)), axis=1).astype(np.int32), masked_index,
+                 draw.integers(0, 50_000, len(masked_index)))  # fmt: skip
 
 
 def _next_of_splitmix64(state: int) -> int:
@@ -106,26 +104,22 @@ def test_it_is_what_its_definition_says(rows: int, slots: int, share: float, see
 def test_it_never_changes_and_ignores_strides_and_types() -> None:
     """Files of finished runs hold such numbers; the largest are hashed as they are."""
     top = 2**32 - 1
-    batch = Batch(
-        np.array([2**31]), np.array([2**63 - 1]), np.array([top]), np.full((1, 3), top),
-        np.full((1, 3), 2**31 - 1, np.int32), np.array([0, 2]), np.array([top, 0]),
-    )  # fmt: skip
+    batch = Batch(np.array([2**31]), np.array([2**63 - 1]), np.array([top]), np.full((1, 3), top),
+                  np.full((1, 3), 2**31 - 1, np.int32), np.array([0, 2]),
+                  np.array([top, 0]))  # fmt: skip
     assert batch_hash(*batch) == _by_definition(batch)
     ids = np.arange(24, dtype=np.int64).reshape(2, 12)
     documents = np.repeat(np.array([[1, 2, 0], [1, 1, 0]], np.int32), 4, axis=1)
-    batch = Batch(
-        np.array([0, 1]), np.array([7, 2**33]), np.array([0, 3]), ids, documents,
-        np.array([1, 5, 13]), np.array([100, 200, 300]),
-    )  # fmt: skip
+    batch = Batch(np.array([0, 1]), np.array([7, 2**33]), np.array([0, 3]), ids, documents,
+                  np.array([1, 5, 13]), np.array([100, 200, 300]))  # fmt: skip
     assert f"{batch_hash(*batch):016x}" == "2b6821d6e7253864"
     assert batch_hash(*(array[:0] for array in batch)) == 0
     batch = _batch(4, 20)
     wide = np.zeros((4, 40), np.int64)
     wide[:, ::2] = batch.input_ids
-    changed = batch._replace(
-        input_ids=wide[:, ::2], documents=np.asfortranarray(batch.documents),
-        sample_ids=batch.sample_ids.astype(">i8"), epochs=batch.epochs.astype(np.uint32)
-    )  # fmt: skip
+    changed = batch._replace(input_ids=wide[:, ::2], documents=np.asfortranarray(batch.documents),
+                             sample_ids=batch.sample_ids.astype(">i8"),
+                             epochs=batch.epochs.astype(np.uint32))  # fmt: skip
     assert batch_hash(*changed) == batch_hash(*batch)
 
 

@@ -67,8 +67,7 @@ def test_a_rank_needs_few_of_a_windows_blocks(dataset: DatasetIndex, world_size:
     assert len(steps.split.rows) > 2 * 3
     of_rank = [set[int]() for _ in range(world_size)]
     [first] = steps.order.segments[0].orders[0].windows(0, 1)
-    window = len(first.order)
-    for cursor in range(0, window - 47, 48):
+    for cursor in range(0, len(first.order) - 47, 48):
         seen = []
         for rank in range(world_size):
             locations, places = steps.located(cursor, DataRank(rank, world_size))
@@ -122,8 +121,7 @@ def test_an_epoch_holds_every_document_once(dataset: DatasetIndex) -> None:
         ids, numbers = _originals(batch)[0], batch.documents[0]
         for number in range(1, int(numbers.max()) + 1):
             piece = ids[numbers == number]
-            assert piece[0] == CLS_ID
-            assert piece[-1] == SEP_ID
+            assert (piece[0], piece[-1]) == (CLS_ID, SEP_ID)
             assert (piece[1:-1] >= NUM_SPECIAL).all()
             assert batch.positions[0][numbers == number].tolist() == list(range(len(piece)))
             documents.append(piece[1:-1].tolist())
@@ -226,8 +224,7 @@ def test_evaluation_set_is_the_same_for_every_run_and_world_size(dataset: Datase
 
     expected = all_rows(1, seed=5)
     assert len(expected) == 37
-    assert all_rows(3, seed=5) == expected
-    assert all_rows(2, seed=6) == expected
+    assert (all_rows(3, seed=5), all_rows(2, seed=6)) == (expected, expected)
 
 
 @pytest.mark.parametrize("world_size", [2, 7])

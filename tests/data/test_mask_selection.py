@@ -62,10 +62,9 @@ def test_similar_tokens_stand_in_place_of_masks(masking: Any, tmp_path: Path) ->
     table = 5 + (np.arange(VOCABULARY.size)[:, None] + np.array([1, 7, 9])) % 995
     table[::5] = -1
     np.save(tmp_path / "similar.npy", table)
-    config = DataConfig(
-        dir="unused", masking=masking, mask_selection="exact", ngram_weights=(4, 3, 2, 1),
-        similar=str(tmp_path / "similar.npy"),
-    )  # fmt: skip
+    config = DataConfig(dir="unused", masking=masking, mask_selection="exact",
+                        ngram_weights=(4, 3, 2, 1),
+                        similar=str(tmp_path / "similar.npy"))  # fmt: skip
     batch = batch_of(40, 250, document_length=50, start_share=0.4)
     tokens, selected, _ = mask_by_words(batch, config, VOCABULARY, KEY)
     found = _mask(config, batch)
@@ -98,6 +97,7 @@ def test_exact_selection_of_words_leaves_less_than_any_word(mode: Any) -> None:
     assert (left == 0).mean() > 0.95
 
 
+@pytest.mark.long
 def test_spans_have_the_length_distribution() -> None:
     # The least draw of a sequence always starts a span, and ten tokens of budget do not cut it.
     rows, length = 2000, 2048

@@ -47,8 +47,7 @@ def test_random_tokens_are_uniform_and_never_special() -> None:
     config = replace(TOKEN, replace_mask_prob=0.0, replace_random_prob=1.0, mask_prob=0.5)
     corrupted, selected, _ = _mask(config, batch_of(4000, 256))
     drawn = corrupted[selected]
-    assert drawn.min() == NUM_SPECIAL
-    assert drawn.max() == VOCABULARY.size - 1
+    assert (drawn.min(), drawn.max()) == (NUM_SPECIAL, VOCABULARY.size - 1)
     counts = np.bincount(drawn - NUM_SPECIAL)
     expected = len(drawn) / (VOCABULARY.size - NUM_SPECIAL)
     chi_square = ((counts - expected) ** 2 / expected).sum()

@@ -10,11 +10,9 @@ from pipeline.data.format import Source
 from pipeline.data.run_order import Mix, weights
 from pipeline.errors import ConfigError
 
-AMOUNTS = {
-    "one": [7], "two": [3, 1], "far apart": [1, 1_000_000], "five": [5, 40, 3, 900, 52],
-    "twenty equal": [1] * 20, "twenty": [2**k for k in range(20)],
-    "twenty alike": [1000 + 7 * k % 50 for k in range(20)],
-}  # fmt: skip
+AMOUNTS = {"one": [7], "two": [3, 1], "far apart": [1, 1_000_000], "five": [5, 40, 3, 900, 52],
+           "twenty equal": [1] * 20, "twenty": [2**k for k in range(20)],
+           "twenty alike": [1000 + 7 * k % 50 for k in range(20)]}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", AMOUNTS)

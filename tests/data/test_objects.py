@@ -125,9 +125,7 @@ def test_commands_with_a_store(dataset: DatasetIndex, published: Path, tmp_path:
     ours = TrainDataset(address, stage_dir=str(tmp_path / "node"), **arguments)
     one, other = next(iter(ours)), next(iter(TrainDataset(dataset.folder, **arguments)))
     assert all(torch.equal(one[name], other[name]) for name in other)
-    found = find_index(address)
-    assert found is not None
-    assert found.fingerprint == dataset.fingerprint
+    assert find_index(address).fingerprint == dataset.fingerprint
     require_index(address, "/elsewhere")
     assert mounts_of("/work", address, "runs") == ("/work",)
     (published / "index.json").unlink()
@@ -192,8 +190,7 @@ def test_damage_on_disk(published: Path, tmp_path: Path, caplog: pytest.LogCaptu
     [path] = cache.folder.glob("*/*")
     flip(path, int(index.blocks.member_offset[0, 1] - index.blocks.offset[0]) + 130)
     damaged = path.read_bytes()
-    assert reader.doc_ends(0).tolist() == ends
-    assert reader.block(0).doc_ends.tolist() == ends
+    assert (reader.doc_ends(0).tolist(), reader.block(0).doc_ends.tolist()) == (ends, ends)
     assert path.read_bytes() != damaged
     assert cache.counts().damaged_blocks == 1
     with caplog.at_level("INFO"):
@@ -256,10 +253,8 @@ def test_a_run_with_a_worker_trains_on_a_store(
     store.upload(published)
     address = f"s3://{BUCKET}/{published.name}"
     overrides = ["train.num_steps=12", "data.workers=1", "data.stage_gb=0.0002"]
-    ranks = start_ranks(
-        tmp_path / "run", dataset, *overrides, f"data.dir={address}",
-        f"data.stage_dir={tmp_path / 'node'}", world_size=1,
-    )  # fmt: skip
+    ranks = start_ranks(tmp_path / "run", dataset, *overrides, f"data.dir={address}",
+                        f"data.stage_dir={tmp_path / 'node'}", world_size=1)  # fmt: skip
     assert ranks.wait(400) == [0], ranks.output
     steps = open_steps(dataset, _config(tmp_path, str(dataset.folder), *overrides))
     found = [(batch.cursor, batch.hash) for batch in read_batches(ranks.run_dir)]

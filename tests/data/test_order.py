@@ -121,10 +121,8 @@ def test_positions_are_where_locate_finds_a_sequence() -> None:
     for block in range(len(COUNTS)):
         for sequence in range(COUNTS[block]):
             for left in (False, True):
-                found = np.flatnonzero(
-                    (table.blocks == block) & (table.sequences == sequence)
-                    & (table.leftover == left)
-                )  # fmt: skip
+                found = np.flatnonzero((table.blocks == block) & (table.sequences == sequence)
+                                       & (table.leftover == left))  # fmt: skip
                 if left and block not in blocks:
                     continue
                 asked = itertools.takewhile(

@@ -50,9 +50,7 @@ def test_sequences_are_filled(kind: str, seq_len: int) -> None:
     assert used / (packing.num_sequences * seq_len) > 0.98
 
 
-def test_sequences_of_real_text_are_filled_and_none_are_made_of_nothing(
-    dataset: DatasetIndex,
-) -> None:
+def test_sequences_of_real_text_are_filled_and_none_is_empty(dataset: DatasetIndex) -> None:
     reader = BlockReader(dataset)
     used = slots = 0
     for row in dataset.split_blocks("train"):

@@ -72,7 +72,6 @@ def _laid_out(
     packing = pack(block.doc_ends, seq_len, 3)
     locations = _locations(packing.num_sequences, seed)
     slots = PackedSequences.empty(packing.num_sequences, seq_len, pairs=True)
-    assert slots.pairs is not None
     for array in (*slots[:-1], slots.pairs.segments, slots.pairs.labels, slots.pairs.counts):
         array.view(np.uint8)[:] = 0xA5  # what is not written must show
     rule = _rule(kind)
@@ -104,7 +103,6 @@ def _require_row(slots: PackedSequences, row: int, block: Block, made: list[Made
         ]
     assert len(expected) <= seq_len
     expected += [(0, 0, 0, True, False, 0, -1)] * (seq_len - len(expected))
-    assert slots.pairs is not None
     columns = (*slots[:-1], slots.pairs.segments, slots.pairs.labels)
     for found, wanted in zip(columns, zip(*expected, strict=True), strict=True):
         as_bytes = np.array(wanted, found.dtype).view(np.uint8)  # a bool may be neither 0 nor 1
@@ -199,18 +197,15 @@ def test_a_pair_has_the_same_lengths_and_ends_with_either_label() -> None:
     sentences = {*sentence_starts(block, marks).tolist(), len(block.tokens)}
     of_label = [dict[tuple[int, int], tuple[object, ...]](), {}]
     for seed in range(40):
-        rule = _rule("nsp")._replace(seed=seed)
-        for pair, begin, stop, _ in _pairs(block, 64, rule):
+        for pair, begin, stop, _ in _pairs(block, 64, _rule("nsp")._replace(seed=seed)):
             _, (_, cut), (first, last), _ = pair.parts.tolist()
             assert last - first == stop - cut
             of_document = int(np.searchsorted(block.doc_ends, first, side="right"))
             assert first > ([0, *block.doc_ends.tolist()])[of_document]
             assert last <= block.doc_ends[of_document]
             ends_word = last in block.doc_ends or bool(starts[last])
-            shape = (
-                first in sentences, last in sentences, last in block.doc_ends, ends_word,
-                int(marks[block.tokens[last - 1]]), pair.in_sentence,
-            )  # fmt: skip
+            shape = (first in sentences, last in sentences, last in block.doc_ends, ends_word,
+                     int(marks[block.tokens[last - 1]]), pair.in_sentence)  # fmt: skip
             # The same cut of the same piece.
             of_label[int(bool(pair.label))][begin, cut] = shape
     both = of_label[0].keys() & of_label[1].keys()
@@ -233,12 +228,10 @@ def test_classifiers_of_lengths_and_ends_guess(corpus: str, kind: PairKind) -> N
 
 def test_pieces_without_another_text_have_no_label() -> None:
     slots, packing, _ = _laid_out(_block([500], seed=1), 32, "nsp")
-    assert slots.pairs is not None
     assert (slots.pairs.labels == -1).all()
     assert slots.pairs.counts.sum(axis=0).tolist() == [0, *2 * [len(packing.piece_doc)]]
     # Nor is it the true rest where the other documents are too short for all but single tokens.
     slots, packing, _ = _laid_out(_block([500, *[2] * 9], seed=1), 32, "nsp")
-    assert slots.pairs is not None
     num_pairs = len(packing.piece_doc) - slots.pairs.counts[:, 1].sum()
     assert slots.pairs.segments.sum() == 2 * num_pairs == 2 * (slots.pairs.labels >= 0).sum()
 
@@ -344,7 +337,6 @@ def test_the_hash_covers_segments_and_labels(dataset: DatasetIndex) -> None:
         [batch] = make(slots, locations, 0, micro_batch=4, places=np.arange(len(locations.blocks)))
         return batch.hash
 
-    assert slots.pairs is not None
     first = tuple(np.argwhere(slots.pairs.labels >= 0)[0])
     for name in ("labels", "segments"):
         other = getattr(slots.pairs, name).copy()

@@ -12,12 +12,10 @@ from pipeline.data.random import Purpose, permutation, philox
 from tests.support.processes import python
 
 # Random123, tests/kat_vectors: philox4x32 with 10 rounds.
-KNOWN_ANSWERS = [
-    ((0, 0, 0, 0), (0, 0), "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-    ((2**32 - 1,) * 4, (2**32 - 1,) * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-    ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0),
-     "d16cfe09 94fdcceb 5001e420 24126ea1"),
-]  # fmt: skip
+KNOWN_ANSWERS = [((0, 0, 0, 0), (0, 0), "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+                 ((2**32 - 1,) * 4, (2**32 - 1,) * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+                 ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0),
+                  "d16cfe09 94fdcceb 5001e420 24126ea1")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
@@ -55,10 +53,8 @@ def test_permutation_is_one_depends_on_everything_and_stays_for_good() -> None:
     first = permutation(1000, **base)  # type: ignore[arg-type]
     assert sorted(first.tolist()) == list(range(1000))
     np.testing.assert_array_equal(first, permutation(1000, **base))  # type: ignore[arg-type]
-    others = [
-        {"seed": 2}, {"epoch": 1}, {"window": 1}, {"stream": 1},
-        {"purpose": Purpose.SEQUENCE_ORDER},
-    ]  # fmt: skip
+    others = [{"seed": 2}, {"epoch": 1}, {"window": 1}, {"stream": 1},
+              {"purpose": Purpose.SEQUENCE_ORDER}]  # fmt: skip
     for other in others:
         assert (first != permutation(1000, **{**base, **other})).mean() > 0.9  # type: ignore[arg-type]
     # Written down once: a change here would reorder every run that is under way.

@@ -9,18 +9,14 @@ from pipeline.errors import DataError
 
 
 def _rewind(first: int, last: int) -> Rewind:
-    return Rewind(
-        first_batch=first, last_batch=last, first_cursor=8 * first, stop_cursor=8 * last + 8,
-        high_batches=[last - 1, last], loss=7.5, limit=3.0, from_step=last, to_step=first - 1,
-        unix_s=1.0,
-    )  # fmt: skip
+    return Rewind(first_batch=first, last_batch=last, first_cursor=8 * first,
+                  stop_cursor=8 * last + 8, high_batches=[last - 1, last], loss=7.5, limit=3.0,
+                  from_step=last, to_step=first - 1, unix_s=1.0)  # fmt: skip
 
 
 def _non_finite(batch: int, unix_s: float) -> NonFinite:
-    return NonFinite(
-        batch=batch, cursor=8 * batch, step=batch, grad_norm="inf", ranks={"1": [4, 8]},
-        samples=[[0, 3], [1, 4]], unix_s=unix_s,
-    )  # fmt: skip
+    return NonFinite(batch=batch, cursor=8 * batch, step=batch, grad_norm="inf",
+                     ranks={"1": [4, 8]}, samples=[[0, 3], [1, 4]], unix_s=unix_s)  # fmt: skip
 
 
 def test_records_come_back_and_the_last_about_a_batch_counts(tmp_path: Path) -> None:

@@ -43,12 +43,10 @@ def test_arrays_of_every_type_come_back_as_they_were() -> None:
     for shared in (_open("types"), _open("types")):
         found = shared.get((1,), lambda: [*made, made[0][:0]])
         for array, expected in zip(found, [*made, made[0][:0]], strict=True):
-            assert array.dtype == expected.dtype
-            assert array.tolist() == expected.tolist()
+            assert (array.dtype, array.tolist()) == (expected.dtype, expected.tolist())
             with pytest.raises(ValueError, match="read-only"):
                 array[:] = 1
-    other = _open("types")
-    assert other.get((2,), lambda: made)[4].tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert _open("types").get((2,), lambda: made)[4].tolist() == [0, 1, 2, 3, 4, 5, 6]
 
 
 def test_what_one_has_made_the_others_read_until_the_longest_unused_is_replaced() -> None:
@@ -117,9 +115,7 @@ def test_a_killed_maker_is_replaced_and_nothing_is_left_behind() -> None:
     assert not folder.exists(), "what a killed one left goes when another one opens its own"
 
 
-def test_a_folder_of_another_user_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_others_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = _open("stranger").folder
     folder.mkdir()
     real = Path.lstat

@@ -33,10 +33,9 @@ def test_slots_are_those_of_the_reference(dtype: type, seq_len: int) -> None:
     rng = np.random.default_rng(seq_len)
     ends = np.cumsum(rng.integers(1, 300, 200))
     size = 65_536 if dtype == np.uint16 else 100_000
-    block = Block(
-        tokens=rng.integers(0, size, ends[-1]).astype(dtype), doc_ends=ends,
-        word_bits=rng.integers(0, 256, -(-ends[-1] // 8)).astype(np.uint8), meta_json=b""
-    )  # fmt: skip
+    block = Block(tokens=rng.integers(0, size, ends[-1]).astype(dtype), doc_ends=ends,
+                  word_bits=rng.integers(0, 256, -(-ends[-1] // 8)).astype(np.uint8),
+                  meta_json=b"")  # fmt: skip
     block.tokens[rng.integers(0, ends[-1], 500)] = size - 1
     # Special ids in no order, one at each end of the range.
     vocabulary = Vocabulary(size, pad=7, unk=3, cls=size - 1, sep=0, mask=500, not_in_text=())

@@ -108,9 +108,7 @@ def test_staged_blocks_give_the_same_batches_and_alone(copy: DatasetIndex, tmp_p
 
 @pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_processes_share_the_work_and_wait(
-    dataset: DatasetIndex, tmp_path: Path, is_killed: bool
-) -> None:
+def test_processes_share_and_wait(dataset: DatasetIndex, tmp_path: Path, is_killed: bool) -> None:
     number = len(dataset.blocks)
     with _staging(dataset, tmp_path, "1") as first, _staging(dataset, tmp_path) as second:
         # The second copies all but the block that the first, stopped, has in work.
@@ -130,9 +128,7 @@ def test_processes_share_the_work_and_wait(
 
 
 @pytest.mark.usefixtures("processes")
-def test_processes_at_full_speed_copy_each_block_once(
-    dataset: DatasetIndex, tmp_path: Path
-) -> None:
+def test_processes_at_speed_copy_each_block_once(dataset: DatasetIndex, tmp_path: Path) -> None:
     with _staging(dataset, tmp_path) as one, _staging(dataset, tmp_path) as two, \
             _staging(dataset, tmp_path) as three:  # fmt: skip
         texts = [process.communicate(timeout=60)[0] for process in (one, two, three)]
@@ -167,13 +163,11 @@ def test_what_killed_ranks_left_removes_no_copy(dataset: DatasetIndex, tmp_path:
     (folder / "state").write_bytes(struct.pack("<4q", 3 * size, 0, 0, 0))
     staged = stage(dataset, tmp_path)
     assert _copies(tmp_path) == _originals(dataset)
-    assert staged.cache is not None
     assert staged.cache.counts().kept_bytes == size
     assert not list(tmp_path.rglob("*.part"))
     # While others copy, a rank that is killed is counted until the next start.
     (folder / "state").write_bytes(struct.pack("<4q", 9 * size, 0, 0, 0))
-    block = next(path for path in folder.rglob("*") if len(path.name) == 64)
-    block.unlink()
+    next(path for path in folder.rglob("*") if len(path.name) == 64).unlink()
     BlockReader(staged).block(0)
     BlockReader(staged).check_all(range(len(dataset.blocks)))
     assert _copies(tmp_path) == _originals(dataset)
@@ -199,8 +193,7 @@ def test_damaged_copy_is_copied_again(
     original = path.read_bytes()
     for damage in (lambda: flip(path, 500), lambda: path.write_bytes(original[:500]), path.unlink):
         damage()
-        tokens = BlockReader(staged).block(0).tokens
-        assert (tokens == BlockReader(dataset).block(0).tokens).all()
+        assert (BlockReader(staged).block(0).tokens == BlockReader(dataset).block(0).tokens).all()
         assert path.read_bytes() == original
     assert caplog.text.count("is damaged and fetched again") == 2
 
@@ -228,11 +221,9 @@ def test_space_that_runs_out_while_copying(dataset: DatasetIndex, tmp_path: Path
         f"head -c {total} /dev/zero > {tmp_path}/small/other 2> /dev/null; "
         f"kill -CONT $!; wait $!; echo code $?; find {tmp_path}/small/*/ -name '*.part'"
     )
-    done = subprocess.run(
-        ["unshare", "--map-root-user", "--mount", "sh", "-c", script, "sh",
-         *_program(dataset, tmp_path / "small", "1")],
-        capture_output=True, text=True, cwd=ROOT, timeout=60,
-    )  # fmt: skip
+    done = subprocess.run(["unshare", "--map-root-user", "--mount", "sh", "-c", script, "sh",
+                           *_program(dataset, tmp_path / "small", "1")],
+                          capture_output=True, text=True, cwd=ROOT, timeout=60)  # fmt: skip
     sizes = r"\d+\.\d{4} GB are still needed, 0\.\d{4} GB are free"
     assert re.search(rf"data\.stage_dir, {tmp_path}/small: {sizes}", done.stdout)
     assert done.stdout.endswith("code 2\n"), done.stdout + done.stderr

@@ -33,12 +33,11 @@ from pipeline.runtime.files import remove_abandoned, temporary_beside, write_ato
 from postnorm.__main__ import groups
 from tests.support import warm
 from tests.support.prepare import config_of
+from tests.support.processes import wait_until
 
 # Every stage that there is.
-ALL_STAGES = [
-    "dedup.near_duplicates=true", "dedup.bands=4", "dedup.lines=true", "dedup.line_min_chars=200",
-    "tokenizer.sample_mb=1",
-]  # fmt: skip
+ALL_STAGES = ["dedup.near_duplicates=true", "dedup.bands=4", "dedup.lines=true",
+              "dedup.line_min_chars=200", "tokenizer.sample_mb=1"]  # fmt: skip
 SOURCES = 6
 
 
@@ -300,8 +299,7 @@ def test_plan_of_tasks(whole: Path, prep_config: Path, source: Path, tmp_path: P
         [marker] = folder.rglob(f"ingest/{i:05d}.done.json")
         marker.unlink()
     left = todo(folder)
-    assert left.pop("eval_sets") == []
-    assert left.pop("ingest") == [1, 2]
+    assert (left.pop("eval_sets"), left.pop("ingest")) == ([], [1, 2])
     assert set(left.values()) == {None}  # they wait for it
 
 
@@ -345,10 +343,7 @@ def test_status_before_a_failure_and_after_it(
 def test_state_of_a_task_whose_process_is_gone(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", _SLEEPING_TASK, str(tmp_path)])
     task = StageTask("t", tmp_path, make_key("x"), None)
-    deadline = time.monotonic() + 20
-    while state_of(task).name != "running" and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert state_of(task).name == "running"
+    wait_until(lambda: state_of(task).name == "running", process)
     assert f"process {process.pid}" in state_of(task).text
     process.kill()
     process.wait()

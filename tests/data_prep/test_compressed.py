@@ -94,9 +94,8 @@ def _held(data: bytes, suffix: str) -> bytes:
     """What another decoder, fed byte by byte, gets out of a cut stream."""
     if suffix == ".gz":
         return subprocess.run(["gzip", "-dc"], input=data, capture_output=True).stdout
-    makers = {
-        ".zst": zstd.ZstdDecompressor, ".xz": lzma.LZMADecompressor, ".bz2": bz2.BZ2Decompressor
-    }  # fmt: skip
+    makers = {".zst": zstd.ZstdDecompressor, ".xz": lzma.LZMADecompressor,
+              ".bz2": bz2.BZ2Decompressor}  # fmt: skip
     decoder = makers[suffix]()
     return b"".join(decoder.decompress(bytes([byte])) for byte in data)
 

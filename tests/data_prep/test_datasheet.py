@@ -162,9 +162,8 @@ def test_numbers_are_those_of_the_shards(data: Path, report: dict[str, Any]) -> 
 
 
 def test_sources_add_up_to_the_stages(report: dict[str, Any]) -> None:
-    assert list(report["stages"]) == [
-        "ingest", "normalise", "filter", "lines", "dedup", "near", "decontaminate", "shards"
-    ]  # fmt: skip
+    assert list(report["stages"]) == ["ingest", "normalise", "filter", "lines", "dedup", "near",
+                                      "decontaminate", "shards"]  # fmt: skip
     for stage, whole in report["stages"].items():
         parts = [source["stages"][stage] for source in report["sources"].values()]
         for key in ("documents_in", "documents_out", "bytes_in", "bytes_out"):
@@ -207,9 +206,7 @@ def test_lengths_are_those_of_kept_documents(data: Path, report: dict[str, Any])
         assert lengths["quantiles"]["half_of_text"] == half
 
 
-def test_near_duplicates_at_the_limit_stand_side_by_side(
-    data: Path, report: dict[str, Any]
-) -> None:
+def test_near_duplicates_at_limit_stand_side_by_side(data: Path, report: dict[str, Any]) -> None:
     lines = [
         json.loads(line)
         for path in sorted((data / "work" / "near").glob("*.near.jsonl"))
@@ -265,9 +262,8 @@ def test_samples_are_masked(tmp_path: Path, kind: str, masked: bool) -> None:
 def test_samples_come_from_the_sources_that_lose_most() -> None:
     rejected = {"a": {"x": [1, 10], "y": [1, 1]}, "b": {"x": [1, 30]}, "c": {"x": [9, 20]},
                 "d": {"x": [99, 9]}}  # fmt: skip
-    assert samples._wanted(rejected) == {
-        "a": Counter(x=1, y=3), "b": Counter(x=1), "c": Counter(x=1), "d": Counter()
-    }  # fmt: skip
+    assert samples._wanted(rejected) == {"a": Counter(x=1, y=3), "b": Counter(x=1),
+                                         "c": Counter(x=1), "d": Counter()}  # fmt: skip
 
 
 def test_texts_and_names_are_escaped(data: Path, report: dict[str, Any]) -> None:
@@ -294,10 +290,9 @@ def test_pages_are_made_again_from_the_report(data: Path, tmp_path: Path) -> Non
     subprocess.run([*command, tmp_path], check=True)
     for name in ("datasheet.html", "datasheet.md"):
         assert (tmp_path / name).read_bytes() == (data / name).read_bytes()
-    for content, message in (
-        ("{", "is damaged"), ('{"sources": {"a": {"tokens": 1}}}', "another version wrote it"),
-        (None, "is not a finished dataset"),
-    ):  # fmt: skip
+    for content, message in (("{", "is damaged"),
+                             ('{"sources": {"a": {"tokens": 1}}}', "another version wrote it"),
+                             (None, "is not a finished dataset")):  # fmt: skip
         (tmp_path / "report.json").write_text(content or "")
         if content is None:
             (tmp_path / "report.json").unlink()
@@ -359,8 +354,7 @@ def test_a_report_without_rejections(report: dict[str, Any]) -> None:
 
 
 def test_figures_are_as_large_as_their_values(report: dict[str, Any]) -> None:
-    colours = {"<a>": 0, "b": 1, "c": 2}
-    parts = bar({"<a>": 30, "c": 10}, colours, 80, "documents")
+    parts = bar({"<a>": 30, "c": 10}, {"<a>": 0, "b": 1, "c": 2}, 80, "documents")
     assert [part[:2] for part in parts] == [(0, "37.500"), (2, "12.500")]
     many = {f"{number}": min(number, 7) for number in range(10)}
     assert bar(dict.fromkeys(many, 1), many, 0, "B")[-1][2] == "3 more: 3 B"

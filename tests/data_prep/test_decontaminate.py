@@ -29,10 +29,9 @@ def _decontaminate(
     folder: Path, source: Path, config: DecontaminateConfig, **changes: Any
 ) -> dict[str, list[Done]]:
     """Runs the stages up to decontaminate."""
-    prep = PrepConfig(
-        output_dir=str(folder), sources=(SourceConfig(name="s", inputs=(str(source),)),),
-        decontaminate=config, **{"workers": 1, **changes},
-    )  # fmt: skip
+    prep = PrepConfig(output_dir=str(folder),
+                      sources=(SourceConfig(name="s", inputs=(str(source),)),),
+                      decontaminate=config, **{"workers": 1, **changes})  # fmt: skip
     return run_before(prep, "tokenizer")
 
 
@@ -75,8 +74,7 @@ def _letters(text: str) -> str:
 def _ngrams(letters: str, length: int, length_cjk: int) -> set[str]:
     found = set()
     for start, letter in enumerate(letters):
-        near = letters[start : start + min(length, length_cjk)]
-        num_cjk = sum(each >= "\u2e80" for each in near)
+        num_cjk = sum(each >= "\u2e80" for each in letters[start : start + min(length, length_cjk)])
         is_cjk = letter >= "\u2e80" or 2 * num_cjk >= min(length, length_cjk)
         size = length_cjk if is_cjk else length
         if start + size <= len(letters):
@@ -263,15 +261,13 @@ def test_items_of_all_forms(tmp_path: Path) -> None:
     (tmp_path / "g.json").write_bytes(b"")
     (tmp_path / "h.md").write_text("left out here")
     found, counts = _read(tmp_path)
-    assert found == {
-        "a.jsonl.gz:1/q/中/0": "turn one", "a.jsonl.gz:1/q/中/1": "第二句",
-        "a.jsonl.gz:4/0": "x y\u2028z",
-        "b.json.zst/0/q/中/0": "turn one", "b.json.zst/0/q/中/1": "第二句",
-        "c.json:1/s": "a b", "c.json:2/s": "c d",
-        "d.tsv:2/2": '他说"好 吗',
-        "e.csv:2/2": 'with, "quotes"\nand lines', "e.csv:3/2": "two words",
-        "f.txt:1": "first line", "f.txt:4": "一行",
-    }  # fmt: skip
+    assert found == {"a.jsonl.gz:1/q/中/0": "turn one", "a.jsonl.gz:1/q/中/1": "第二句",
+                     "a.jsonl.gz:4/0": "x y\u2028z",
+                     "b.json.zst/0/q/中/0": "turn one", "b.json.zst/0/q/中/1": "第二句",
+                     "c.json:1/s": "a b", "c.json:2/s": "c d",
+                     "d.tsv:2/2": '他说"好 吗',
+                     "e.csv:2/2": 'with, "quotes"\nand lines', "e.csv:3/2": "two words",
+                     "f.txt:1": "first line", "f.txt:4": "一行"}  # fmt: skip
     assert counts == {"lines that are no JSON": 1, "empty files": 1}
 
 
@@ -306,6 +302,7 @@ def test_config_says_what_does_not_fit() -> None:
         EvalSetConfig(name="e", inputs=())
 
 
+@pytest.mark.long
 def test_a_dataset_is_made_without_them(tmp_path: Path) -> None:
     texts = _prose()
     item = normalise(texts[7])[:300]

@@ -101,11 +101,9 @@ def _ingested(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def _files(work: Path, stages: tuple[str, ...]) -> dict[str, bytes]:
-    return {
-        f"{stage}/{path.name}": path.read_bytes()
-        for stage in stages for path in sorted((work / stage).iterdir())
-        if not path.name.endswith(".json")
-    }  # fmt: skip
+    return {f"{stage}/{path.name}": path.read_bytes()
+            for stage in stages for path in sorted((work / stage).iterdir())
+            if not path.name.endswith(".json")}  # fmt: skip
 
 
 def test_the_first_of_equal_documents_is_kept(plain: Prepared) -> None:
@@ -124,8 +122,7 @@ def test_the_first_of_equal_documents_is_kept(plain: Prepared) -> None:
     assert [json.loads(line) for path in lists for line in path.read_text().splitlines()] == dropped
     counts = records["dedup"][0].result["dedup"]
     sizes = np.array([len(text.encode()) for _, text in _ingested(work / "ingest")])
-    assert counts["documents_in"] == len(sizes)
-    assert counts["bytes_out"] == sizes[keep].sum()
+    assert (counts["documents_in"], counts["bytes_out"]) == (len(sizes), sizes[keep].sum())
     assert counts["rejected"] == {"exact duplicate": [len(dropped), int(sizes[~keep].sum())]}
 
 

@@ -45,21 +45,17 @@ def test_markdown_is_read_where_it_is_asked_for(tmp_path: Path) -> None:
 
 def test_bad_lines_cost_themselves_only(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    lines = [
-        b'{"text": "good 1"}', b'{"text": "bad \xff byte"}', b'{"text": "good 2"}', b"{not json",
-        b'{"other": 1}', b"[1, 2]", b"", '{"text": "好 3", "id": "x7"}'.encode(),
-        b'{"text": "lone \\ud800 surrogate"}',
-    ]  # fmt: skip
+    lines = [b'{"text": "good 1"}', b'{"text": "bad \xff byte"}', b'{"text": "good 2"}',
+             b"{not json", b'{"other": 1}', b"[1, 2]", b"", '{"text": "好 3", "id": "x7"}'.encode(),
+             b'{"text": "lone \\ud800 surrogate"}']  # fmt: skip
     path.write_bytes(b"\n".join(lines))
     items = read_source(path)
     assert texts_of(items) == ["good 1", "good 2", "好 3", "lone \ufffd surrogate"]
     rejected = [item for item in items if isinstance(item, Rejected)]
-    assert [item.reason for item in rejected] == [
-        "invalid UTF-8 line", "invalid JSON line", "no text in field 'text'",
-        "no text in field 'text'",
-    ]  # fmt: skip
-    assert rejected[0].id == f"s/a.jsonl@{len(lines[0]) + 1}"
-    assert rejected[0].raw == lines[1]
+    assert [item.reason for item in rejected] == ["invalid UTF-8 line", "invalid JSON line",
+                                                  "no text in field 'text'",
+                                                  "no text in field 'text'"]  # fmt: skip
+    assert (rejected[0].id, rejected[0].raw) == (f"s/a.jsonl@{len(lines[0]) + 1}", lines[1])
     assert "raw_base64" in json.loads(rejected[0].to_json())
     assert json.loads(rejected[1].to_json())["raw"] == "{not json"
     assert [item.id for item in items if isinstance(item, Document)][2] == "s/x7"
@@ -90,18 +86,16 @@ def test_too_long_text_names_limit(tmp_path: Path, name: str, content: bytes, mo
 
 
 def test_folder_glob_and_list_are_found_once(tmp_path: Path) -> None:
-    for name in (
-        "a.txt", "b/c.jsonl", "b/d.txt.gz", "b/notes.pdf", "e.zst", "b/wiki_07",
-        "b/f.snappy.parquet", "b/g.warc.wet.gz", "b/h.parquet.gz", "b/i.JSON.XZ",
-    ):  # fmt: skip
+    for name in ("a.txt", "b/c.jsonl", "b/d.txt.gz", "b/notes.pdf", "e.zst", "b/wiki_07",
+                 "b/f.snappy.parquet", "b/g.warc.wet.gz", "b/h.parquet.gz",
+                 "b/i.JSON.XZ"):  # fmt: skip
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
     inputs = (str(tmp_path), f"{tmp_path}/b/*.jsonl", f"{tmp_path}/a.txt")
     found = find(SourceConfig(name="s", inputs=inputs))
-    assert [file.name for file in found.files] == [
-        "a.txt", "b/c.jsonl", "b/d.txt.gz", "b/f.snappy.parquet", "b/g.warc.wet.gz", "b/i.JSON.XZ",
-        "b/wiki_07",
-    ]  # fmt: skip
+    assert [file.name for file in found.files] == ["a.txt", "b/c.jsonl", "b/d.txt.gz",
+                                                   "b/f.snappy.parquet", "b/g.warc.wet.gz",
+                                                   "b/i.JSON.XZ", "b/wiki_07"]  # fmt: skip
     assert sorted(Path(path).name for path in found.ignored) == [
         "e.zst", "h.parquet.gz", "notes.pdf"
     ]  # fmt: skip
@@ -144,8 +138,7 @@ def test_what_is_not_a_file_is_named(tmp_path: Path, given: str) -> None:
         bound.bind(str(tmp_path / "socket"))
         with pytest.raises(DataError, match="3 files or folders cannot be read"):
             _names(f"{tmp_path}{given}")
-        source = SourceConfig(name="s", inputs=(f"{tmp_path}{given}",), on_unreadable="skip")
-        listing = find(source)
+        listing = find(SourceConfig(name="s", inputs=(f"{tmp_path}{given}",), on_unreadable="skip"))
     assert [file.name for file in listing.files] == ["a.jsonl"]
     assert {Path(text.split(" (")[0]).name for text in listing.unreadable} == {
         "gone.jsonl", "pipe", "socket"
@@ -163,10 +156,9 @@ def test_files_of_one_name_get_different_ids(tmp_path: Path) -> None:
 def test_missing_unknown_and_misnamed_inputs_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.pdf").touch()
     (tmp_path / "\udcff.txt").touch()
-    for given, message in (
-        ("nothing*", r"nothing\*' matches no file"), ("a.pdf", r"a\.pdf .*expected \.txt"),
-        ("", r"udcff\.txt': .*rename"),
-    ):  # fmt: skip
+    for given, message in (("nothing*", r"nothing\*' matches no file"),
+                           ("a.pdf", r"a\.pdf .*expected \.txt"),
+                           ("", r"udcff\.txt': .*rename")):  # fmt: skip
         with pytest.raises(DataError, match=message):
             _names(f"{tmp_path}/{given}")
 

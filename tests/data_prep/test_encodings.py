@@ -103,9 +103,7 @@ def test_a_file_of_two_encodings_gives_no_wrong_text(
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
-def test_utf_16_is_read_in_every_format_of_lines(
-    tmp_path: Path, encoding: Encoding, mark: str
-) -> None:
+def test_utf_16_is_read_in_formats_of_lines(tmp_path: Path, encoding: Encoding, mark: str) -> None:
     texts = [*SIMPLIFIED.splitlines(), *JAPANESE.splitlines(), "上上上", "一行\u2028二"]
     rows = [{"text": text, "id": str(i)} for i, text in enumerate(texts)]
     contents = {

@@ -79,11 +79,9 @@ def test_folder_that_becomes_read_only(command: list[str], tmp_path: Path) -> No
     "$@" 2>&1
     echo "== last $?"
     """
-    done = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", script, "sh", *command],
-        env={**os.environ, "DISK": str(tmp_path / "disk")},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+    done = subprocess.run(["unshare", "--mount", "sh", "-c", script, "sh", *command],
+                          env={**os.environ, "DISK": str(tmp_path / "disk")},
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
     assert done.returncode == 0, done.stdout
     ends = [line for line in done.stdout.splitlines() if line.startswith("== ")]
     assert ends == ["== first 1", "== second 1", "== last 0"]
@@ -91,6 +89,7 @@ def test_folder_that_becomes_read_only(command: list[str], tmp_path: Path) -> No
     assert "Traceback" not in done.stdout
 
 
+@pytest.mark.long
 def test_odd_files_among_good_ones(prep_config: Path, corpus: Path, tmp_path: Path) -> None:
     folder = tmp_path / "in"
     folder.mkdir()

@@ -76,8 +76,7 @@ def test_another_run_is_refused_while_one_lives_and_let_in_once_killed(folder: P
 def test_parts_of_one_array_are_let_in_and_everything_else_is_not(folder: Path) -> None:
     first = _hold(folder, "c", "1")
     with held(folder, this_process("c", ("ingest", 0, 4))) as hosts:
-        assert len(hosts) == 1
-        assert len(holders(folder)) == 2
+        assert (len(hosts), len(holders(folder))) == (1, 2)
     refused = [("c", ("ingest", 1, 4)), ("c", ("ingest", 0, 3)), ("c", ("shards", 0, 4))]
     for config, part in [*refused, ("other", ("ingest", 0, 4))]:
         with pytest.raises(BusyError), held(folder, this_process(config, part)):
@@ -89,6 +88,7 @@ def test_parts_of_one_array_are_let_in_and_everything_else_is_not(folder: Path) 
             pass
 
 
+@pytest.mark.long
 def test_another_machine_is_dead_once_silent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "EXPIRES_S", 3.0)
     ours = this_process("c", None)

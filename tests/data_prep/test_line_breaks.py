@@ -26,10 +26,8 @@ NEWLINE = 5 + ord("\n")  # bytes come after the special tokens
 
 
 @pytest.fixture(scope="module")
-def broken(
-    dataset: DatasetIndex, prep_config: Path, corpus: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> DatasetIndex:  # fmt: skip
+def broken(dataset: DatasetIndex, prep_config: Path, corpus: Path,
+           tmp_path_factory: pytest.TempPathFactory) -> DatasetIndex:  # fmt: skip
     """The dataset again with line breaks as tokens, in a copy of its folder."""
     folder = tmp_path_factory.mktemp("line-breaks") / "data"
     shutil.copytree(dataset.folder, folder)
@@ -85,9 +83,7 @@ def test_only_tokenizer_and_shards_differ(broken: DatasetIndex, dataset: Dataset
     assert "are spaces" in text
 
 
-def test_line_breaks_are_the_tokenizers_matter(
-    prep_config: Path, corpus: Path, tmp_path: Path
-) -> None:
+def test_breaks_are_the_tokenizers_matter(prep_config: Path, corpus: Path, tmp_path: Path) -> None:
     assert "newline" not in CleanConfig().of_texts()  # no text is read again for it
     given = corpora.find(config_of(prep_config, tmp_path, corpus))
     clean = replace(given.config.clean, newline="token")
@@ -102,9 +98,7 @@ def test_given_models(
     run(config_of(prep_config, tmp_path / "data", corpus, TOKEN, given))
     assert read_index(tmp_path / "data").fingerprint == broken.fingerprint
     kept = TokenizerConfig(file=str(broken.folder / "tokenizer.model"))
-    made = read_given(kept, "token")
-    assert made is not None
-    assert made.content == (broken.folder / "tokenizer.model").read_bytes()
+    assert read_given(kept, "token").content == (broken.folder / "tokenizer.model").read_bytes()
     with pytest.raises(ConfigError, match=r"set clean\.newline to token"):
         read_given(kept)
     vocab = bert_vocabulary.write(tmp_path / "vocab.txt", bert_vocabulary.rows(["a word"]))

@@ -96,9 +96,7 @@ def test_text_in_another_encoding_names_the_setting(tmp_path: Path) -> None:
     assert report["notes"]["files read as gb18030"] == 1
 
 
-def test_few_losses_are_warned_of_and_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_few_losses_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _write(tmp_path / "in/a.jsonl", ROWS)
     _write(tmp_path / "in/b.jsonl", _renamed(ROWS[:20], text="body"))
     with caplog.at_level(logging.WARNING):

@@ -64,10 +64,8 @@ def texts() -> dict[str, list[str]]:
         if all(exact_jaccard(own, other) < 0.25 for other in shingles):
             unrelated.append(text)
             shingles.append(own)
-    return {
-        "english": unrelated, "chinese": chinese(np.random.default_rng(1), 400),
-        "mixed": mixed(np.random.default_rng(5), COPIES),
-    }  # fmt: skip
+    return {"english": unrelated, "chinese": chinese(np.random.default_rng(1), 400),
+            "mixed": mixed(np.random.default_rng(5), COPIES)}  # fmt: skip
 
 
 def _config(output: Path, source: Path, dedup: DedupConfig, *overrides: str) -> PrepConfig:
@@ -138,6 +136,7 @@ def _independent(shingles: int, bins: int = 256) -> float:
     return float(bins**2 / (full * ((1 + taken) ** 2 + taken)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("language", "length"), [
     ("english", 250), ("chinese", 1500), ("english", 40_000), NIGHTLY("chinese", 250),
     NIGHTLY("english", 1500), NIGHTLY("chinese", 40_000),
@@ -186,8 +185,7 @@ def test_bands_share_few_bins_and_pairs_join_with_the_first_and_the_one_before()
     assert max(shared) <= 3
     assert np.mean(shared) < 0.11
     hashes = np.array([5, 7, 5, 9, 7, 5, 5], dtype=np.uint64)
-    documents = np.array([10, 11, 12, 13, 14, 15, 16], dtype=np.uint32)
-    pairs = bucket_pairs(hashes, documents).tolist()
+    pairs = bucket_pairs(hashes, np.array([10, 11, 12, 13, 14, 15, 16], dtype=np.uint32)).tolist()
     expected = [(10, 12), (10, 15), (10, 16), (11, 14), (12, 15), (15, 16)]
     assert [(pair % 2**32, pair // 2**32) for pair in pairs] == sorted(
         expected, key=lambda p: p[::-1]
@@ -213,6 +211,7 @@ def _book(rng: np.random.Generator, letters: int, language: str) -> str:
     return " ".join(words[number] for number in drawn)[: letters * 5 // 4]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("language", first_in_ci(["chinese", "english"]))
 def test_length_does_not_make_documents_alike(language: str) -> None:
     rng = np.random.default_rng(6)
@@ -225,18 +224,17 @@ def test_length_does_not_make_documents_alike(language: str) -> None:
         third = len(book) // 3
         copies += [book[:third] + other[:third] + book[third:], other[-third:] + book[third:]]
     signed = signatures(books, settings_of(DEFAULT)), signatures(copies, settings_of(DEFAULT))
-    kinds = [{int(row[-1]) for row in one.sketch} for one in signed]
-    assert kinds == [{1, 2, 3}, {1, 2, 3}]
+    assert [{int(row[-1]) for row in one.sketch} for one in signed] == [{1, 2, 3}, {1, 2, 3}]
     own, of_copies = (one.sketch[:, None] for one in signed)
     unrelated = similarity(agreements(own, signed[0].sketch[None]))[np.triu_indices(len(books), 1)]
     print(f"{language}: unrelated at most {unrelated.max():.3f}")
     assert unrelated.max() < DEFAULT.threshold - 0.08
     of = [*range(len(books)), *(number for number in range(len(books)) for _ in range(2))]
-    found = similarity(agreements(signed[0].sketch[of], of_copies[:, 0]))
-    assert found.min() > DEFAULT.threshold
+    assert similarity(agreements(signed[0].sketch[of], of_copies[:, 0])).min() > DEFAULT.threshold
     assert (signed[0].bands[of] == signed[1].bands).any(axis=1).all()
 
 
+@pytest.mark.long
 def test_documents_of_all_kinds_meet_in_order(tmp_path: Path) -> None:
     """Each is compared with what it has in common with another; a source has its own threshold."""
     rng = np.random.default_rng(8)
@@ -311,6 +309,7 @@ def straight(
     return source, folder / "data"
 
 
+@pytest.mark.long
 def test_the_rule_says_what_drops(texts: dict[str, list[str]], straight: tuple[Path, Path]) -> None:
     documents = _chain(texts)
     expected, beyond = _reference(documents, SMALL)
@@ -346,8 +345,7 @@ def test_workers_pieces_and_parts_change_nothing(
             monkeypatch.setattr(f"data_prep.dedup.near.{name}", value)
     records = run_before(_config(tmp_path / "data", straight[0], SMALL, *overrides), "tokenizer")
     if "workers=2" not in overrides:
-        numbers = [len(records[name]) for name in ("exact", "buckets", "candidates")]
-        assert numbers == [14, 80, 4]
+        assert [len(records[name]) for name in ("exact", "buckets", "candidates")] == [14, 80, 4]
     assert _result(tmp_path / "data") == _result(straight[1])
 
 
@@ -355,9 +353,8 @@ def test_workers_pieces_and_parts_change_nothing(
 def test_killed_run_gives_the_same_bytes(straight: tuple[Path, Path], tmp_path: Path) -> None:
     output = tmp_path / "data"
     _config(output, straight[0], SMALL)
-    command = [
-        sys.executable, "-m", "data_prep", "run", f"{output}.yaml", "piece_mb=1", "workers=2"
-    ]  # fmt: skip
+    command = [sys.executable, "-m", "data_prep", "run", f"{output}.yaml", "piece_mb=1",
+               "workers=2"]  # fmt: skip
     killed_in = []
     for stage, files in (("signatures", 1), ("buckets", 5), ("candidates", 1), ("near", 1)):
         process = subprocess.Popen(
@@ -377,6 +374,7 @@ def test_killed_run_gives_the_same_bytes(straight: tuple[Path, Path], tmp_path: 
     assert report["stages"]["shards"]["documents_in"] == sum(_result(output)[1])
 
 
+@pytest.mark.long
 def test_another_threshold_repeats_one_stage(straight: tuple[Path, Path], tmp_path: Path) -> None:
     config = _config(tmp_path / "data", straight[0], SMALL, "piece_mb=1")
     shutil.copytree(straight[1], tmp_path / "data")
@@ -385,8 +383,7 @@ def test_another_threshold_repeats_one_stage(straight: tuple[Path, Path], tmp_pa
     records = run_before(replace(config, dedup=replace(config.dedup, threshold=0.8)), "tokenizer")
     after = {path: path.stat().st_mtime_ns for path in work.glob("*/*")}
     assert {path.parent.name for path in after if after[path] != before[path]} == {"near"}
-    few = records["near"][0].result["near"]["rejected"][REASON][0]
-    assert 0 < few < len(_dropped(straight[1]))
+    assert 0 < records["near"][0].result["near"]["rejected"][REASON][0] < len(_dropped(straight[1]))
 
 
 def test_off_by_default_and_shingles_must_fit(straight: tuple[Path, Path], tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +14,23 @@ import pytest
 
 from data_prep.stage import Stage, StageTask, make_key, run_tasks, state_of
 from pipeline.runtime.files import is_alive
+from tests.support.processes import wait_until
 
 
 @pytest.mark.usefixtures("processes")
 def test_workers_of_a_killed_process_end(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-m", "tests.support.sleeping_stage", tmp_path])
-    deadline = time.monotonic() + 60
-    workers: set[int] = set()
-    while len(workers) < 2 and time.monotonic() < deadline:
-        time.sleep(0.1)
+
+    def workers() -> set[int]:
         texts = [path.read_text() for path in tmp_path.glob("*.running.json")]
-        workers = {json.loads(text)["process"] for text in texts if text}
-    assert len(workers) == 2
-    assert process.pid not in workers
+        return {json.loads(text)["process"] for text in texts if text}
+
+    wait_until(lambda: len(workers()) == 2, process)
+    started = workers()
+    assert process.pid not in started
     process.send_signal(signal.SIGKILL)
     process.wait()
-    while any(map(is_alive, workers)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not [worker for worker in workers if is_alive(worker)]
+    wait_until(lambda: not any(map(is_alive, started)))
 
 
 @pytest.mark.usefixtures("processes")

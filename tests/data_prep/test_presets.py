@@ -45,8 +45,7 @@ def preset(name: str) -> Filters:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_preset_keeps_texts_of_its_kind(kind: str) -> None:
     texts = [normalise(text) for text in KINDS[kind]]
-    outcomes = [preset(kind).apply(text) for text in texts]
-    assert [o for o in outcomes if isinstance(o, Dropped)] == []
+    assert [o for o in [preset(kind).apply(text) for text in texts] if isinstance(o, Dropped)] == []
     assert len(texts) >= 3
     by_web = [isinstance(preset("web").apply(text), Dropped) for text in texts]
     assert any(by_web), "these texts are what the preset is for"
@@ -55,8 +54,7 @@ def test_a_preset_keeps_texts_of_its_kind(kind: str) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_rejects_spam_and_boilerplate(name: str) -> None:
     filters = preset(name)
-    kept = [text[:30] for text in SPAM if isinstance(filters.apply(normalise(text)), Kept)]
-    assert kept == []
+    assert [text[:30] for text in SPAM if isinstance(filters.apply(normalise(text)), Kept)] == []
 
 
 @pytest.mark.parametrize("text", [
@@ -172,8 +170,7 @@ def test_each_source_has_its_own_rules(folder: Path) -> None:
 def test_a_change_of_rules_repeats_the_tasks_of_their_source(folder: Path) -> None:
     def keys(*overrides: str) -> list[str]:
         config = read(folder, *overrides)
-        pieces = corpus.find(config).pieces
-        return [task.key for task in ingest.tasks(pieces, config, folder)]
+        return [task.key for task in ingest.tasks(corpus.find(config).pieces, config, folder)]
 
     pages, manuals = keys()
     assert keys("sources.1.filters.0.quality.min_words=4")[0] == pages

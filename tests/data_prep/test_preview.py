@@ -150,8 +150,7 @@ def test_command(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
     for rule, value, limit, _ in Filters(config).measure(text):
         assert any(rule in line and f"{value:.4g}" in line for line in out.split("\n")), rule
         assert limit is not None
-    assert run("--id", "pages/none")[0] == 2
-    assert run("--documents", "0")[0] == 2
+    assert (run("--id", "pages/none")[0], run("--documents", "0")[0]) == (2, 2)
 
 
 def test_pairs_near_the_limit_are_shown(tmp_path: Path) -> None:

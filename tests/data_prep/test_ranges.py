@@ -11,11 +11,10 @@ from data_prep.inputs import find, pieces
 from data_prep.types import Document, Rejected
 from pipeline.errors import DataError
 
-PARTS = [
-    b"\n", b"\n", b"\n\n", b"\r\n", b"\r\n\r\n", b"\r", b" ", b"\t \n", "\u3000\n".encode(), b"a",
-    b"some words", "好的".encode(), "𠀀".encode(), b"\xff", b"\xe5\xa5", b"\x00", b"\xef\xbb\xbf",
-    b"two\nlines", b'{"text": "a"}\n', b'{"text": "b", "id": "x"}\r\n', b'{"text": "\xff"}\n',
-]  # fmt: skip
+PARTS = [b"\n", b"\n", b"\n\n", b"\r\n", b"\r\n\r\n", b"\r", b" ", b"\t \n", "\u3000\n".encode(),
+         b"a", b"some words", "好的".encode(), "𠀀".encode(), b"\xff", b"\xe5\xa5", b"\x00",
+         b"\xef\xbb\xbf", b"two\nlines", b'{"text": "a"}\n', b'{"text": "b", "id": "x"}\r\n',
+         b'{"text": "\xff"}\n']  # fmt: skip
 
 
 def _source(path: Path, **settings: str) -> SourceConfig:

@@ -36,11 +36,9 @@ def test_arrays_of_any_layout(
 ) -> None:
     monkeypatch.setattr(records, "_STEP", step)
     draw = random.Random(step)
-    texts = [
-        "".join(draw.choices(_AWKWARD, k=draw.randrange(4)))
-        .encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        for _ in range(40)
-    ]  # fmt: skip
+    texts = ["".join(draw.choices(_AWKWARD, k=draw.randrange(4)))
+             .encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+             for _ in range(40)]  # fmt: skip
     rows = [{"n": [i, {"x": text}], "text": text} for i, text in enumerate(texts)]
     path = tmp_path / "a.json"
     data = " " + json.dumps(rows, indent=indent, ensure_ascii=step == 2) + "\n"
@@ -48,8 +46,7 @@ def test_arrays_of_any_layout(
     items = read_source(path)
     assert texts_of(items) == texts
     places = [int(item.id.rpartition("@")[2]) for item in items]
-    found = [json.JSONDecoder().raw_decode(data.encode()[at:].decode())[0] for at in places]
-    assert found == rows
+    assert [json.JSONDecoder().raw_decode(data.encode()[at:].decode())[0] for at in places] == rows
 
 
 @pytest.mark.parametrize(("data", "texts", "reason"), [
@@ -113,9 +110,8 @@ def test_nested_fields_of_json_and_parquet(tmp_path: Path) -> None:
         {"doc": None, "meta": {"url": "v", "n": None}, "x.y": None},
         {"doc": {"body": "b", "key": None}, "meta": {"url": "v", "n": None}, "x.y": None},
     ]
-    settings: dict[str, Any] = {
-        "text_field": "doc.body", "id_field": "doc.key", "metadata": ("meta.url", "meta.n", "x.y")
-    }  # fmt: skip
+    settings: dict[str, Any] = {"text_field": "doc.body", "id_field": "doc.key",
+                                "metadata": ("meta.url", "meta.n", "x.y")}  # fmt: skip
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "b.parquet")
     for name in ("a.jsonl", "b.parquet"):
@@ -143,11 +139,10 @@ def test_a_dataset_of_the_hub_with_its_metadata(tmp_path: Path, prep_config: Pat
         pq.write_table(
             pa.Table.from_pylist(rows[part::2]), folder / f"train-0000{part}-of-00002.parquet"
         )
-    settings = [
-        f"output_dir={tmp_path / 'out'}", "workers=1", "clean.min_chars=5", "dedup.lines=true",
-        f"sources=[{{name: hub, inputs: [{folder.parent}], metadata: [url, n]}}]",
-        "tokenizer.vocab_size=400", "shards.eval_fraction=0.05",
-    ]  # fmt: skip
+    settings = [f"output_dir={tmp_path / 'out'}", "workers=1", "clean.min_chars=5",
+                "dedup.lines=true",
+                f"sources=[{{name: hub, inputs: [{folder.parent}], metadata: [url, n]}}]",
+                "tokenizer.vocab_size=400", "shards.eval_fraction=0.05"]  # fmt: skip
     config = load(PrepConfig, prep_config, settings).config
     run(config)
     first = "hub/data/train-00000-of-00002.parquet@0"
@@ -183,9 +178,7 @@ def test_a_dataset_of_the_hub_with_its_metadata(tmp_path: Path, prep_config: Pat
         export(tmp_path / "out", tmp_path / "again", "jsonl")
 
 
-def test_a_part_of_a_long_document_is_shown_as_its_source_splits_it(
-    tmp_path: Path, prep_config: Path
-) -> None:
+def test_a_part_is_shown_as_its_source_splits_documents(tmp_path: Path, prep_config: Path) -> None:
     text = "\n".join(f"line {i} {'word ' * 40}" for i in range(6000))
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": text, "id": "long"}) + "\n")
     own = "{max_document_mb: 1, on_long_document: split}"
@@ -255,10 +248,8 @@ def test_what_is_longer_than_is_read_is_split_or_rejected(
     source = SourceConfig(name="s", inputs=(str(tmp_path),), txt_documents="line")
     clean = CleanConfig(max_document_mb=1, on_long_document=how)
     for piece_bytes in (10**9, 700_000):
-        items = [
-            item for piece in pieces(source, find(source).files, piece_bytes)
-            for item in read_piece(piece, clean, ReadStats())
-        ]  # fmt: skip
+        items = [item for piece in pieces(source, find(source).files, piece_bytes)
+                 for item in read_piece(piece, clean, ReadStats())]  # fmt: skip
         texts = texts_of(items)
         rejected = [item for item in items if isinstance(item, Rejected)]
         if name == "a.txt" and how == "split":
@@ -277,9 +268,7 @@ def test_what_is_longer_than_is_read_is_split_or_rejected(
     ("a.jsonl", b'{"text": "' + b"x" * 2_000_000 + b'"}'), ("a.json", b'["' + b"x" * 2_000_000),
     ("a.txt", b"x\n" * 1_000_001), ("a.csv", b"text\n" + b"x" * 2_000_001),
 ])  # fmt: skip
-def test_a_document_longer_than_is_allowed_stops_a_run(
-    tmp_path: Path, name: str, content: bytes
-) -> None:
+def test_a_document_that_is_too_long_stops_a_run(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
     source = SourceConfig(name="s", inputs=(str(tmp_path),))
     piece = InputPiece(source, find(source).files)

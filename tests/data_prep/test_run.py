@@ -167,9 +167,7 @@ def test_bad_corpus_fails_and_leaves_an_earlier_dataset_alone(
     assert (tmp_path / "old" / "index.json").read_bytes() == before
 
 
-def test_what_a_killed_start_left_is_no_foreign_folder(
-    prep_config: Path, corpus: Path, tmp_path: Path
-) -> None:
+def test_what_killed_starts_left_is_ours(prep_config: Path, corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     temporary_beside(tmp_path / "data/resolved.yaml").touch()
     assert run(config_of(prep_config, tmp_path / "data", corpus))["key"]

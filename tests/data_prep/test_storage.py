@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from data_prep.config import PrepConfig
 from data_prep.run import run
@@ -12,6 +13,7 @@ from pipeline.data.format import read_index
 from tests.support import near_texts
 
 
+@pytest.mark.long
 def test_tars_are_hardly_larger_than_their_tokens(prep_config: Path, tmp_path: Path) -> None:
     """Chinese documents of about 1,500 tokens, as real ones have (1,900)."""
     parts = near_texts.chinese(np.random.default_rng(0), 480)
@@ -21,10 +23,9 @@ def test_tars_are_hardly_larger_than_their_tokens(prep_config: Path, tmp_path: P
     ]
     source = tmp_path / "chinese.jsonl"
     source.write_text("\n".join(lines))
-    overrides = [
-        f"output_dir={tmp_path}/data", f"sources=[{{name: made, inputs: [{source}]}}]",
-        "tokenizer.vocab_size=2500", "tokenizer.model_type=bpe", "shards.block_tokens=1000000",
-    ]  # fmt: skip
+    overrides = [f"output_dir={tmp_path}/data", f"sources=[{{name: made, inputs: [{source}]}}]",
+                 "tokenizer.vocab_size=2500", "tokenizer.model_type=bpe",
+                 "shards.block_tokens=1000000"]  # fmt: skip
     run(load(PrepConfig, prep_config, overrides).config)
     total = read_index(tmp_path / "data").totals["train"]
     [tar] = (tmp_path / "data").glob("shards/train-*.tar")

@@ -61,7 +61,6 @@ def test_options_come_from_config_file_and_vocabulary(
         (vocab.parent / "tokenizer_config.json").write_text(json.dumps(beside))
     with caplog.at_level(logging.WARNING):
         given = read_given(TokenizerConfig(file=str(vocab), **options))
-    assert given is not None
     assert json.loads(given.content)["normalizer"]["lowercase"] == lowercase
     assert warning in caplog.text
     assert bool(warning) == bool(caplog.text)
@@ -70,7 +69,6 @@ def test_options_come_from_config_file_and_vocabulary(
 def test_cased_vocabulary_is_recognised(vocab: Path, caplog: pytest.LogCaptureFixture) -> None:
     bert_vocabulary.write(vocab, bert_vocabulary.rows(TEXTS, lowercase=False))
     given = read_given(TokenizerConfig(file=str(vocab)))
-    assert given is not None
     assert json.loads(given.content)["normalizer"]["lowercase"] is False
     assert "lowercase=False" in caplog.text
 
@@ -157,8 +155,7 @@ def test_weighted_sample_depends_on_no_order_and_no_task(prep_config: Path, tmp_
     # Ten times its size is more than English has: it gives all, Chinese the rest of 1 MB.
     assert 1_000_000 * weighted["en"] / sum(weighted.values()) > sizes["en"]
     assert counts["en"]["bytes"] == sizes["en"]
-    assert counts["zh"]["bytes"] == 1_000_000 - sizes["en"]
-    assert counts["zh"]["weight"] == 1.0
+    assert (counts["zh"]["bytes"], counts["zh"]["weight"]) == (1_000_000 - sizes["en"], 1.0)
     # There is no other English to report on.
     report = json.loads((tmp_path / "one/work/tokenizer/tokenizer.report.json").read_text())
     assert report["sources"]["en"]["documents_also_trained_on"] == counts["en"]["documents"]
@@ -174,6 +171,7 @@ def test_weighted_sample_depends_on_no_order_and_no_task(prep_config: Path, tmp_
     assert (tmp_path / "one/work/ingest/00000.jsonl.zst").stat().st_mtime_ns == ingested
 
 
+@pytest.mark.long
 def test_report_is_on_other_text_where_there_is_some(prep_config: Path, tmp_path: Path) -> None:
     texts = near_texts.chinese(np.random.default_rng(3), 100)
     texts = [f"{number} {text}" for number in range(18) for text in texts]
@@ -215,8 +213,7 @@ def test_report_by_hand(prep_config: Path, tmp_path: Path) -> None:
         "longest": ["unused", "model", "the", "12", ".", "s", "中", "文"],
     }  # fmt: skip
     measured = made["sources"]["t"]
-    assert measured["documents"] == 63
-    assert measured["characters"] == sum(map(len, texts))
+    assert (measured["documents"], measured["characters"]) == (63, sum(map(len, texts)))
     assert measured["bytes_per_token"] == round(len("".join(texts).encode()) / tokens, 6)
     assert measured["tokens_per_document"]["0.5"] == 30
     assert measured["tokens_per_document"]["1"] == 61
@@ -240,8 +237,7 @@ def test_sentencepiece_report_counts_bytes_and_scripts(dataset: DatasetIndex) ->
     assert measured["byte_piece_share"] == report["byte_piece_share"] > 0
     assert measured["unknown_share"] == report["unknown"] == 0
     # Bytes spell what has no piece, so everything comes back.
-    assert measured["round_trip_share"] == 1.0
-    assert measured["round_trip_differences"] == []
+    assert (measured["round_trip_share"], measured["round_trip_differences"]) == (1.0, [])
     found = [script(piece) for piece in ("中", "层a", "é", "x1", "12", ".", "ω", "の")]
     assert found == ["Han", "Han", "Latin", "Latin", "digits", "other", "other", "other"]
 

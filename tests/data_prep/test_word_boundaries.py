@@ -10,14 +10,7 @@ import rjieba
 
 from data_prep import word_boundaries
 from data_prep.config import CleanConfig
-from data_prep.word_boundaries import (
-    HAN,
-    JIEBA,
-    Words,
-    read_words,
-    word_starts,
-    word_starts_of,
-)
+from data_prep.word_boundaries import HAN, JIEBA, Words, read_words, word_starts, word_starts_of
 from pipeline.errors import DataError
 from pipeline.tokenizer.sentencepiece import Tokenizer, train
 
@@ -96,9 +89,8 @@ def test_mixed_words_by_hand() -> None:
     assert _jieba_words("他在卡拉OK唱歌，穿T恤。") == ["他", "在", "卡拉OK", "唱歌，", "穿T恤。"]
     assert _jieba_words("GPT-4的训练数据 is large") == ["GPT-4", "的", "训练", "数据 is large"]
     assert _jieba_words("3.5%的增长\n中国人民银行") == ["3.5%", "的", "增长\n", "中国人民银行"]
-    assert _jieba_words("we read 研究生命的起源 today") == [
-        "we read ", "研究", "生命", "的", "起源 today",
-    ]  # fmt: skip
+    assert _jieba_words("we read 研究生命的起源 today") == ["we read ", "研究", "生命", "的",
+                                                            "起源 today"]  # fmt: skip
 
 
 @pytest.mark.parametrize("chunk", [1 << 20, 7])
@@ -171,9 +163,7 @@ def test_words_of_a_dictionary_are_whole(tmp_path: Path, tokenizer: Tokenizer) -
     ("肺癌 1 n\n", "line 1"), ("肺癌\n".encode("gb18030"), "cannot be read"),
     (None, "cannot be read"),
 ])  # fmt: skip
-def test_what_is_no_dictionary_is_refused(
-    tmp_path: Path, content: str | bytes | None, named: str
-) -> None:
+def test_no_dictionary_is_refused(tmp_path: Path, content: str | bytes | None, named: str) -> None:
     path = tmp_path / "terms.txt"
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())

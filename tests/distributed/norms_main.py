@@ -71,8 +71,7 @@ def main(folder: Path, process: ProcessInfo) -> None:
         layers = LayerNorms(engine, config.grad_clip)
         layers.measure()
         result = engine.train_step([micro_batch(0)], _Sum(), lr=1e-3)
-        sums = dist.sum_over_ranks(layers.sums.clone()).tolist()
-        norms = layers.norms(sums, result.grad_norm)
+        norms = layers.norms(dist.sum_over_ranks(layers.sums.clone()).tolist(), result.grad_norm)
         left = {"all": result.grad_norm} | {name: each.gradient for name, each in norms.items()}
         (folder / f"{precision}-{stage}-{process.rank}.json").write_text(json.dumps(left))
 

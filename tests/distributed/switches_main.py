@@ -29,16 +29,14 @@ SHAPES = ((2, 16), (3, 16), (4, 40))
 # Each length takes seconds to compile.
 COMPILED_SHAPES = ((2, 16), (3, 16), (4, 16))
 # What a user's file may tune: buckets of a few parameters.
-TUNING = {
-    "zero_optimization": {
-        "stage": "auto", "overlap_comm": True, "contiguous_gradients": True,
-        "reduce_bucket_size": 2000, "allgather_bucket_size": 3000, "reduce_scatter": True,
-        "stage3_prefetch_bucket_size": 1e3, "stage3_param_persistence_threshold": 64,
-        "stage3_max_live_parameters": 9000, "sub_group_size": 5000,
-    },
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_clipping": "auto",
-}  # fmt: skip
+TUNING = {"zero_optimization": {
+              "stage": "auto", "overlap_comm": True, "contiguous_gradients": True,
+              "reduce_bucket_size": 2000, "allgather_bucket_size": 3000, "reduce_scatter": True,
+              "stage3_prefetch_bucket_size": 1e3, "stage3_param_persistence_threshold": 64,
+              "stage3_max_live_parameters": 9000, "sub_group_size": 5000,
+          },
+          "train_micro_batch_size_per_gpu": "auto",
+          "gradient_clipping": "auto"}  # fmt: skip
 
 
 @dataclass(frozen=True)

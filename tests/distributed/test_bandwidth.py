@@ -37,8 +37,7 @@ class _Launch:
                 self._ranks.append(warm.start(command, variables, file.fileno()))
 
     def wait(self) -> tuple[list[int], str]:
-        codes = [rank.wait(timeout=120) for rank in self._ranks]
-        return codes, self._output.read_text()
+        return [rank.wait(timeout=120) for rank in self._ranks], self._output.read_text()
 
     def read(self) -> dict[str, Bandwidth]:
         return {node: found for node in _NODES if (found := read_bandwidth(self.records, node))}

@@ -31,8 +31,7 @@ class Outcome:
     precision: str
 
     def results(self, kind: str, rank: int = 0) -> list[dict[str, Any]]:
-        found = json.loads((self.folder / f"results-{rank}.json").read_text())
-        return list(found[kind])
+        return list(json.loads((self.folder / f"results-{rank}.json").read_text())[kind])
 
     def counters(self, name: str) -> tuple[int, int]:
         """Updates that DeepSpeed counted until a save, and how many of them it skipped."""

@@ -14,9 +14,7 @@ SHORT = ("train.num_steps=6", "train.warmup_steps=2", "train.alpha_warmup_steps=
          "checkpoint.every_steps=3", "train.lr=1e-4")  # fmt: skip
 
 
-def test_run_from_another_and_from_a_grown_model(
-    straight_run: Path, tmp_path: Path, train: Train
-) -> None:
+def test_run_from_another_or_grown_model(straight_run: Path, tmp_path: Path, train: Train) -> None:
     copy = tmp_path / "source"
     shutil.copytree(straight_run, copy)
     train("run", f"init_from={copy}", *SHORT)
@@ -44,9 +42,7 @@ def test_other_architecture_or_tokenizer_is_refused(straight_run: Path, train: T
     assert "model.norm: rmsnorm there, layernorm here" in ranks.output
 
 
-def test_what_objectives_do_not_share_is_named(
-    straight_run: Path, tmp_path: Path, train: Train
-) -> None:
+def test_what_objectives_lack_is_named(straight_run: Path, tmp_path: Path, train: Train) -> None:
     overrides = (f"init_from={straight_run}", "objective.kind=rtd", "train.num_steps=1",
                  "train.warmup_steps=0", "data.replace_mask_prob=0.85",
                  "data.replace_random_prob=0")  # fmt: skip

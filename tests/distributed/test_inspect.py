@@ -139,8 +139,7 @@ def test_ranks_share_a_step_without_the_runs_world_size(straight: Path) -> None:
     whole = _sequences(straight, "--batch", 20)
     halves = [s for rank in range(2) for s in _sequences(straight, "--batch", 20, "--rank", rank)]
     assert sorted(halves, key=lambda sequence: sequence["place"]) == whole
-    last = _sequences(straight, "--batch", 20, "--rank", 0, "--world-size", 1)
-    assert last == whole
+    assert _sequences(straight, "--batch", 20, "--rank", 0, "--world-size", 1) == whole
     assert "must be 0 to 1" in _pipeline("inspect", straight, "--step", 1, "--rank", 2, code=2)
 
 

@@ -87,8 +87,7 @@ def test_weights_are_those_of_whole_tensors_in_one_process(
     if case.bias_correction:  # a fresh engine goes on from the middle
         assert_same_bits(folder / "resumed", folder / "straight")
     masters = read_weights(folder / "straight")
-    expected = reference(bias_correction=case.bias_correction)
-    distances = _distances(masters, expected)
+    distances = _distances(masters, reference(bias_correction=case.bias_correction))
     # Largest found: 5e-7, the same in all cases.
     assert max(distances.values()) < 5e-6, distances
     # The reference tells other optimizers apart.

@@ -69,12 +69,10 @@ def test_checkpoint_holds_the_index_of_its_data(short_run: Path, variants: Varia
 
 def test_what_differs_is_named(short_run: Path, variants: Variants, tmp_path: Path) -> None:
     base = variants["base"]
-    attempts = {
-        name: _resume(short_run, tmp_path / name, variants[name], *overrides)
-        for name, overrides in {
-            "changed": ["seed=4"], "tokenizer": []
-        }.items()
-    }  # fmt: skip
+    attempts = {name: _resume(short_run, tmp_path / name, variants[name], *overrides)
+                for name, overrides in {
+                    "changed": ["seed=4"], "tokenizer": []
+                }.items()}  # fmt: skip
     texts = {name: attempt.refusal() for name, attempt in attempts.items()}
     for name, text in texts.items():
         path = tmp_path / name / _CHECKPOINT
@@ -94,9 +92,7 @@ def test_what_differs_is_named(short_run: Path, variants: Variants, tmp_path: Pa
     assert "; model.vocab_size: checkpoint 1000, now 600" in texts["tokenizer"]
 
 
-def test_shards_unlike_their_index_are_named(
-    short_run: Path, variants: Variants, tmp_path: Path
-) -> None:
+def test_shards_unlike_index_are_named(short_run: Path, variants: Variants, tmp_path: Path) -> None:
     index = variants["base"]
     shard, rows = "shards/train-000001.tar", index.split_blocks("train").tolist()
     folders = {name: tmp_path / "data" / name for name in ("deleted", "truncated", "changed")}

@@ -24,8 +24,7 @@ def test_a_killed_run_of_pairs_continues_bit_for_bit(tmp_path: Path, train: Trai
     ranks.wait_for_checkpoint(10)
     ranks.signal(signal.SIGKILL)
     ranks.wait()
-    again = train("killed", *SETTINGS, timeout_s=300)
-    assert "step-00000010" in again.output
+    assert "step-00000010" in train("killed", *SETTINGS, timeout_s=300).output
 
     names = ("loss", "accuracy", "sop", "sop_accuracy", "num_pairs", "num_swapped")
     curve, other = (

@@ -19,18 +19,15 @@ OVERRIDES = ("train.num_steps=12", "monitor.log_every_steps=3", "checkpoint.ever
 HOST = socket.gethostname()
 
 
-@pytest.mark.parametrize(
-    ("world_size", "flip", "settings", "seen_at", "said"),
-    [
-        # Of two, neither is known to be right. In fp32 at stage 0 a wrong bit stays.
-        (2, "1 7 1", ("train.zero_stage=0", "train.precision=fp32",
-                       "monitor.compare_replicas_every_steps=4"), 8,
-         f"rank 1 on {HOST} has another {FLIPPED} and "),
-        # Every update replaces it at stage 1: the comparison before the save sees it.
-        (3, "2 12 1", ("train.zero_stage=1", "train.global_batch=6"), 12,
-         f"rank 2 on {HOST} has another {FLIPPED} than 2 ranks"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("world_size", "flip", "settings", "seen_at", "said"), [
+    # Of two, neither is known to be right. In fp32 at stage 0 a wrong bit stays.
+    (2, "1 7 1", ("train.zero_stage=0", "train.precision=fp32",
+                   "monitor.compare_replicas_every_steps=4"), 8,
+     f"rank 1 on {HOST} has another {FLIPPED} and "),
+    # Every update replaces it at stage 1: the comparison before the save sees it.
+    (3, "2 12 1", ("train.zero_stage=1", "train.global_batch=6"), 12,
+     f"rank 2 on {HOST} has another {FLIPPED} than 2 ranks"),
+])  # fmt: skip
 def test_run_goes_back_and_is_the_undisturbed_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Train, world_size: int, flip: str,
     settings: tuple[str, ...], seen_at: int, said: str,

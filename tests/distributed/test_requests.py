@@ -24,10 +24,8 @@ _QUIET = ("train.num_steps=1000000", "monitor.log_every_steps=1000000",
 
 
 def _catches(process: subprocess.Popen[bytes], number: signal.Signals) -> bool:
-    [line] = [
-        line for line in Path(f"/proc/{process.pid}/status").read_text().splitlines()
-        if line.startswith("SigCgt:")
-    ]  # fmt: skip
+    [line] = [line for line in Path(f"/proc/{process.pid}/status").read_text().splitlines()
+              if line.startswith("SigCgt:")]  # fmt: skip
     return bool(int(line.split()[1], 16) >> (number - 1) & 1)
 
 

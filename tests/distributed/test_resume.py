@@ -91,8 +91,7 @@ def test_stopped_run_saves_and_continues_bit_for_bit(
     path, rejected = newest_good(run_dir / "checkpoints")
     assert not rejected
     assert path is not None
-    stopped_at = read_manifest(path).step
-    assert 3 <= stopped_at < 15
+    assert 3 <= read_manifest(path).step < 15
 
     train("run")
     assert losses(run_dir) == losses(straight_run)
@@ -101,9 +100,7 @@ def test_stopped_run_saves_and_continues_bit_for_bit(
     assert starts == [("local-1", "stopped on request, saved"), ("local-2", "finished")]
 
 
-def test_rank_that_dies_in_a_save_is_tried_again(
-    straight_run: Path, tmp_path: Path, train: Train
-) -> None:
+def test_rank_dead_in_a_save_is_retried(straight_run: Path, tmp_path: Path, train: Train) -> None:
     run_dir = tmp_path / "run"
     dying = ("-m", "tests.distributed.faulty_main", "dying")
     train("run", module=dying, code=[1, -signal.SIGKILL])

@@ -18,11 +18,10 @@ from tests.support.ranks import CONFIG, Ranks, assert_same_bits, losses, records
 from tests.support.steps import train_loader
 
 SPIKING = ("-m", "tests.distributed.faulty_main", "spiking")
-OVERRIDES = (
-    "train.num_steps=45", "monitor.log_every_steps=5", "checkpoint.every_steps=10",
-    "checkpoint.keep=5", "spikes.window_steps=10", "spikes.steps_in_a_row=3",
-    "spikes.skip_before_steps=2", "spikes.deviations=3", "spikes.rise_nats=0.3",
-)  # fmt: skip
+OVERRIDES = ("train.num_steps=45", "monitor.log_every_steps=5", "checkpoint.every_steps=10",
+             "checkpoint.keep=5", "spikes.window_steps=10", "spikes.steps_in_a_row=3",
+             "spikes.skip_before_steps=2", "spikes.deviations=3",
+             "spikes.rise_nats=0.3")  # fmt: skip
 FIRST_BAD = 23
 
 
@@ -56,8 +55,7 @@ def _rewind(run_dir: Path) -> Rewind:
 def test_run_goes_back_and_leaves_the_batches_out(spiking: Path) -> None:
     rewind = _rewind(spiking)
     # The bad update is seen in the loss of the batch after it; two more come before that.
-    assert rewind.high_batches[0] == FIRST_BAD + 1
-    assert rewind.first_batch == FIRST_BAD - 1
+    assert (rewind.high_batches[0], rewind.first_batch) == (FIRST_BAD + 1, FIRST_BAD - 1)
     assert rewind.loss > rewind.limit
     # Looked at in steps that are multiples of 5; by then three in a row were high.
     assert rewind.from_step == 30
@@ -96,10 +94,9 @@ def test_a_run_that_left_them_out_from_the_start_is_the_same(
     assert losses(tmp_path / "run")[45] == losses(spiking)[45]
 
 
-def test_killed_before_it_goes_back(
-    spiking: Path, dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    train: Train,
-) -> None:  # fmt: skip
+def test_killed_before_it_goes_back(spiking: Path, dataset: DatasetIndex, tmp_path: Path,
+                                    monkeypatch: pytest.MonkeyPatch,
+                                    train: Train) -> None:  # fmt: skip
     bad = range(FIRST_BAD, FIRST_BAD + 1)
     monkeypatch.setenv("SPIKE_HASHES", hashes_of(dataset, tmp_path, bad))
     run_dir, given = tmp_path / "run", (*OVERRIDES, "checkpoint.every_steps=13")

@@ -206,10 +206,8 @@ def test_each_source_is_evaluated_on_its_own_text(sourced: Path, two_sources: Da
     counts = loader.split.counts[64]
     of_source = two_sources.block_source[loader.split.rows]
     sizes = [int(counts[of_source == source].sum()) for source in range(2)]
-    assert sequences == {
-        name: max(1, 24 * size // sum(sizes)) for name, size in zip(("large", "small"), sizes,
-                                                                    strict=True)
-    }  # fmt: skip
+    assert sequences == {name: max(1, 24 * size // sum(sizes)) for name,
+                         size in zip(("large", "small"), sizes, strict=True)}  # fmt: skip
 
 
 def test_watching_changes_no_training(straight_run: Path, tmp_path: Path, train: Train) -> None:

@@ -35,8 +35,7 @@ def test_retention_probe_and_copy_and_a_resume_from_the_copy(tmp_path: Path, tra
         verify(path)
         manifest = read_manifest(path)
         assert manifest.held_out_step == manifest.step
-        assert manifest.held_out_loss == held_out[manifest.step]
-        assert manifest.zero_stage == 1
+        assert (manifest.held_out_loss, manifest.zero_stage) == (held_out[manifest.step], 1)
     saves = records(run_dir, "save")
     assert [record["step"] for record in saves if "save_s" in record] == [0, 5, 10, 15, 20]
     assert all(0 < record["save_share"] <= 1 for record in saves if "save_s" in record)

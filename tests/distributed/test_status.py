@@ -29,8 +29,7 @@ def test_a_finished_run(straight_run: Path) -> None:
     assert found["loss"] == train[-1]["loss"]
     assert (found["held_out_loss"], found["held_out_step"]) == (held_out[-1]["loss"], 40)
     assert found["tokens"] == sum(record["tokens"] for record in train)
-    assert found["eta_s"] == 0
-    assert found["checkpoint"]["step"] == 40
+    assert (found["eta_s"], found["checkpoint"]["step"]) == (0, 40)
     assert [start["end"] for start in found["starts"]] == ["finished"]
     text = _command(straight_run).stdout
     assert f"[{'#' * 40}] 100.0%  step 40 of 40" in text
@@ -57,7 +56,6 @@ def test_running_then_killed_then_stopped(tmp_path: Path, train: Train) -> None:
     assert 14 <= running.step < 10_000
     assert running.eta_s is not None
     assert running.eta_s > 0
-    assert running.checkpoint is not None
     assert running.checkpoint.step >= 10
     assert not [text for text in running.warnings if "progress" in text]
     later = running.starts[0].unix_s + 3600

@@ -54,16 +54,13 @@ def test_nothing_changes_to_the_bit(folder: Path, case: Case) -> None:
     assert_same_bits(folder / case.name, folder / case.without.name)
 
 
-def test_compiled_layers_train_as_eager_ones(compiled: Path) -> None:
+def test_compiled_layers_train_as_eager_ones_and_are_compiled_once(compiled: Path) -> None:
     of_ranks = zip(_results(compiled, COMPILED), _results(compiled, COMPILED.without), strict=True)
     for of_rank, wanted in of_ranks:
         for pair, numbers in zip(of_rank, wanted, strict=True):
             assert pair == pytest.approx(numbers, rel=5e-6)
     state, reference = (state_of(compiled / case.name) for case in (COMPILED, COMPILED.without))
     assert state.keys() == reference.keys(), "names have changed"
-
-
-def test_a_layer_is_compiled_once_for_all_layers_steps_and_sequences(compiled: Path) -> None:
     for path in compiled.glob("graphs-*.json"):
         # The first layer has no carried scores; alpha and rate differ from step to step.
         assert json.loads(path.read_text()) == [2, 2, 2]

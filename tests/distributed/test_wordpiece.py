@@ -107,6 +107,7 @@ def _documents(index: DatasetIndex) -> dict[str, np.ndarray[Any, Any]]:
     return found
 
 
+@pytest.mark.long
 def test_shards_hold_the_ids_of_transformers(prepared: DatasetIndex, bert: Path) -> None:
     assert verify(prepared.folder) == []
     assert prepared.vocabulary.kind == "wordpiece"
@@ -118,8 +119,7 @@ def test_shards_hold_the_ids_of_transformers(prepared: DatasetIndex, bert: Path)
         for number, text in enumerate(texts):
             expected = reference(normalise(text), add_special_tokens=False).input_ids
             assert documents[f"{name}/{number}"].tolist() == expected
-    typed = documents[f"en/{len(ENGLISH)}"]
-    assert not set(typed.tolist()) & set(range(106))
+    assert not set(documents[f"en/{len(ENGLISH)}"].tolist()) & set(range(106))
     assert reference.mask_token_id in reference(TYPED).input_ids  # which was to be avoided
 
 
@@ -130,6 +130,7 @@ def _first_batch(prepared: DatasetIndex, size: int, data: DataConfig, seed: int 
     return batch
 
 
+@pytest.mark.long
 def test_batches_use_the_vocabulary_s_ids(prepared: DatasetIndex) -> None:
     batch = _first_batch(prepared, 160, DataConfig(dir="unused", seq_len=64, mask_prob=0.5))
     ids = batch.input_ids.reshape(-1)
@@ -148,8 +149,7 @@ def test_batches_use_the_vocabulary_s_ids(prepared: DatasetIndex) -> None:
 def test_train_export_and_fill_masks(trained: Path, prepared: DatasetIndex, tmp_path: Path) -> None:
     first, *_, last = (loss for _, loss in sorted(losses(trained).items()))
     assert last < first - 0.3
-    report = export(trained, tmp_path / "model")
-    assert report.max_abs_diff < 1e-3
+    assert export(trained, tmp_path / "model").max_abs_diff < 1e-3
     tokenizer = (prepared.folder / "tokenizer.json").read_bytes()
     assert (tmp_path / "model/tokenizer.json").read_bytes() == tokenizer
     export_hf(trained, tmp_path / "hf")
@@ -216,8 +216,7 @@ def test_run_from_published_model(
     convert(bert, tmp_path / "bert", family="bert", overrides=[])
     ranks = train("run", f"init_from={tmp_path / 'bert'}", *BERT, *SHORT, world_size=1)
     assert "give the same ids to the same pieces, but" not in ranks.output
-    config = DataConfig(dir="unused", seq_len=64, window_blocks=2)
-    batch = _first_batch(prepared, 8, config, seed=3)
+    batch = _first_batch(prepared, 8, DataConfig(dir="unused", seq_len=64, window_blocks=2), seed=3)
     expected = _loss_of_transformers(bert, batch)
     assert losses(tmp_path / "run")[1] == pytest.approx(expected, abs=1e-4)
     # A new run goes on from that one, whose tokenizer lies in its checkpoint.

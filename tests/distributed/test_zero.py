@@ -133,9 +133,7 @@ def test_stage_trains_as_one_plain_process_does(
     ("saved", "place", "precision"),
     first_in_ci([(*load, kind) for kind in case.PRECISIONS for load in LOADS], IN_CI),
 )
-def test_state_is_loaded_and_trains_on(
-    folder: Path, saved: str, place: str, precision: str
-) -> None:
+def test_state_is_loaded_and_trains(folder: Path, saved: str, place: str, precision: str) -> None:
     there, here = folder / precision / saved, folder / precision / f"{saved}:{place}"
     loaded, end = there / str(case.SAVED_AFTER), str(case.NUM_STEPS)
     assert_same_bits(here / "loaded", loaded)

@@ -171,8 +171,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory, processes: None) -> Path:
     """A folder with texts, and the dataset and the run of README.md's examples, made smaller."""
     folder = tmp_path_factory.mktemp("workshop")
     (folder / "texts").mkdir()
-    topics = sorted(pydoc_data.topics.topics.items())
-    for name, text in topics:
+    for name, text in sorted(pydoc_data.topics.topics.items()):
         (folder / "texts" / f"{name}.txt").write_text(text, encoding="utf-8")
     (folder / "texts.txt").write_text("a text\nanother\n")
     (folder / "pairs.tsv").write_text("a text\tanother\t0\na text\ta text\t1\n")
@@ -194,10 +193,8 @@ def workshop(tmp_path_factory: pytest.TempPathFactory, processes: None) -> Path:
 def _run(command: str, folder: Path) -> None:
     path = f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"}
-    done = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", command], cwd=folder, env=environment,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=folder, env=environment,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
     assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}"
 
 

@@ -19,22 +19,15 @@ def test_site_has_every_page(processes: None, tmp_path: Path) -> None:
     assert "read_index" in (tmp_path / "site" / "api.html").read_text(encoding="utf-8")
 
 
-def test_figure_is_of_its_data() -> None:
+def test_figure_is_of_its_data_and_of_the_study_and_shows_one_stuck_start() -> None:
     drawn = figure(json.loads(DATA.read_text()))
     assert drawn == FIGURE.read_text(encoding="utf-8"), "run `python -m benchmarks.figure`"
     assert len(drawn) < _LARGEST_BYTES
-
-
-def test_figure_shows_one_stuck_start() -> None:
-    """What README.md says of the figure."""
+    runs = json.loads(DATA.with_name("deep_start.json").read_text())["runs"]
+    for label, loss in json.loads(DATA.read_text())["held_out_loss"].items():
+        assert runs[run_of(label)]["values"]["held_out_loss"] == loss, label
     data = json.loads(DATA.read_text())
     stuck, *others = data["held_out_loss"].values()
     assert stuck > data["unigram_entropy"]
     assert len(others) == 3
     assert all(loss < data["unigram_entropy"] - 0.1 for loss in others)
-
-
-def test_figure_is_of_the_study() -> None:
-    runs = json.loads(DATA.with_name("deep_start.json").read_text())["runs"]
-    for label, loss in json.loads(DATA.read_text())["held_out_loss"].items():
-        assert runs[run_of(label)]["values"]["held_out_loss"] == loss, label

@@ -29,10 +29,8 @@ def test_own_corpus_then_embed_lines(corpus: Path, tmp_path: Path) -> None:
     lines = "a line\n\nanother line\n" * 50
     (tmp_path / "lines.txt").write_text(lines)
     for source in ("lines.txt", "-"):
-        said = _example(
-            "embed_lines.py", "own/model", source, "vectors.npy", "--batch-size", 4,
-            cwd=tmp_path, text=lines,
-        )  # fmt: skip
+        said = _example("embed_lines.py", "own/model", source, "vectors.npy", "--batch-size", 4,
+                        cwd=tmp_path, text=lines)  # fmt: skip
         assert "150 lines, " in said
         assert "vectors.npy: (150, 128) float32" in said
         vectors = np.load(tmp_path / "vectors.npy")
@@ -47,16 +45,12 @@ def test_continue_bert(corpus: Path, tmp_path: Path) -> None:
     pieces = bert_vocabulary.rows([corpus.read_text()])
     (tmp_path / "published").mkdir()
     bert_vocabulary.write(tmp_path / "published/vocab.txt", pieces)
-    config = transformers.BertConfig(
-        vocab_size=len(pieces), hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
-        intermediate_size=64,
-    )  # fmt: skip
+    config = transformers.BertConfig(vocab_size=len(pieces), hidden_size=32, num_hidden_layers=2,
+                                     num_attention_heads=2, intermediate_size=64)  # fmt: skip
     torch.manual_seed(0)
     transformers.BertForMaskedLM(config).save_pretrained(tmp_path / "published")
-    said = _example(
-        "continue_bert.py", "published", "--texts", corpus, "--out", "on", "--steps", 10,
-        "--batch", 4, "--length", 32, cwd=tmp_path,
-    )  # fmt: skip
+    said = _example("continue_bert.py", "published", "--texts", corpus, "--out", "on", "--steps",
+                    10, "--batch", 4, "--length", 32, cwd=tmp_path)  # fmt: skip
     assert "held-out loss: " in said
     assert "vectors moved by 0." in said
     assert transformers.BertForMaskedLM.from_pretrained(tmp_path / "on/hf")

@@ -38,10 +38,8 @@ def test_the_first_look_has_its_six_charts(browser: Browser, address: str, artef
     browser.resize(1600, 1000)
     open_layout(browser, address, "First look")
     cards = "findAll('tf-custom-scalar-multi-line-chart-card')"
-    titles = [
-        "loss and unigram entropy (nats)", "held-out loss and unigram entropy (nats)",
-        "learning rate", "alpha", "tokens a second", "gradient norm",
-    ]  # fmt: skip
+    titles = ["loss and unigram entropy (nats)", "held-out loss and unigram entropy (nats)",
+              "learning rate", "alpha", "tokens a second", "gradient norm"]  # fmt: skip
     assert browser.evaluate(f"{cards}.slice(0, 6).map(card => card.title)") == titles
     # Within the first screen, and with the tags that each draws, of a run under its own name.
     bottoms = browser.evaluate(f"{cards}.slice(0, 6).map(c => c.getBoundingClientRect().bottom)")

@@ -53,21 +53,18 @@ def test_unsafe_name_becomes_a_safe_one_that_stays_unique(value: object) -> None
     assert name != name_of({"data.dir": [value, 0]})
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"grid": {}}, "grid"), ({"grid": {"seed": [1], "train.lr": []}}, "grid"),
-        ({"runs": []}, "runs"), ({}, "either grid or runs"),
-        ({"grid": {"seed": [1]}, "runs": [{}]}, "either grid or runs"),
-        ({"grid": {"seed": 1}}, r"grid\.seed = 1 .*list"),
-        ({"grid": [1]}, r"grid = \[1\] .*mapping"),
-        ({"verb": "pretrian", "runs": [{}]}, "verb = 'pretrian'.*pretrain"),
-        ({"runs": [{}], "metric": {"name": "los"}}, r"metric\.name = 'los'"),
-        ({"runs": [{}], "metric": {"best": "min"}}, r"metric\.name"),
-        ({"runs": [{}], "metric": {"best": "least"}}, "min, max"),
-        ({"runs": [{}], "jobs": 0}, "jobs = 0"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("values", "message"), [
+    ({"grid": {}}, "grid"), ({"grid": {"seed": [1], "train.lr": []}}, "grid"),
+    ({"runs": []}, "runs"), ({}, "either grid or runs"),
+    ({"grid": {"seed": [1]}, "runs": [{}]}, "either grid or runs"),
+    ({"grid": {"seed": 1}}, r"grid\.seed = 1 .*list"),
+    ({"grid": [1]}, r"grid = \[1\] .*mapping"),
+    ({"verb": "pretrian", "runs": [{}]}, "verb = 'pretrian'.*pretrain"),
+    ({"runs": [{}], "metric": {"name": "los"}}, r"metric\.name = 'los'"),
+    ({"runs": [{}], "metric": {"best": "min"}}, r"metric\.name"),
+    ({"runs": [{}], "metric": {"best": "least"}}, "min, max"),
+    ({"runs": [{}], "jobs": 0}, "jobs = 0"),
+])  # fmt: skip
 def test_impossible_sweep_is_refused(values: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         _sweep(**values)
@@ -305,9 +302,7 @@ def test_failed_run_hinders_no_other_and_interrupted_ones_continue(sweeps: Sweep
 @pytest.mark.parametrize(
     ("jobs", "at_once", "options"), [(3, 2, []), (1, 1, ["--dependency=afterany:101"])]
 )
-def test_second_array_leaves_room(
-    sweeps: Sweeps, jobs: int, at_once: int, options: list[str]
-) -> None:
+def test_array_leaves_room(sweeps: Sweeps, jobs: int, at_once: int, options: list[str]) -> None:
     sweeps.sweep()
     running, failed = sweeps.dir / "train.lr=0.001", sweeps.dir / "train.lr=0.003"
     assert f"jobid=101_0 comment={running}" in sweeps.slurm.lines("updated")[0]

@@ -21,15 +21,13 @@ def write_sweep(folder: Path) -> Path:
     """Two rates with one seed each; the lower learns nothing, and has a folder of its own."""
     write_task(folder, "classify", train={"epochs": 4, "batch": 8, "lr": 1e-3})
     model = write_tiny_model(folder / "model")
-    values = {
-        "verb": "finetune", "dir": str(folder / "runs"),
-        "runs": [
-            {"config": "my-classify.yaml", "model": str(model), "train.lr": 1e-7,
-             "folder": "low/seed-1"},
-            {"config": "my-classify.yaml", "model": str(model), "train.lr": 5e-3},
-        ],
-        "metric": {"name": "score", "best": "max"},
-    }  # fmt: skip
+    values = {"verb": "finetune", "dir": str(folder / "runs"),
+              "runs": [
+                  {"config": "my-classify.yaml", "model": str(model), "train.lr": 1e-7,
+                   "folder": "low/seed-1"},
+                  {"config": "my-classify.yaml", "model": str(model), "train.lr": 5e-3},
+              ],
+              "metric": {"name": "score", "best": "max"}}  # fmt: skip
     path = folder / "sweep.yaml"
     path.write_text(json.dumps(values))
     return path
@@ -45,10 +43,8 @@ def test_two_rates_side_by_side(tmp_path: Path, processes: Processes) -> None:
     assert best == 1.0
     assert other < 0.6
     body = json.loads((Path(report["runs"][0]["run_dir"]) / "result.json").read_text())
-    assert body["test"]["accuracy"] == best
-    assert body["task"] == "my-classify"
-    again = _launch("submit", "--sweep", str(path), "--local", "--jobs", "2")
-    assert again.count("finished") >= 2
+    assert (body["test"]["accuracy"], body["task"]) == (best, "my-classify")
+    assert _launch("submit", "--sweep", str(path), "--local", "--jobs", "2").count("finished") >= 2
 
 
 def test_run_that_cannot_start_is_told_before(tmp_path: Path, processes: Processes) -> None:
@@ -87,8 +83,7 @@ def test_benchmark_takes_what_its_sweep_has_trained(tmp_path: Path, processes: P
     assert _tasks(out) == _tasks(benchmark("alone"))
     # What the benchmark has trained itself is finished for its sweep, too.
     benchmark("alone", "--write-sweep", str(path))
-    said = json.loads(_launch(*submit).splitlines()[0])
-    assert said["left"] == dict.fromkeys(names, "finished")
+    assert json.loads(_launch(*submit).splitlines()[0])["left"] == dict.fromkeys(names, "finished")
 
 
 def _times(folder: Path) -> dict[Path, int]:

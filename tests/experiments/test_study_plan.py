@@ -45,11 +45,9 @@ ARMS: dict[str, Any] = {"plain": {}, "sum": {"set": {"model.score_residual": "su
 
 def study_of(**values: Any) -> StudyConfig:
     """A study of two arms and a part, or what is given in their place."""
-    body = {
-        "question": "which?", "base": BASE, "arms": ARMS,
-        "parts": {"one": {"asks": "which?", "arms": list(ARMS)}},
-        "presets": {name: {"seeds": [1, 2]} for name in PRESETS},
-    }  # fmt: skip
+    body = {"question": "which?", "base": BASE, "arms": ARMS,
+            "parts": {"one": {"asks": "which?", "arms": list(ARMS)}},
+            "presets": {name: {"seeds": [1, 2]} for name in PRESETS}}  # fmt: skip
     return build(StudyConfig, {**body, **values}, "a test")
 
 

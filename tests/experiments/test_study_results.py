@@ -35,9 +35,8 @@ def _finish(out: Path, name: str, loss: float, *, first_hash: int = 7) -> None:
     folder = read.runs_folder(out) / name
     folder.mkdir(parents=True)
     train = {"step": 10, "kind": "train", "loss": 1.0, "elapsed_s": 3.5, "tokens_per_s": 100.0}
-    held_out = {
-        "step": 10, "kind": "eval", "loss": loss, "accuracy": 1 / loss, "unigram_entropy": 6.0
-    }  # fmt: skip
+    held_out = {"step": 10, "kind": "eval", "loss": loss, "accuracy": 1 / loss,
+                "unigram_entropy": 6.0}  # fmt: skip
     lines = [train | {"step": 5, "elapsed_s": 1.0, "tokens_per_s": 300.0}, train, held_out]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
     (folder / "attempts.jsonl").write_text(json.dumps({"torch": "9.9", "host": "h"}) + "\n")
@@ -139,6 +138,7 @@ def test_a_mean_score_is_of_all_tasks_or_none(tmp_path: Path) -> None:
         study_of(parts={"one": parts["one"] | {"tasks": [], "metrics": ["mean_score"]}})
 
 
+@pytest.mark.long
 def test_rows_of_tasks_count_and_stay_when_runs_are_not_there_any_more(tmp_path: Path) -> None:
     parts = {"one": {"asks": "?", "arms": list(ARMS), "tasks": ["a", "b"]}}
     parts["one"]["metrics"] = ["a", "b", "mean_score", "held_out_loss"]
@@ -174,8 +174,7 @@ def test_rows_of_tasks_count_and_stay_when_runs_are_not_there_any_more(tmp_path:
     assert effects["mean_score"]["rows"] == [pytest.approx(variance / 4), 40]
 
     stored, readings = read.read_page(tmp_path / "page" / "mine.json")
-    again = study_page.write(made, readings, stored["batches"], tmp_path / "again", stored)
-    assert again == body
+    assert study_page.write(made, readings, stored["batches"], tmp_path / "again", stored) == body
 
 
 def test_figures_are_the_same_bytes_each_time(tmp_path: Path) -> None:
@@ -228,10 +227,9 @@ def test_runs_that_saw_other_batches_are_refused(tmp_path: Path) -> None:
 def model(monkeypatch: pytest.MonkeyPatch, dataset: DatasetIndex) -> EncoderModel:
     """A random model that every run has."""
     torch.manual_seed(0)
-    config = ModelConfig(
-        vocab_size=dataset.vocab_size, num_layers=3, hidden_size=16, num_heads=2, ffn_size=16,
-        init="unit", score_residual="sum", dropout=0.0, attention_dropout=0.0,
-    )  # fmt: skip
+    config = ModelConfig(vocab_size=dataset.vocab_size, num_layers=3, hidden_size=16, num_heads=2,
+                         ffn_size=16, init="unit", score_residual="sum", dropout=0.0,
+                         attention_dropout=0.0)  # fmt: skip
     made = MaskedLanguageModel(config).eval()
     monkeypatch.setattr(probes, "trained_model", lambda run: made)
     return made
@@ -294,8 +292,7 @@ def test_lengths_predict_the_same_tokens(model: EncoderModel, dataset: DatasetIn
     config = _run_config(dataset)
     found = probes.lengths(Path(), config, {"lengths": [8, 16, 32]})
     size = 4 * 6
-    of_length = replace(config, data=replace(config.data, seq_len=32))
-    texts = list(probes._long_texts(of_length, size))
+    texts = list(probes._long_texts(replace(config, data=replace(config.data, seq_len=32)), size))
     assert len(texts) > 3
     cls, sep = dataset.vocabulary.cls, dataset.vocabulary.sep
     for length, width in ((8, 6), (16, 12), (32, 24)):

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +21,7 @@ from pipeline.errors import ConfigError
 from pipeline.runtime import cli
 from tests.experiments.test_study_plan import study_of
 from tests.support.fake_slurm import FakeSlurm
+from tests.support.ranks import records
 
 pytestmark = pytest.mark.usefixtures("processes")
 
@@ -56,11 +56,6 @@ def _command(folder: Path, dataset: DatasetIndex, *words: str) -> list[str]:
     return [sys.executable, start, "postnorm", "study", "mine.yaml", *given, *words]
 
 
-def _last(run: Path, kind: str) -> dict[str, Any]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == kind][-1]
-
-
 @pytest.mark.limit_s(1800)
 def test_a_study_is_stopped_continued_and_reported(
     dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
@@ -83,7 +78,7 @@ def test_a_study_is_stopped_continued_and_reported(
     assert body["batches"].startswith("16 batches of 2 runs were compared")
     keys = itertools.product(("plain", "carried"), (1, 2))
     runs = {(arm, seed): out / "runs" / arm / f"seed-{seed}" for arm, seed in keys}
-    losses = {key: _last(run, "eval")["loss"] for key, run in runs.items()}
+    losses = {key: records(run, "eval")[-1]["loss"] for key, run in runs.items()}
     pairs = np.array([losses["carried", seed] - losses["plain", seed] for seed in (1, 2)])
     effect = next(each for each in body["effects"] if each["metric"] == "held_out_loss")
     low, high = scipy.stats.ttest_1samp(pairs, 0.0).confidence_interval(0.95)
@@ -132,19 +127,16 @@ def test_a_cluster_gets_one_array_of_what_can_start(
     assert run_missing(made, tmp_path, Where(1, str(tmp_path / "c.yaml"))) == 0
     [[_, script]] = slurm.calls
     assert "#SBATCH --array=0-1%1" in script
-    outcomes = [read.read(made, run, tmp_path).outcome for run in made.runs.values()]
-    assert outcomes == ["missing"] * 4
+    assert [read.read(made, run, tmp_path).outcome for run in made.runs.values()] == ["missing"] * 4
 
 
 @pytest.mark.slow
 def test_speed_is_measured_from_any_folder(dataset: DatasetIndex, tmp_path: Path) -> None:
     # The script's own folder is where Python looks, so only what is installed is found there.
     command = [Path(sys.executable).with_name("postnorm"), "study", "speed", "--out", "out"]
-    tried = (
-        "tiny=true", f"data.dir={dataset.folder}", "vocab_size=1000", "starts=2", "rounds=2",
-        "seconds=0.01", "seq_len=[16]", "tokens=32", "runs=[plain]",
-        "models=[roberta-base,roformer_v2-base]",
-    )  # fmt: skip
+    tried = ("tiny=true", f"data.dir={dataset.folder}", "vocab_size=1000", "starts=2", "rounds=2",
+             "seconds=0.01", "seq_len=[16]", "tokens=32", "runs=[plain]",
+             "models=[roberta-base,roformer_v2-base]")  # fmt: skip
     done = subprocess.run([*command, *tried], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out/speed.json").read_text())

@@ -30,16 +30,12 @@ def class_rows(seed: int, num_rows: int, skill: float = 3.0) -> list[PredictionR
     return rows
 
 
-ABOUT = {
-    "task": "made-up", "rows": {"train": 60}, "counts": {"train": {"rows": 60}}, "prior": PRIOR,
-    "protocol": {"model": "runs/mine", "selected_on": "dev"},
-}  # fmt: skip
+ABOUT = {"task": "made-up", "rows": {"train": 60}, "counts": {"train": {"rows": 60}},
+         "prior": PRIOR, "protocol": {"model": "runs/mine", "selected_on": "dev"}}  # fmt: skip
 
 
-def write_run(
-    folder: Path, seed: int, splits: dict[str, list[PredictionRow]], task: str = TASK,
-    about: dict[str, Any] = ABOUT,
-) -> Scored:  # fmt: skip
+def write_run(folder: Path, seed: int, splits: dict[str, list[PredictionRow]], task: str = TASK,
+              about: dict[str, Any] = ABOUT) -> Scored:  # fmt: skip
     """Write a finished folder of one seed."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "task.yaml").write_text(task, encoding="utf-8")

@@ -1,6 +1,5 @@
 """What a benchmark says that it costs is what its runs do."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from pipeline.finetune.run import finetune
 from pipeline.model.cost import flops_per_token
 from pipeline.tasks.task import load_task
 from pipeline.use.model import load
+from tests.support.ranks import records
 
 
 @pytest.mark.parametrize("kind", ["classify", "choice"])
@@ -28,8 +28,7 @@ def test_steps_and_tokens_are_those_of_a_run(
     [cost] = costs(plan.tasks, str(tiny_model), plan.out)
     assert not (tmp_path / "out" / "table.json").exists()
     finetune(load_task(str(path)), name=path.stem, source=str(tiny_model), out=tmp_path / "run")
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
-    train = [line for line in lines if line["kind"] == "train"]
+    train = records(tmp_path / "run")
     assert cost.steps == train[-1]["step"]
     assert cost.train_tokens == sum(line["tokens"] for line in train)
     # Dev and test are the rows of train: dev after each of three epochs and at the end, test once.

@@ -29,10 +29,9 @@ from tests.support.tiny_tasks import rows_of, write_rows
 
 pytestmark = pytest.mark.usefixtures("processes")
 
-BERT = {
-    "norm": "layernorm", "norm_affine": True, "bias": True, "mlm_head": "bert", "pooler": True,
-    "embedding_dropout": "after_norm", "activation": "gelu", "score_residual": "none",
-}  # fmt: skip
+BERT = {"norm": "layernorm", "norm_affine": True, "bias": True, "mlm_head": "bert", "pooler": True,
+        "embedding_dropout": "after_norm", "activation": "gelu",
+        "score_residual": "none"}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "own": {"pooler": True},
     "bert": {**BERT, "positions": "learned"},
@@ -171,8 +170,7 @@ def exported(folder: Path, tiny_model: Path) -> dict[str, Any]:
         model = _model(name, tiny_model, folder / name)
         cut = "head_tail" if kind == "classify" else "tail"
         overrides = f"head.pool={pool}", f"input.truncate={cut}"
-        tuned = _tune(kind, model, folder / "tuned" / kind, *overrides)
-        report = export_hf(tuned, folder / kind)
+        report = export_hf(_tune(kind, model, folder / "tuned" / kind, *overrides), folder / kind)
         assert report.max_abs_diff <= 1e-5
         assert f"AutoModelFor{auto}" in report.note
         assert f"compared on rows of {kind}.jsonl" in report.note
@@ -191,10 +189,8 @@ def exported(folder: Path, tiny_model: Path) -> dict[str, Any]:
 def _answer(row: dict[str, Any], logits: Any, offsets: Any, parts: Any) -> str:
     """Search all pairs of tokens of the passage for the best."""
     inside = [slot for slot, part in enumerate(parts) if part == 1]
-    pairs = [
-        (float(logits[first, 0] + logits[last, 1]), first, last)
-        for first in inside for last in inside if first <= last < first + 30
-    ]  # fmt: skip
+    pairs = [(float(logits[first, 0] + logits[last, 1]), first, last)
+             for first in inside for last in inside if first <= last < first + 30]  # fmt: skip
     score, first, last = max(pairs)
     is_null = float(logits[0].sum()) - score > 0
     return "" if is_null else row["text"][offsets[first][0] : offsets[last][1]]
@@ -232,8 +228,7 @@ def test_transformers_predicts_the_same(kind: str, exported: dict[str, Any], fol
     name, _, auto, is_native = CASES[kind]
     prefix = {"bert": "Bert", "roberta": "Roberta", "roformer": "RoFormer"}.get(name, "")
     assert found["class"] == f"{prefix if is_native else 'Postnorm'}For{auto}"
-    assert found["max_length"] == MAX_LENGTH
-    assert found["classifier_dropout"] == 0.1
+    assert (found["max_length"], found["classifier_dropout"]) == (MAX_LENGTH, 0.1)
     problem = {"multilabel": "multi_label_classification", "regress": "regression"}
     usual = "single_label_classification" if auto == "SequenceClassification" else None
     assert found["problem_type"] == problem.get(kind, usual)

@@ -22,10 +22,8 @@ from pipeline.use.model import load
 from tests.support.tiny_tasks import write_task
 
 
-def _predicted(
-    config: TaskConfig, model: Any, examples: list[Example], decide: Callable[[Any], list[Any]],
-    folder: Path,
-) -> list[Any]:  # fmt: skip
+def _predicted(config: TaskConfig, model: Any, examples: list[Example],
+               decide: Callable[[Any], list[Any]], folder: Path) -> list[Any]:  # fmt: skip
     """Make predictions of what `decode` returns for the inputs of all rows."""
     for _ in range(2):  # the second time from the file of the first
         tokens = tokenised(config, model.tokenizer, "", examples, folder / "tokens")

@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,8 +36,8 @@ from pipeline.use.folder import load_model, write_model
 from pipeline.use.model import load
 from pipeline.use.pretrain import pretrain
 from tests.support import warm
-from tests.support.processes import Processes
-from tests.support.ranks import CONFIG, start
+from tests.support.processes import Processes, wait_until
+from tests.support.ranks import CONFIG, records, start
 from tests.support.tiny_tasks import rows_of, write_rows, write_task
 
 Make = Callable[..., Path]
@@ -97,15 +96,13 @@ def test_every_kind_is_trained_and_predicts(
 def test_a_run_is_a_model(task_file: Make, tuned: Path, tiny_model: Path, tmp_path: Path) -> None:
     out = tuned / "two"
     body = json.loads((out / "result.json").read_text())
-    assert body["seeds"] == [1, 2]
-    assert body["mean"] == pytest.approx(np.mean(body["scores"]))
+    assert (body["seeds"], body["mean"]) == ([1, 2], pytest.approx(np.mean(body["scores"])))
     assert body["sd"] == pytest.approx(np.std(body["scores"], ddof=1))
     assert body["rows"] == {"train": 64, "dev": 64, "test": 64}
     assert body["prior"] == Counter(row["label"] for row in rows_of("classify"))
     run = out / "seed-1"
     assert not published(run / "checkpoints"), "what the model was made of is removed"
     status = run_status(run)
-    assert status.result is not None
     assert (status.result.metric, status.result.score) == ("accuracy", body["scores"][0])
     assert any("majority" in str(line) for line in summary(run, status).lines)
     with pytest.raises(RunFolderError, match="seed-N"):
@@ -163,9 +160,7 @@ def test_adam_is_the_task_file_s(task_file: Make, tiny_model: Path, tmp_path: Pa
     assert "weight_decay" in protocol
 
 
-def test_a_result_that_does_not_name_adam_s_settings(
-    tuned: Path, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_result_that_lacks_adam_s_settings(tuned: Path, tiny_model: Path, tmp_path: Path) -> None:
     shutil.copytree(tuned / "out", tmp_path / "out")
     body = json.loads((tmp_path / "out/result.json").read_text())
     assert (body["protocol"].pop("beta2"), body["protocol"].pop("eps")) == (0.98, 1e-6)
@@ -177,16 +172,13 @@ def test_a_result_that_does_not_name_adam_s_settings(
         _run(path, tiny_model, tmp_path / "out", seeds=[1], overrides=["train.beta2=0.999"])
 
 
-def test_tags_that_are_numbers_keep_their_names(
-    task_file: Make, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_numeric_tags_keep_their_names(task_file: Make, tiny_model: Path, tmp_path: Path) -> None:
     names = ["O", "B-place", "I-place", "B-name"]
     rows = [{"tokens": ["去", "了", "北", "京"], "ner_tags": [0, 0, 1, 2], "id": "1"},
             {"tokens": ["张", "去", "了"], "ner_tags": [3, 0, 0], "id": "2"}]  # fmt: skip
     write_rows(tmp_path / "a.jsonl", rows)
     files = {name: ["a.jsonl"] for name in ("train", "dev", "test")}
-    fields = {"text": "tokens", "spans": "ner_tags"}
-    data = {**files, "fields": fields, "labels": names}
+    data = {**files, "fields": {"text": "tokens", "spans": "ner_tags"}, "labels": names}
     path = task_file("tag", data=data, train={"steps": 1})
     body = _run(path, tiny_model, tmp_path / "out")
     [run] = read_runs(tmp_path / "out")
@@ -220,8 +212,7 @@ def test_time_is_that_of_the_whole_run(
     monkeypatch.setattr(DevScores, "__call__", best_at_first)
     body = _run(task_file("classify", train={"epochs": 4}), tiny_model, tmp_path / "out")
     assert body["step"] == 8
-    lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").open()]
-    times = {line["step"]: line["elapsed_s"] for line in lines if line["kind"] == "train"}
+    times = {line["step"]: line["elapsed_s"] for line in records(tmp_path / "out")}
     assert body["train_s"] >= times[32] > times[8]
 
 
@@ -230,10 +221,8 @@ def test_other_seeds_are_not_finished(tuned: Path, tiny_model: Path, tmp_path: P
     path, out = tuned / "my-classify.yaml", tuned / "out"
     two = Path(shutil.copytree(tuned / "two", tmp_path / "two"))
     first = json.loads((out / "result.json").read_text())
-    for folder, seeds, message in (
-        (out, [2], r"seeds: \[1\] there, \[2\] now"), (out, [1, 2], "several"),
-        (two, [1], "several"),
-    ):  # fmt: skip
+    for folder, seeds, message in ((out, [2], r"seeds: \[1\] there, \[2\] now"),
+                                   (out, [1, 2], "several"), (two, [1], "several")):  # fmt: skip
         with pytest.raises(ConfigError, match=message):
             _run(path, tiny_model, folder, seeds=seeds)
     three = _run(path, tiny_model, two, seeds=[3, 1, 2])
@@ -276,6 +265,7 @@ def test_stopped_run_keeps_its_model(task_file: Make, tiny_model: Path, tmp_path
     assert _run(path, tiny_model, out)["test"]["accuracy"] == 1.0
 
 
+@pytest.mark.long
 def test_sentencepiece_is_a_start(dataset: DatasetIndex, task_file: Make, tmp_path: Path) -> None:
     (tmp_path / "train.yaml").write_text(CONFIG)
     words = [f"run_dir={tmp_path}/run", f"data.dir={dataset.folder}", "train.num_steps=3",
@@ -294,10 +284,8 @@ def test_sentencepiece_is_a_start(dataset: DatasetIndex, task_file: Make, tmp_pa
 @pytest.mark.long
 def test_same_seed_same_result(task_file: Make, tiny_model: Path, tmp_path: Path) -> None:
     path = task_file("classify", train={"steps": 3}, head={"dropout": 0.1})
-    for name, seed, source in (
-        ("a", 1, tiny_model), ("b", 1, tiny_model), ("c", 2, tiny_model),
-        ("d", 1, f"random:{tiny_model}"),
-    ):  # fmt: skip
+    for name, seed, source in (("a", 1, tiny_model), ("b", 1, tiny_model), ("c", 2, tiny_model),
+                               ("d", 1, f"random:{tiny_model}")):  # fmt: skip
         _run(path, source, tmp_path / name, seeds=[seed])
     a, b, c, d = ((tmp_path / name / "predictions-dev.jsonl").read_bytes() for name in "abcd")
     assert a == b
@@ -312,11 +300,7 @@ def test_killed_run_continues_to_the_same_answers(
     straight, out = tmp_path / "straight", tmp_path / "out"
     assert warm.run(*words, straight).returncode == 0
     process = processes.start([sys.executable, "-m", *words, str(out)], cwd=ROOT)
-    deadline = time.monotonic() + 400
-    while not published(out / "checkpoints"):
-        assert process.poll() is None, "it ended before it had a checkpoint"
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: published(out / "checkpoints"), process, timeout_s=400)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert not (out / "result.json").exists(), "it was not fast enough to finish"
@@ -325,6 +309,7 @@ def test_killed_run_continues_to_the_same_answers(
         assert (out / name).read_bytes() == (straight / name).read_bytes()
 
 
+@pytest.mark.long
 def test_late_signal_is_kept(task_file: Make, tiny_model: Path, tmp_path: Path) -> None:
     path, out, overrides = task_file("classify"), tmp_path / "out", ["train.epochs=1"]
     _stopped(8, path, tiny_model, out, overrides=overrides, seeds=[1, 2])
@@ -361,6 +346,7 @@ def test_two_ranks_give_what_one_gives(
         assert [row["prediction"] for row in _lines(made)] == [r["prediction"] for r in stored]
 
 
+@pytest.mark.long
 def test_best_epoch_is_reported(task_file: Make, tiny_model: Path, tmp_path: Path) -> None:
     # A rate that destroys what was learnt: the first epochs are the better ones.
     train = {"epochs": 3, "lr": 3e-3, "decay": "none", "warmup": 0.0}
@@ -370,8 +356,7 @@ def test_best_epoch_is_reported(task_file: Make, tiny_model: Path, tmp_path: Pat
     assert body["dev"]["accuracy"] == pytest.approx(max(scores.values()))
     assert scores[body["step"]] == max(scores.values())
     last = _run(task_file("classify", train={**train, "keep": "last"}), tiny_model, tmp_path / "l")
-    assert last["step"] == max(scores)
-    assert last["protocol"]["selected_on"] == "last"
+    assert (last["step"], last["protocol"]["selected_on"]) == (max(scores), "last")
 
 
 @pytest.mark.long
@@ -427,8 +412,7 @@ def test_tokens_are_shared_by_content(task_file: Make, tiny_model: Path, tmp_pat
     assert file.stat().st_size > 0
     for one, other in zip(first.rows["dev"].rows, again.rows["dev"].rows, strict=True):
         assert one.ids.tolist() == other.ids.tolist()
-        assert one.offsets.tolist() == other.offsets.tolist()
-        assert one.spans == other.spans
+        assert (one.offsets.tolist(), one.spans) == (other.offsets.tolist(), other.spans)
     content = file.read_bytes()
     file.write_bytes(content[: len(content) // 2])  # a disk that was full
     assert prepare(config, "t", str(tiny_model), tokens).data_sha256 == first.data_sha256

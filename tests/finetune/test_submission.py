@@ -73,13 +73,11 @@ def test_answers_entities_and_ids_have_their_forms() -> None:
     with pytest.raises(DataError, match="1 of 2 rows have an id that stands before"):
         _lines("chid", _predicted(("#idiom1#", 3), ("#idiom1#", 4)))
     text = "浙商银行和浙商银行"
-    spans = [["company", 0, 4], ["company", 5, 9], ["address", 0, 1]]
-    rows = _predicted(("0", spans), ("1", []))
+    rows = _predicted(("0", [["company", 0, 4], ["company", 5, 9], ["address", 0, 1]]), ("1", []))
     one, other = map(json.loads, _lines("cluener", rows, (text, "无")))
     company = {"浙商银行": [[0, 3], [5, 8]]}
-    assert one == {
-        "id": 0, "text": text, "label": {"company": company, "address": {"浙": [[0, 0]]}},
-    }  # fmt: skip
+    assert one == {"id": 0, "text": text,
+                   "label": {"company": company, "address": {"浙": [[0, 0]]}}}  # fmt: skip
     assert other == {"id": 1, "text": "无", "label": {}}
     with pytest.raises(DataError, match="id 'x' is not a number, as fewclue-csl has them"):
         _lines("fewclue-csl", _predicted(("x", "0")))

@@ -26,10 +26,8 @@ def _command(*arguments: object) -> str:
 
 
 @pytest.fixture(scope="module")
-def slower(
-    straight_run: Path, tmp_path_factory: pytest.TempPathFactory, dataset: DatasetIndex,
-    start_ranks: type[Ranks],
-) -> Path:  # fmt: skip
+def slower(straight_run: Path, tmp_path_factory: pytest.TempPathFactory, dataset: DatasetIndex,
+           start_ranks: type[Ranks]) -> Path:  # fmt: skip
     """The straight run with another learning rate, shorter."""
     run_dir = tmp_path_factory.mktemp("compared") / "slower"
     ranks = start_ranks(run_dir, dataset, "train.lr=2e-3", "train.num_steps=30")
@@ -77,10 +75,9 @@ def test_the_first_batch_that_differs_is_named(straight_run: Path, tmp_path: Pat
     with (other / "metrics.jsonl").open("a") as file:
         file.write('{"step": 40, "kind"')  # a killed writer's
     text = "\n".join(comparison_text(compare(read_runs([straight_run, other, straight_run]))))
-    for line in (
-        rf"batch, A and B: .* 7, {before} \(step 8\) .* 0123456789abcdef \(step 8\)",
-        "batch, A and C: the same, 40", "loss, A and B: the same, 40", "config: the same",
-    ):  # fmt: skip
+    for line in (rf"batch, A and B: .* 7, {before} \(step 8\) .* 0123456789abcdef \(step 8\)",
+                 "batch, A and C: the same, 40", "loss, A and B: the same, 40",
+                 "config: the same"):  # fmt: skip
         assert re.search(line, text), line
 
 

@@ -17,11 +17,10 @@ from pipeline.inspect.run import OpenedRun, step_text
 
 
 def _run(dataset: DatasetIndex, folder: Path, kind: ObjectiveKind) -> OpenedRun:
-    config = PretrainConfig(
-        run_dir=str(folder), model=ModelConfig(pooler=True), objective=ObjectiveConfig(kind=kind),
-        data=DataConfig(dir=str(dataset.folder), seq_len=64),
-        train=TrainConfig(global_batch=16, micro_batch=8),
-    )  # fmt: skip
+    config = PretrainConfig(run_dir=str(folder), model=ModelConfig(pooler=True),
+                            objective=ObjectiveConfig(kind=kind),
+                            data=DataConfig(dir=str(dataset.folder), seq_len=64),
+                            train=TrainConfig(global_batch=16, micro_batch=8))  # fmt: skip
     return OpenedRun(folder, config.train_data, 10, (), dataset, [], world_size=1)
 
 

@@ -52,8 +52,7 @@ def windows_of(layout: Layout) -> Windows:
 
 
 def ends(*lengths: int) -> Layout:
-    bounds = torch.tensor([0, *lengths]).cumsum(0)
-    return packed(bounds, max(lengths), sum(lengths))
+    return packed(torch.tensor([0, *lengths]).cumsum(0), max(lengths), sum(lengths))
 
 
 def padding(num_slots: int, *lengths: int) -> Layout:
@@ -74,8 +73,7 @@ def seen(windows: Windows) -> Tensor:
 
 def by_column(windows: Windows, width: int) -> tuple[Tensor, Tensor]:
     """(T, W) number of the token that a column of scores stands for, and whether it is seen."""
-    sizes = windows.bounds.diff()
-    start = torch.repeat_interleave(windows.bounds[:-1], sizes)
+    start = torch.repeat_interleave(windows.bounds[:-1], windows.bounds.diff())
     columns = (start[:, None] + torch.arange(width)).long()
     is_token = columns < windows.bounds[-1]
     columns = columns.clamp(max=int(windows.bounds[-1]) - 1)
@@ -336,8 +334,7 @@ def test_narrow_storage_does_not_underflow() -> None:
 
 def test_scores_saturate(path: str) -> None:
     windows = windows_of(ends(30, 12))
-    inputs = make(3, 42, 2, 32, spread=4e4)
-    found = computed(inputs, windows, torch.bfloat16)
+    found = computed(make(3, 42, 2, 32, spread=4e4), windows, torch.bfloat16)
     assert float(found.scores.abs().max()) == 65504
     assert all(bool(each.isfinite().all()) for each in [*found.outputs, *found.gradients])
 
@@ -434,8 +431,7 @@ CONFIG = ModelConfig(vocab_size=50, num_layers=3, hidden_size=64, num_heads=2, f
 
 def _model(**changes: Any) -> MaskedLanguageModel:
     torch.manual_seed(0)
-    config = ModelConfig(**{**vars(CONFIG), **changes})
-    model = MaskedLanguageModel(config)
+    model = MaskedLanguageModel(ModelConfig(**{**vars(CONFIG), **changes}))
     model.encoder.set_alpha(0.8)
     return model
 

@@ -78,8 +78,7 @@ def computed(
     x, update, given = drawn
     x, update = x.clone().requires_grad_(), update.clone().requires_grad_()
     seed = torch.tensor([SEED]) if dropout else None
-    tensor = torch.tensor(alpha)
-    y, _ = OPERATOR(x, update, tensor, seed, keep, dropout, eps)
+    y, _ = OPERATOR(x, update, torch.tensor(alpha), seed, keep, dropout, eps)
     return [y.detach(), *torch.autograd.grad(y, [x, update], given)]
 
 
@@ -102,8 +101,7 @@ CASES = list(product([0.3, 1.0], [1.0, DEEPNORM]))
 
 
 @pytest.mark.parametrize(
-    ("tokens", "size"),
-    first_in_ci([(1, 40), (7, 768), (33, 40), (1, 384), (2, 8), (3, 4096)], 2),
+    ("tokens", "size"), first_in_ci([(1, 40), (7, 768), (33, 40), (1, 384), (2, 8), (3, 4096)], 2)
 )
 def test_fp32(tokens: int, size: int) -> None:
     drawn = draw(tokens, size, dtype=torch.float32)
@@ -259,8 +257,7 @@ def test_checkpointing_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(kernels, "forward", lambda *a: calls.append(1) or original(*a))
 
     def layer(x: Tensor, weight: Tensor) -> Tensor:
-        alpha = torch.tensor(0.4)
-        return residual_norm(x, x @ weight, alpha, keep=1.0, dropout=0.3, eps=EPS)
+        return residual_norm(x, x @ weight, torch.tensor(0.4), keep=1.0, dropout=0.3, eps=EPS)
 
     found = {}
     for name, (wrap, calls_each) in checkpoint_ways(OPERATOR.default).items():
@@ -342,10 +339,8 @@ def test_evaluation_drops_nothing() -> None:
 def test_a_compiled_layer_is_one_graph(backend: str) -> None:
     config, layout = replace(CONFIG, dropout=0.2), _layouts()["rows"]
     model = _model(config, fused=True)
-    run = torch.compile(run_layer, backend=backend, fullgraph=True)
-    model.encoder.run_layers_by(run)
-    dropped = [_results(model, layout, 0.3)[0] for _ in range(2)]
-    assert torch.equal(*dropped)
+    model.encoder.run_layers_by(torch.compile(run_layer, backend=backend, fullgraph=True))
+    assert torch.equal(*[_results(model, layout, 0.3)[0] for _ in range(2)])
     model.eval()
     found = _results(model, layout, 0.3)
     model.encoder.run_layers_by(run_layer)
@@ -364,8 +359,7 @@ def test_lengths_and_alphas_do_not_compile_again(monkeypatch: pytest.MonkeyPatch
     model = _model(replace(CONFIG, dropout=0.2), fused=True)
     model.encoder.run_layers_by(CompiledLayer())
     for num_tokens, alpha in ((12, 0.0), (16, 0.3), (29, 0.6), (40, 1.0)):
-        ends = torch.tensor([0, 5, num_tokens])
-        _results(model, packed(ends, num_tokens - 5, num_tokens), alpha)
+        _results(model, packed(torch.tensor([0, 5, num_tokens]), num_tokens - 5, num_tokens), alpha)
     assert len(graphs) <= 2, len(graphs)  # the second length makes the row length symbolic
 
 
@@ -447,14 +441,11 @@ def test_what_the_kernel_cannot_take() -> None:
             call(x, update, alpha)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"norm": "layernorm"}, "model.norm=layernorm"),
-        ({"norm_placement": "pre"}, "norm_placement=pre"),
-        ({"residual": "rezero"}, "residual=rezero"), ({"hidden_size": 42}, "model.hidden_size=42"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"norm": "layernorm"}, "model.norm=layernorm"),
+    ({"norm_placement": "pre"}, "norm_placement=pre"),
+    ({"residual": "rezero"}, "residual=rezero"), ({"hidden_size": 42}, "model.hidden_size=42"),
+])  # fmt: skip
 def test_models_that_the_kernel_is_not_for(changes: dict[str, Any], said: str) -> None:
     model = MaskedLanguageModel(replace(CONFIG, num_heads=1, **changes))
     with pytest.raises(ConfigError, match=said):

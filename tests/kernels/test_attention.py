@@ -51,8 +51,7 @@ def _concatenated(inputs: list[tuple[Tensor, ...]], allowed: Tensor, mean: bool)
         wide_k = torch.cat([k for _, k, _ in inputs[: number + 1]], dim=-1)
         scale = 1.0 / (number + 1) if mean else 1.0
         wide, v = (wide_q, wide_k), inputs[number][2]
-        out = F.scaled_dot_product_attention(*wide, v, attn_mask=allowed, scale=scale)
-        outputs.append(out)
+        outputs.append(F.scaled_dot_product_attention(*wide, v, attn_mask=allowed, scale=scale))
     return outputs
 
 
@@ -118,7 +117,6 @@ def _bf16_errors(seq_len: int, short: int, monkeypatch: pytest.MonkeyPatch) -> l
             dtype == torch.bfloat16 and seq_len <= short
         )
         out.backward(direction.to(dtype))
-        assert product.grad is not None
         found.append([out.detach(), *product.grad.unbind(2)])
     return [float((b - a).norm() / a.norm()) for a, b in zip(*found, strict=True)]
 
@@ -153,8 +151,7 @@ def test_carry_of_bf16_is_kept_in_fp32(allowed: Tensor) -> None:
 
 def test_dropout_keeps_the_mean() -> None:
     torch.manual_seed(0)
-    share = torch.full((1, 400, 9, 9), 1 / 9)
-    out = weighted_values(share, torch.ones(1, 400, 9, 4), 0.25)
+    out = weighted_values(torch.full((1, 400, 9, 9), 1 / 9), torch.ones(1, 400, 9, 4), 0.25)
     # 3,600 rows of 9 Bernoulli(0.75) / 0.75, each of mean 1 and deviation sqrt(1/3) / 3: the mean
     # of all has deviation 0.0032.
     assert float(out.mean()) == pytest.approx(1.0, abs=0.015)

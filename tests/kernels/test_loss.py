@@ -143,12 +143,10 @@ def test_chunks_are_equal_and_within_the_budget() -> None:
 
 def test_no_rows() -> None:
     x, weight, bias = (torch.zeros(shape, requires_grad=True) for shape in [(0, 4), (6, 4), (6,)])
-    none = torch.zeros(0, dtype=torch.int64)
-    loss, correct = vocabulary_loss(x, weight, bias, none, fused=FUSED)
+    loss, correct = vocabulary_loss(x, weight, bias, torch.zeros(0, dtype=torch.int64), fused=FUSED)
     assert (loss.item(), correct.item()) == (0.0, 0.0)
     loss.backward()
     for each in (x, weight, bias):
-        assert each.grad is not None
         assert not each.grad.any()
 
 

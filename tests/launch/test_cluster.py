@@ -18,46 +18,40 @@ ROOT = Path(__file__).parents[2]
 PROFILES = sorted((ROOT / "configs/cluster").glob("*.yaml"))
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"mem_per_node": "1.5G"}, "mem_per_node='1.5G'.*K, M, G or T"),
-        ({"partition": "a b"}, "partition='a b'"),
-        ({"reservation": "x\n"}, "reservation='x.n'"),
-        ({"gpu_type": "H200:8"}, "gpu_type='H200:8'"),
-        ({"gpu_type": "h200", "gpus_per_node": 0, "ranks_per_node": 1}, "gpu_type.*gpus_per_node"),
-        ({"constraint": "ib & h200"}, "constraint='ib & h200'"),
-        ({"exclude": "node1 node2"}, "exclude='node1 node2'"),
-        ({"modules": ("gcc/13 cuda/13",)}, "modules='gcc/13 cuda/13'"),
-        ({"modules": ("a;rm",)}, "modules='a;rm'"),
-        ({"network": ("1A=b",)}, "network: '1A=b'.*NAME=value"),
-        ({"network": ("A=b\nc",)}, "network: .*NAME=value"),
-        ({"network": ("A=1", "A=2")}, "network: .*'A=1' and 'A=2'"),
-        ({"network": ("MASTER_ADDR=x",)}, "launcher sets MASTER_ADDR"),
-        ({"network": ("SLURM_EXPORT_ENV=NONE",)}, "launcher sets SLURM_EXPORT_ENV"),
-        ({"scratch": "scratch"}, "scratch='scratch'"),
-        ({"scratch": "/a/$(id)"}, r"scratch='/a/\$\(id\)'"),
-        ({"python": "a\nb"}, "python="),
-        ({"sbatch": ("-N 4",)}, "sbatch: '-N 4'.*--name=value"),
-        ({"sbatch": ("--nodes=4",)}, "'--nodes=4'"),
-        ({"sbatch": ("nod=4",)}, "'nod=4'.*sets --nodes"),  # sbatch completes what is cut short
-        ({"sbatch": ("--gres=nvme:1",), "gpu_request": "gres"}, "--gres"),
-        ({"sbatch": ("--mem-per-cpu=1G",), "mem_per_node": "9G"}, "--mem-per-cpu"),
-        ({"requeue": False}, r"requeue=false.*max_restarts.* 51 jobs"),
-        ({"sbatch": ("--nice=1", "nice=2")}, "--nice.*twice"),
-        ({"srun": ("--label",)}, "sets --label"), ({"srun": ("mpi none",)}, "srun: 'mpi none'"),
-        ({"cpu_bind": "all cores"}, "cpu_bind='all cores'"),
-        ({"distribution": "; rm"}, "distribution='; rm'"),
-        ({"gpus_per_node": 8, "ranks_per_node": 4}, "ranks_per_node=4.*gpus_per_node=8"),
-        ({"gpus_per_node": 0}, "gpus_per_node=0.*ranks_per_node"),
-        ({"time_limit": "1 day"}, "minutes"), ({"time_limit": ""}, "minutes"),
-        ({"time_limit": "5:00"}, "no time is left"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_what_slurm_or_the_shell_misreads_is_refused(
-    fields: dict[str, object], message: str
-) -> None:
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"mem_per_node": "1.5G"}, "mem_per_node='1.5G'.*K, M, G or T"),
+    ({"partition": "a b"}, "partition='a b'"),
+    ({"reservation": "x\n"}, "reservation='x.n'"),
+    ({"gpu_type": "H200:8"}, "gpu_type='H200:8'"),
+    ({"gpu_type": "h200", "gpus_per_node": 0, "ranks_per_node": 1}, "gpu_type.*gpus_per_node"),
+    ({"constraint": "ib & h200"}, "constraint='ib & h200'"),
+    ({"exclude": "node1 node2"}, "exclude='node1 node2'"),
+    ({"modules": ("gcc/13 cuda/13",)}, "modules='gcc/13 cuda/13'"),
+    ({"modules": ("a;rm",)}, "modules='a;rm'"),
+    ({"network": ("1A=b",)}, "network: '1A=b'.*NAME=value"),
+    ({"network": ("A=b\nc",)}, "network: .*NAME=value"),
+    ({"network": ("A=1", "A=2")}, "network: .*'A=1' and 'A=2'"),
+    ({"network": ("MASTER_ADDR=x",)}, "launcher sets MASTER_ADDR"),
+    ({"network": ("SLURM_EXPORT_ENV=NONE",)}, "launcher sets SLURM_EXPORT_ENV"),
+    ({"scratch": "scratch"}, "scratch='scratch'"),
+    ({"scratch": "/a/$(id)"}, r"scratch='/a/\$\(id\)'"),
+    ({"python": "a\nb"}, "python="),
+    ({"sbatch": ("-N 4",)}, "sbatch: '-N 4'.*--name=value"),
+    ({"sbatch": ("--nodes=4",)}, "'--nodes=4'"),
+    ({"sbatch": ("nod=4",)}, "'nod=4'.*sets --nodes"),  # sbatch completes what is cut short
+    ({"sbatch": ("--gres=nvme:1",), "gpu_request": "gres"}, "--gres"),
+    ({"sbatch": ("--mem-per-cpu=1G",), "mem_per_node": "9G"}, "--mem-per-cpu"),
+    ({"requeue": False}, r"requeue=false.*max_restarts.* 51 jobs"),
+    ({"sbatch": ("--nice=1", "nice=2")}, "--nice.*twice"),
+    ({"srun": ("--label",)}, "sets --label"), ({"srun": ("mpi none",)}, "srun: 'mpi none'"),
+    ({"cpu_bind": "all cores"}, "cpu_bind='all cores'"),
+    ({"distribution": "; rm"}, "distribution='; rm'"),
+    ({"gpus_per_node": 8, "ranks_per_node": 4}, "ranks_per_node=4.*gpus_per_node=8"),
+    ({"gpus_per_node": 0}, "gpus_per_node=0.*ranks_per_node"),
+    ({"time_limit": "1 day"}, "minutes"), ({"time_limit": ""}, "minutes"),
+    ({"time_limit": "5:00"}, "no time is left"),
+], ids=str)  # fmt: skip
+def test_what_slurm_or_a_shell_misreads_fails(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ClusterConfig(**fields)  # type: ignore[arg-type]
 

@@ -58,19 +58,15 @@ def test_jobs_of_a_chain_count_as_restarts_and_as_attempts_of_one_job(tmp_path: 
     found = decide(replace(SAVED, job="7_5", jobs_before=5), 0, LIMITS, RUN)
     assert (found.word, found.exit_code) == ("failed", 2)
     jobs = [replace(FAILED, job=f"7_{n}", jobs_before=n) for n in range(2)]
-    words = [end_attempt(job, LIMITS, tmp_path).word for job in jobs]
-    assert words == ["requeue", "failed"]
+    assert [end_attempt(job, LIMITS, tmp_path).word for job in jobs] == ["requeue", "failed"]
 
 
-def test_attempts_without_a_new_checkpoint_are_limited() -> None:
+def test_attempts_without_a_new_checkpoint_are_limited_but_for_preemption() -> None:
     assert _word(FAILED) == "requeue"
     found = decide(FAILED, 1, LIMITS, RUN)
     assert found.word == "failed"
     assert "1 of 2 ranks, 75 of 1 rank, none of 1 rank (srun: 143)" in found.reason
     assert _word(replace(FAILED, after="step-00000020"), 1) == "requeue"
-
-
-def test_preemption_before_the_first_save_is_no_failure_and_a_time_limit_is() -> None:
     early = replace(SAVED, before=None, after=None)
     assert _word(early, 1) == "requeue"
     assert _word(replace(early, at_limit=True), 1) == "failed"

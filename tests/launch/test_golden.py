@@ -24,9 +24,7 @@ GOLDEN = Path(__file__).parent / "golden"
 WHOLE = "h200-pyxis"
 """The profile with most parts (preflight, measurements, a container), kept in full."""
 CONTAINED = "a100-apptainer"
-OTHER = {
-    "singularity": "/shared/my_project/images/postnorm.sif",
-}
+OTHER = {"singularity": "/shared/my_project/images/postnorm.sif"}
 """Engines of no profile, in place of the one of `CONTAINED`."""
 VARIANTS = dict.fromkeys(OTHER, CONTAINED) | {"cpu-chain": "cpu"}
 """The profile of each; `cpu-chain` is `cpu` on a site that does not requeue."""

@@ -76,13 +76,10 @@ def test_a_job_is_followed_from_the_queue_to_its_result(place: Place) -> None:
     assert (result.finished, result.exit_code, result.step, result.loss) == (True, 0, 20, 6.25)
 
 
-@pytest.mark.parametrize(
-    ("queued", "decision", "state"),
-    [
-        ("FAILED", "failed", "failed"), ("", "failed", "failed"), ("CANCELLED", "", "cancelled"),
-        ("NODE_FAIL", "", "failed"), ("", "", "unknown"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("queued", "decision", "state"), [
+    ("FAILED", "failed", "failed"), ("", "failed", "failed"), ("CANCELLED", "", "cancelled"),
+    ("NODE_FAIL", "", "failed"), ("", "", "unknown"),
+])  # fmt: skip
 def test_a_job_that_did_not_finish_has_no_result(
     place: Place, monkeypatch: pytest.MonkeyPatch, queued: str, decision: str, state: str
 ) -> None:
@@ -131,8 +128,7 @@ def test_a_local_run_ends_is_cancelled_or_fails(dataset: DatasetIndex, tmp_path:
     given = {"run_dir": tmp_path / "run", "data.dir": dataset.folder, "train.num_steps": 8,
              "train.warmup_steps": 2, "train.alpha_warmup_steps": 2}  # fmt: skip
     run = postnorm.submit(config, given, local=True)
-    assert run.status().state == "running"
-    assert run.wait(400, poll_s=0.2).state == "finished"
+    assert (run.status().state, run.wait(400, poll_s=0.2).state) == ("running", "finished")
     assert (run.result().step, run.result().exit_code) == (8, 0)
     assert run.result().loss
 
@@ -141,10 +137,8 @@ def test_a_local_run_ends_is_cancelled_or_fails(dataset: DatasetIndex, tmp_path:
         assert run.status().state == "running"
         time.sleep(0.1)
     run.cancel()
-    assert run.status().state == "stopped"
-    assert run.result().exit_code == 75
-    newest = published(tmp_path / "run/checkpoints")[0]
-    assert newest.name == f"step-{run.result().step:08d}"
+    assert (run.status().state, run.result().exit_code) == ("stopped", 75)
+    assert published(tmp_path / "run/checkpoints")[0].name == f"step-{run.result().step:08d}"
 
     run = postnorm.submit(config, {**given, "model.num_layers": 3}, local=True)
     assert run.wait(400, poll_s=0.2).state == "failed"

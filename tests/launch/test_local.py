@@ -37,9 +37,7 @@ def _record(run_dir: Path) -> str:
 @pytest.mark.parametrize(
     ("script", "code"), [("exit 0", 0), ("exit 75", 75), ("exit 9", 9), ("kill -9 $$", 137)]
 )
-def test_exit_code_is_that_of_the_program(
-    rank: Rank, tmp_path: Path, script: str, code: int
-) -> None:
+def test_exit_code_is_the_program_s(rank: Rank, tmp_path: Path, script: str, code: int) -> None:
     assert rank("bash", "-c", script).wait(30) == code
     assert _record(tmp_path) == str(code)
 
@@ -76,9 +74,7 @@ def test_side_by_side_commands_divide_gpus(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("processes")
-def test_local_starts_keep_their_exit_codes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_local_starts_keep_exit_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "9")  # in the shell of an allocation
     (tmp_path / FOLDER).mkdir()
     script = f"[ -e {tmp_path}/again ] || {{ touch {tmp_path}/again; exit 1; }}"

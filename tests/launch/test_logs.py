@@ -14,9 +14,7 @@ from tests.support.run_folder import RunFolder
 
 @pytest.mark.parametrize("block", [1, 2, 5, 64])
 @pytest.mark.parametrize("text", [b"", b"a", b"a\n", b"a\nbb\n\nccc\n", b"a\nbb\nno end", b"\n\n"])
-def test_last_lines(
-    text: bytes, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tail(text: bytes, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "_BLOCK", block)
     (tmp_path / "log").write_bytes(text)
     for number in range(6):

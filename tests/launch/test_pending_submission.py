@@ -115,9 +115,7 @@ def test_job_that_cannot_be_cancelled_is_found_whatever_its_comment(
     assert _left(tmp_path) is None
 
 
-def test_sbatch_without_an_answer(
-    tmp_path: Path, slurm: FakeSlurm, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_mute_sbatch(tmp_path: Path, slurm: FakeSlurm, caplog: pytest.LogCaptureFixture) -> None:
     real = (slurm.folder / "sbatch").rename(slurm.folder / "real")
     said = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
     slurm.add("sbatch", f"{real} >/dev/null; echo '{said}' >&2; exit 1")

@@ -28,6 +28,7 @@ from pipeline.data.format import DatasetIndex, read_index
 from pipeline.errors import ConfigError, DataError
 from pipeline.multitask.config import load_mix
 from tests.support.checkpoints import make_checkpoint
+from tests.support.damage import flip
 from tests.support.processes import python, write_program
 from tests.support.tiny_tasks import write_task
 
@@ -181,25 +182,22 @@ def _process(name: str) -> Callable[[FakeSmi], None]:
     return change
 
 
-@pytest.mark.parametrize(
-    ("change", "check", "text"),
-    [
-        (_set(1, ecc__errors__uncorrected__volatile__total=3), "GPU health", "-aaaa): 3 "),
-        (_set(0, retired_pages__pending="Yes"), "GPU health", "retired"),
-        (_set(0, remapped_rows__pending="1"), "GPU health", "remapped"),
-        (_set(0, remapped_rows__failure="Yes"), "GPU health", "not be remapped"),
-        (_set(1, clocks_throttle_reasons__hw_thermal_slowdown="Active"), "GPU health", "temper"),
-        (_set(0, memory__used=40000), "GPU in use", "40000 of 81559 MiB"),
-        (_process("python"), "GPU in use", "GPU-00000001-aaaa) is used by process 4711"),
-        (_set(1, memory__used="[GPU is lost]"), "GPU state", "'[GPU is lost]'"),
-        (_set(1, name="NVIDIA A100-SXM4-80GB"), "GPU names", "preflight.gpu='H100'"),
-        (_set(1, driver_version="535.129.03"), "GPU driver", "535.129.03"),
-        (lambda smi: smi.gpus.pop(), "GPU count", "1 GPUs, expected gpus_per_node=2"),
-        (_fail("No devices were found", 6), "GPUs", "(6): No devices were found"),
-        (_fail("Unable to determine the device handle for GPU0000:CB:00.0: Unknown Error", 0),
-         "GPUs", "GPU0000:CB:00.0"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("change", "check", "text"), [
+    (_set(1, ecc__errors__uncorrected__volatile__total=3), "GPU health", "-aaaa): 3 "),
+    (_set(0, retired_pages__pending="Yes"), "GPU health", "retired"),
+    (_set(0, remapped_rows__pending="1"), "GPU health", "remapped"),
+    (_set(0, remapped_rows__failure="Yes"), "GPU health", "not be remapped"),
+    (_set(1, clocks_throttle_reasons__hw_thermal_slowdown="Active"), "GPU health", "temper"),
+    (_set(0, memory__used=40000), "GPU in use", "40000 of 81559 MiB"),
+    (_process("python"), "GPU in use", "GPU-00000001-aaaa) is used by process 4711"),
+    (_set(1, memory__used="[GPU is lost]"), "GPU state", "'[GPU is lost]'"),
+    (_set(1, name="NVIDIA A100-SXM4-80GB"), "GPU names", "preflight.gpu='H100'"),
+    (_set(1, driver_version="535.129.03"), "GPU driver", "535.129.03"),
+    (lambda smi: smi.gpus.pop(), "GPU count", "1 GPUs, expected gpus_per_node=2"),
+    (_fail("No devices were found", 6), "GPUs", "(6): No devices were found"),
+    (_fail("Unable to determine the device handle for GPU0000:CB:00.0: Unknown Error", 0),
+     "GPUs", "GPU0000:CB:00.0"),
+])  # fmt: skip
 def test_trouble_of_a_gpu_is_told(
     smi: FakeSmi, change: Callable[[FakeSmi], None], check: str, text: str
 ) -> None:
@@ -239,8 +237,7 @@ def test_full_disk(tmp_path: Path) -> None:
         assert free_gb < 0.0011
         assert [f.check for f in found] == ["run_dir inodes"]
         assert "expected 10000; remove files" in found[0].text
-        strict = replace(EASY, min_free_gb=1.0)
-        _, found = checks.check_folder(strict, "run_dir", folder, "all")
+        _, found = checks.check_folder(replace(EASY, min_free_gb=1.0), "run_dir", folder, "all")
         assert [f.check for f in found] == ["run_dir space", "run_dir inodes"]
         assert "preflight.min_free_gb=1" in found[0].text
         assert checks.check_shared_memory(replace(EASY, min_shm_gb=0.5), folder)[0].check == (
@@ -274,11 +271,8 @@ def damaged(dataset: DatasetIndex, tmp_path: Path) -> DatasetIndex:
     shutil.copytree(dataset.folder, folder)
     blocks = dataset.blocks
     for row in range(len(blocks)):
-        with (folder / dataset.shards[int(blocks.shard[row])].file).open("r+b") as file:
-            file.seek(int(blocks.member_offset[row, 0]) + 200)
-            byte = file.read(1)[0]
-            file.seek(-1, os.SEEK_CUR)
-            file.write(bytes([byte ^ 4]))
+        file = folder / dataset.shards[int(blocks.shard[row])].file
+        flip(file, int(blocks.member_offset[row, 0]) + 200)
     return read_index(folder)
 
 
@@ -318,9 +312,7 @@ def test_missing_shard_and_missing_dataset(damaged: DatasetIndex, tmp_path: Path
 
 
 @pytest.mark.usefixtures("processes")
-def test_command_ends_though_the_driver_hangs(
-    dataset: DatasetIndex, smi: FakeSmi, tmp_path: Path
-) -> None:
+def test_command_outlives_the_driver(dataset: DatasetIndex, smi: FakeSmi, tmp_path: Path) -> None:
     smi.sleep_s = 6
     smi.save()
     profile = tmp_path / "cluster.yaml"

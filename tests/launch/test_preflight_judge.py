@@ -1,6 +1,5 @@
 """What records mean together: whose fault it is, majority, cap, bandwidth, the command."""
 
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from pipeline.data.format import DatasetIndex, read_index
 from pipeline.errors import DataError
 from tests.support import warm
 from tests.support.checkpoints import make_checkpoint
+from tests.support.damage import flip
 
 ROOT = Path(__file__).parents[2]
 NODES = ("n1", "n2", "n3", "n4")
@@ -143,16 +143,13 @@ def test_verdict(
     assert fact in str(verdict)
 
 
-@pytest.mark.parametrize(
-    ("other", "text"),
-    [
-        (replace(GOOD, gpus=["A100"] * 8), "A100, most nodes have H100"),
-        (replace(GOOD, packages={"python": "3.11.7", "torch": "2.12.0"}),
-         "torch 2.12.0, most nodes have torch 2.13.0"),
-        (replace(GOOD, packages={"python": "3.11.7"}), "most nodes have torch 2.13.0"),
-        (replace(GOOD, fingerprint="e" * 64), f"{'e' * 64}, most nodes have"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("other", "text"), [
+    (replace(GOOD, gpus=["A100"] * 8), "A100, most nodes have H100"),
+    (replace(GOOD, packages={"python": "3.11.7", "torch": "2.12.0"}),
+     "torch 2.12.0, most nodes have torch 2.13.0"),
+    (replace(GOOD, packages={"python": "3.11.7"}), "most nodes have torch 2.13.0"),
+    (replace(GOOD, fingerprint="e" * 64), f"{'e' * 64}, most nodes have"),
+])  # fmt: skip
 def test_minority_is_bad_and_a_draw_is_a_problem(other: Record, text: str) -> None:
     verdict = _judge({"n4": other})
     assert (verdict.exit_code, list(verdict.bad)) == (75, ["n4"])
@@ -162,37 +159,32 @@ def test_minority_is_bad_and_a_draw_is_a_problem(other: Record, text: str) -> No
     assert "on n1, n3; " in verdict.problems[0]
 
 
-@pytest.mark.parametrize(
-    ("records", "bandwidths", "given", "code", "bad", "fact"),
-    [
-        ({}, None, {}, 0, "", ""),  # not measured yet
-        ({}, {}, {}, 2, "", "no node left a record"),
-        ({}, _bandwidths({}), {}, 0, "", ""),
-        # Each node counts with its faster neighbour: one slow pair names nobody.
-        ({}, _bandwidths({RING[1]: 3.0}), {}, 0, "", ""),
-        ({}, _bandwidths({RING[1]: 3.0, RING[2]: 4.0}), {}, 75, "n3",
-         "4 GB/s, expected 28 GB/s (preflight.bandwidth_share=0.7 of the nodes' median 40)"),
-        ({}, _bandwidths({RING[1]: 27.8, RING[2]: 27.8}), {}, 75, "n3", ""),
-        ({}, _bandwidths({RING[1]: 28.2, RING[2]: 28.2}), {}, 0, "", ""),
-        ({}, _bandwidths(dict.fromkeys(RING, 3.0)), {}, 2, "", "3 GB/s is the nodes' median"),
-        # Two slow nodes cannot be told apart, nor a slow one from what is expected.
-        ({}, dict.fromkeys(NODES[:2], PAIR), {"nodes": NODES[:2]}, 2, "", ""),
-        ({}, {"n1": LONE}, {"nodes": ("n1",)}, 2, "", "3 GB/s is the nodes' median"),
-        # A node that did not join is bad, those who waited are not; one of its ranks may have.
-        ({}, dict.fromkeys(("n1", "n2", "n4"), WAITED), {}, 75, "n3", ""),
-        ({}, dict.fromkeys(NODES, WAITED), {}, 75, "n3", ""),
-        # The first node keeps the store; without it nobody can tell who is missing.
-        ({}, dict.fromkeys(NODES[1:], ALONE), {}, 75, "n1", ""),
-        ({}, _bandwidths({}, **HUNG), {}, 75, "n2 n3", ""),
-        ({}, dict.fromkeys(NODES, BROKEN), {}, 2, "", "n1 says: NCCL error"),
-        # A bad node is not asked: it did not come, or slowed others down.
-        ({"n4": None}, NO_N4, {}, 75, "n4", ""),
-    ],
-)  # fmt: skip
-def test_bandwidth(
-    records: Records, bandwidths: dict[str, Bandwidth] | None, given: dict[str, Any], code: int,
-    bad: str, fact: str,
-) -> None:  # fmt: skip
+@pytest.mark.parametrize(("records", "bandwidths", "given", "code", "bad", "fact"), [
+    ({}, None, {}, 0, "", ""),  # not measured yet
+    ({}, {}, {}, 2, "", "no node left a record"),
+    ({}, _bandwidths({}), {}, 0, "", ""),
+    # Each node counts with its faster neighbour: one slow pair names nobody.
+    ({}, _bandwidths({RING[1]: 3.0}), {}, 0, "", ""),
+    ({}, _bandwidths({RING[1]: 3.0, RING[2]: 4.0}), {}, 75, "n3",
+     "4 GB/s, expected 28 GB/s (preflight.bandwidth_share=0.7 of the nodes' median 40)"),
+    ({}, _bandwidths({RING[1]: 27.8, RING[2]: 27.8}), {}, 75, "n3", ""),
+    ({}, _bandwidths({RING[1]: 28.2, RING[2]: 28.2}), {}, 0, "", ""),
+    ({}, _bandwidths(dict.fromkeys(RING, 3.0)), {}, 2, "", "3 GB/s is the nodes' median"),
+    # Two slow nodes cannot be told apart, nor a slow one from what is expected.
+    ({}, dict.fromkeys(NODES[:2], PAIR), {"nodes": NODES[:2]}, 2, "", ""),
+    ({}, {"n1": LONE}, {"nodes": ("n1",)}, 2, "", "3 GB/s is the nodes' median"),
+    # A node that did not join is bad, those who waited are not; one of its ranks may have.
+    ({}, dict.fromkeys(("n1", "n2", "n4"), WAITED), {}, 75, "n3", ""),
+    ({}, dict.fromkeys(NODES, WAITED), {}, 75, "n3", ""),
+    # The first node keeps the store; without it nobody can tell who is missing.
+    ({}, dict.fromkeys(NODES[1:], ALONE), {}, 75, "n1", ""),
+    ({}, _bandwidths({}, **HUNG), {}, 75, "n2 n3", ""),
+    ({}, dict.fromkeys(NODES, BROKEN), {}, 2, "", "n1 says: NCCL error"),
+    # A bad node is not asked: it did not come, or slowed others down.
+    ({"n4": None}, NO_N4, {}, 75, "n4", ""),
+])  # fmt: skip
+def test_bandwidth(records: Records, bandwidths: dict[str, Bandwidth] | None, given: dict[str, Any],
+                   code: int, bad: str, fact: str) -> None:  # fmt: skip
     config = PreflightConfig(bandwidth_gb_per_s=40, bandwidth_share=0.7)
     verdict = _judge(records, config=config, bandwidths=bandwidths, **given)
     assert (verdict.exit_code, list(verdict.bad)) == (code, bad.split())
@@ -204,13 +196,11 @@ def _command(run_dir: Path, dataset: Path) -> tuple[str, str]:
     """The order that follows the check of the nodes, and what the log has."""
     profile = run_dir.parent / "cluster.yaml"
     profile.write_text("gpus_per_node: 0\nranks_per_node: 2\nmax_excluded_nodes: 2\n")
-    command = [
-        "launch", "supervise", str(run_dir), str(ROOT / "configs/demo.yaml"),
-        f"run_dir={run_dir}", f"data.dir={dataset}", "--cluster", str(profile),
-        "--after", "check", "--kind", "pretrain", "--ranks", "8",
-        "--nodes", "n1 n2 n3 n4", "--job", "7", "--restart", "0", "--max-restarts", "9",
-        "--max-attempts", "2",
-    ]  # fmt: skip
+    command = ["launch", "supervise", str(run_dir), str(ROOT / "configs/demo.yaml"),
+               f"run_dir={run_dir}", f"data.dir={dataset}", "--cluster", str(profile),
+               "--after", "check", "--kind", "pretrain", "--ranks", "8",
+               "--nodes", "n1 n2 n3 n4", "--job", "7", "--restart", "0", "--max-restarts", "9",
+               "--max-attempts", "2"]  # fmt: skip
     done = warm.run(*command)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[-1], done.stderr
@@ -225,9 +215,7 @@ def _write(records: Path, **changed: Record | None) -> None:
 
 
 @pytest.mark.usefixtures("processes")
-def test_command_excludes_bad_nodes_and_keeps_those_excluded_before(
-    dataset: DatasetIndex, tmp_path: Path
-) -> None:
+def test_command_adds_bad_nodes_to_the_excluded(dataset: DatasetIndex, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     records = run_dir / "launch/preflight/7.0"
     exclude_nodes(run_dir, ["old"])
@@ -252,11 +240,7 @@ def test_command_reads_what_a_node_found_damaged(dataset: DatasetIndex, tmp_path
     folder, records = tmp_path / "damaged", tmp_path / "run/launch/preflight/7.0"
     shutil.copytree(dataset.folder, folder)
     shard = folder / dataset.shards[int(dataset.blocks.shard[1])].file
-    with shard.open("r+b") as file:
-        file.seek(int(dataset.blocks.offset[1]) + 2000)
-        byte = file.read(1)[0]
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte ^ 1]))
+    flip(shard, int(dataset.blocks.offset[1]) + 2000)
     with pytest.raises(DataError):
         read_block(read_index(folder), 1)
     finding = Finding("shards", "block 1 is damaged", "node", block=1)

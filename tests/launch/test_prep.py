@@ -90,19 +90,15 @@ def test_every_part_is_in_one_array(array_tasks: int, max_array_size: int, array
         ((25, 26, 23), [(0, "1-2"), (8, "3-3")]),
     ],
 )
-def test_only_parts_with_work_are_submitted(
-    todo: tuple[int, ...], arrays: list[tuple[int, str]]
-) -> None:
+def test_parts_with_work_are_queued(todo: tuple[int, ...], arrays: list[tuple[int, str]]) -> None:
     plans = [replace(PLANS[0], todo=todo), *PLANS[1:]]
     stages = _render(plans, array_tasks=12, cores=1, max_array_size=4, time_limit="10-0")
     assert [stage.name for stage in stages] == ["ingest"] * bool(todo) + ["dedup", "shards"]
     if todo:
         assert stages[0].num_parts == len(todo)
-        found = [
-            (int(re.findall(r"^first_rank=(\d+)$", script, re.MULTILINE)[0]),
-             _options(script)["array"])
-            for script in stages[0].scripts
-        ]  # fmt: skip
+        found = [(int(re.findall(r"^first_rank=(\d+)$", script, re.MULTILINE)[0]),
+                  _options(script)["array"])
+                 for script in stages[0].scripts]  # fmt: skip
         assert found == arrays
         assert all(" --world 12 --rank " in script for script in stages[0].scripts)
 
@@ -172,10 +168,9 @@ def test_odd_names_reach_data_prep_unchanged(tmp_path: Path, slurm: FakeSlurm) -
     done = _run_script(script, slurm, SLURM_ARRAY_TASK_ID="2")
     assert done.returncode == 0, done.stdout
     assert done.stdout.endswith("end: done\n")
-    assert shown.read_text().splitlines() == [
-        str(work), "-m", "data_prep", "run", "my '$config'.yaml", "workers=4", "--stage",
-        "ingest", "--world", "3", "--rank", "2",
-    ]  # fmt: skip
+    assert shown.read_text().splitlines() == [str(work), "-m", "data_prep", "run",
+                                              "my '$config'.yaml", "workers=4", "--stage", "ingest",
+                                              "--world", "3", "--rank", "2"]  # fmt: skip
 
 
 def _run_script(
@@ -228,8 +223,7 @@ def test_a_stage_waits_for_all_arrays_of_the_one_before(tmp_path: Path, slurm: F
     stages = _render(array_tasks=2500, cores=1)
     (slurm.folder / "clusters").touch()  # sbatch prints id;cluster
     draft = _draft(tmp_path / "data", stages)
-    jobs = submit(draft)
-    assert jobs == {"ingest": ["101", "102", "103"], "dedup": ["104"], "shards": ["105"]}
+    assert submit(draft) == {"ingest": ["101", "102", "103"], "dedup": ["104"], "shards": ["105"]}
     assert draft.job.logs.is_dir()
     assert (draft.folder / "config.yaml").read_text() == draft.config
     assert load(ClusterConfig, draft.folder / "cluster.yaml").config == draft.cluster
@@ -253,9 +247,7 @@ def test_dry_run_is_a_script_that_does_the_same(tmp_path: Path, slurm: FakeSlurm
     assert by_dry_run == slurm.calls
 
 
-def test_failing_sbatch_is_undone(
-    tmp_path: Path, slurm: FakeSlurm, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_sbatch_undone(tmp_path: Path, slurm: FakeSlurm, caplog: pytest.LogCaptureFixture) -> None:
     (slurm.folder / "fails_at").write_text("104")
     with pytest.raises(SlurmError) as error:
         submit(_draft(tmp_path, _render(array_tasks=2500, cores=1)))

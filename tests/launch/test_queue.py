@@ -141,16 +141,13 @@ def test_a_refusal_is_final(recorded: RecordedSlurm) -> None:
     assert len(recorded.calls("scontrol")) == 1
 
 
-@pytest.mark.parametrize(
-    ("reason", "words"),
-    [
-        ("Resources", "free nodes"), ("JobHeldUser", "scontrol release 412"),
-        ("ReqNodeNotAvail, UnavailableNodes:cm4", "down, drained or reserved"),
-        ("QOSMaxJobsPerUserLimit", "QOS"), ("AssocMaxNodePerJobLimit", "account"),
-        ("QOSGrpGRES", "all users of the QOS"), ("DependencyNeverSatisfied", "never starts"),
-        ("SomethingNew", ""),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("reason", "words"), [
+    ("Resources", "free nodes"), ("JobHeldUser", "scontrol release 412"),
+    ("ReqNodeNotAvail, UnavailableNodes:cm4", "down, drained or reserved"),
+    ("QOSMaxJobsPerUserLimit", "QOS"), ("AssocMaxNodePerJobLimit", "account"),
+    ("QOSGrpGRES", "all users of the QOS"), ("DependencyNeverSatisfied", "never starts"),
+    ("SomethingNew", ""),
+])  # fmt: skip
 def test_reasons_in_words(reason: str, words: str) -> None:
     found = reason_in_words(reason, "412")
     assert words in found
@@ -172,5 +169,4 @@ def test_a_chain_is_its_running_or_next_or_last_job(states: str, index: int) -> 
     chain = [JobFacts(f"7_{n}", "7", state, "squeue") for n, state in enumerate(states.split())]
     # squeue sorts by state.
     assert current(chain[::-1]).job == f"7_{index}"
-    long = [JobFacts(f"7_{n}", "7", "PENDING", "squeue") for n in (10, 9, 11)]
-    assert current(long).job == "7_9"
+    assert current([JobFacts(f"7_{n}", "7", "PENDING", "squeue") for n in (10, 9, 11)]).job == "7_9"

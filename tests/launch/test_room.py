@@ -46,7 +46,7 @@ def _accounting(slurm: FakeSlurm) -> None:
     slurm.add("sacctmgr", f'cat "{slurm.folder}/$4"')
 
 
-def test_profile_comes_before_accounting(slurm: FakeSlurm) -> None:
+def test_profile_comes_before_accounting_and_arrays_leave_room(slurm: FakeSlurm) -> None:
     _accounting(slurm)
     found = ClusterConfig(account="physics", qos="normal", prep=PrepJobsConfig(qos="long"))
     assert room_of(found, prep=False, every_s=None).limit == 500
@@ -54,9 +54,6 @@ def test_profile_comes_before_accounting(slurm: FakeSlurm) -> None:
     assert room_of(ClusterConfig(max_submit_jobs=7), prep=True, every_s=None).limit == 7
     (slurm.folder / "config").write_text("AccountingStorageEnforce = associations\n")
     assert room_of(found, prep=False, every_s=None).limit == 0
-
-
-def test_arrays_leave_room_for_the_next_ones() -> None:
     assert [Quota(limit).array_size(1001) for limit in (0, 3, 100, 10_000)] == [1001, 1, 25, 1001]
 
 

@@ -23,11 +23,12 @@ def _render(*overrides: str, work_dir: str = "/work dir", **cluster: object) -> 
     return render(job, profile)
 
 
-def test_a_folder_is_one_word_for_bash() -> None:
-    text = _render("run_dir=runs/it's here")
-    quoted = re.search(r"^run_dir=(.*)$", text, re.MULTILINE)
+def test_a_folder_is_one_word_for_bash_and_no_pattern_of_slurm() -> None:
+    quoted = re.search(r"^run_dir=(.*)$", _render("run_dir=runs/it's here"), re.MULTILINE)
     assert quoted
     assert output("bash", "-c", f"printf %s {quoted[1]}") == "runs/it's here"
+    text = _render("train.micro_batch=2", work_dir="/work/50%j")
+    assert "\n#SBATCH --output=/work/50%%j/slurm-%j.log\n" in text
 
 
 @pytest.mark.usefixtures("processes")
@@ -46,11 +47,6 @@ def test_rank_command_sets_the_process_group_and_keeps_overrides() -> None:
         "['3', '1', '16', '5'] "
         "['pretrain', 'configs/demo.yaml', 'train.lr=1e-3', 'train.micro_batch=2']"
     )
-
-
-def test_percent_in_the_folder_is_no_pattern_of_slurm() -> None:
-    text = _render("train.micro_batch=2", work_dir="/work/50%j")
-    assert "\n#SBATCH --output=/work/50%%j/slurm-%j.log\n" in text
 
 
 @pytest.mark.parametrize(

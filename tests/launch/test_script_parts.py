@@ -23,21 +23,17 @@ def _bash(lines: list[str], **variables: str) -> "subprocess.CompletedProcess[st
                           timeout=60, env={"PATH": "/usr/bin:/bin", **variables})  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("fields", "lines"),
-    [
-        ({"gpus_per_node": 8, "gpu_type": "h200"}, ["gpus-per-node=h200:8"]),
-        ({"gpus_per_node": 4, "gpu_request": "gres", "gpu_type": "a100"}, ["gres=gpu:a100:4"]),
-        ({"gpus_per_node": 0, "ranks_per_node": 2, "gpu_request": "gres"}, []),
-        (
-            {"gpus_per_node": 1, "constraint": "ib&h200", "exclude": "n[1-2]", "reservation": "r",
-             "exclusive": True, "sbatch": ("--switches=1@0:30", "contiguous")},
-            ["gpus-per-node=1", "constraint=ib&h200", "exclude=n[1-2],n7,n9", "reservation=r",
-             "exclusive", "switches=1@0:30", "contiguous"],
-        ),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("fields", "lines"), [
+    ({"gpus_per_node": 8, "gpu_type": "h200"}, ["gpus-per-node=h200:8"]),
+    ({"gpus_per_node": 4, "gpu_request": "gres", "gpu_type": "a100"}, ["gres=gpu:a100:4"]),
+    ({"gpus_per_node": 0, "ranks_per_node": 2, "gpu_request": "gres"}, []),
+    (
+        {"gpus_per_node": 1, "constraint": "ib&h200", "exclude": "n[1-2]", "reservation": "r",
+         "exclusive": True, "sbatch": ("--switches=1@0:30", "contiguous")},
+        ["gpus-per-node=1", "constraint=ib&h200", "exclude=n[1-2],n7,n9", "reservation=r",
+         "exclusive", "switches=1@0:30", "contiguous"],
+    ),
+], ids=str)  # fmt: skip
 def test_options_of_a_run(fields: dict[str, object], lines: list[str]) -> None:
     excluded = ["n7", "n9"] if "exclude" in fields else []
     given = parts.sbatch_lines(parts.sbatch_resources(ClusterConfig(**fields), excluded))  # type: ignore[arg-type]
@@ -111,13 +107,10 @@ def test_pyxis() -> None:
     assert [word for word in words if word.endswith("home")] == ["--container-mount-home"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "image", "file"),
-    [
-        ("singularity", "docker://a/b", ""), ("singularity", "images/a.sif", "images/a.sif"),
-        ("pyxis", "nvcr.io#a/b:1", ""), ("pyxis", "./a.sqsh", "./a.sqsh"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("kind", "image", "file"), [
+    ("singularity", "docker://a/b", ""), ("singularity", "images/a.sif", "images/a.sif"),
+    ("pyxis", "nvcr.io#a/b:1", ""), ("pyxis", "./a.sqsh", "./a.sqsh"),
+])  # fmt: skip
 def test_only_files_are_looked_for_before_a_start(kind: str, image: str, file: str) -> None:
     assert ContainerConfig(kind=kind, image=image).image_file == file  # type: ignore[arg-type]
 
@@ -137,10 +130,9 @@ def test_ranks_keep_to_their_cores_and_the_profile_adds_options() -> None:
     srun = ("--mpi=none", "exact", "--prolog=/my dir/it's $HOME", "network=a b")
     own = ClusterConfig(cpu_bind="map_cpu:0,8", distribution="*:cyclic", srun=srun)
     shown = _bash([f"printf '%s\\n' {parts.rank_options(own)}"])
-    assert shown.stdout.splitlines() == [
-        "--cpu-bind=map_cpu:0,8", "--distribution=*:cyclic", "--mpi=none", "--exact",
-        "--prolog=/my dir/it's $HOME", "--network=a b",
-    ]  # fmt: skip
+    assert shown.stdout.splitlines() == ["--cpu-bind=map_cpu:0,8", "--distribution=*:cyclic",
+                                         "--mpi=none", "--exact", "--prolog=/my dir/it's $HOME",
+                                         "--network=a b"]  # fmt: skip
     assert parts.rank_options(ClusterConfig(cpu_bind="", distribution="")) == ""
 
 
@@ -149,9 +141,7 @@ def test_ranks_keep_to_their_cores_and_the_profile_adds_options() -> None:
     [("exit 0", True), ("exit 2", True), ("exit 28", True), ("exit 75", False),
      ("kill -TERM $$; wait", False), ("(exit 0); exit 75", False)],
 )  # fmt: skip
-def test_a_verdict_ends_the_chain_no_signal_does(
-    line: str, cancelled: bool, tmp_path: Path
-) -> None:
+def test_verdicts_end_the_chain_no_signal_does(line: str, cancelled: bool, tmp_path: Path) -> None:
     write_program(tmp_path / "scancel", f'#!/bin/bash\necho "$*" >{tmp_path}/cancelled\n')
     found = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_ARRAY_JOB_ID": "7"}
     _bash(["sleep() { :; }", parts.CHAIN.format(again=75), line], **found)

@@ -84,8 +84,7 @@ def test_site_is_read(at_site: FakeSlurm) -> None:
     assert limits["train"] == float("inf")
     assert (limits["short"], limits["week"], limits["plain"]) == (1800, 7 * 86400, 86400)
     assert [found.partitions[name].max_nodes for name in ("train", "short", "week")] == [None, 1, 3]
-    assert found.max_array_size == 1001
-    assert found.reservations == {"hold"}
+    assert (found.max_array_size, found.reservations) == (1001, {"hold"})
     assert (found.accounts, found.qos) == ({"lab", "root"}, {"normal", "long"})
 
 
@@ -105,51 +104,43 @@ def test_only_enforced_names_are_asked_for(
     assert bool(_problems(qos="never")) == qos
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"partition": "week", "time_limit": "7-0", "gpu_type": "a100", "gpus_per_node": 8,
-         "cpus_per_rank": 1},
-        {"partition": "short,train", "nodes": 4},
-        {"constraint": "a100|h200", "nodes": 4},
-        {"constraint": "[a100|h200]"},
-        {"constraint": "ib&h200", "mem_per_node": "31G", "cpus_per_rank": 4},
-        {"reservation": "hold", "account": "lab", "qos": "long"},
-        {"partition": "plain", "nodes": 1, "gpus_per_node": 0, "ranks_per_node": 2,
-         "time_limit": "1-0"},
-        {"gpus_per_node": 6, "nodes": 3, "cpus_per_rank": 1},  # two types on one node together
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("fields", [
+    {},
+    {"partition": "week", "time_limit": "7-0", "gpu_type": "a100", "gpus_per_node": 8,
+     "cpus_per_rank": 1},
+    {"partition": "short,train", "nodes": 4},
+    {"constraint": "a100|h200", "nodes": 4},
+    {"constraint": "[a100|h200]"},
+    {"constraint": "ib&h200", "mem_per_node": "31G", "cpus_per_rank": 4},
+    {"reservation": "hold", "account": "lab", "qos": "long"},
+    {"partition": "plain", "nodes": 1, "gpus_per_node": 0, "ranks_per_node": 2,
+     "time_limit": "1-0"},
+    {"gpus_per_node": 6, "nodes": 3, "cpus_per_rank": 1},  # two types on one node together
+], ids=str)  # fmt: skip
 def test_what_fits(at_site: FakeSlurm, fields: dict[str, object]) -> None:
     assert _problems(**fields) == []
 
 
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({"partition": "tran"}, ["'tran'.* closed, plain, short, train, week; .*'train'"]),
-        ({"partition": "closed", "nodes": 1}, ["closed.*drain"]),
-        ({"partition": "short", "nodes": 1, "time_limit": "31"}, ["time_limit='31'.*short, 30:00"]),
-        ({"nodes": 5}, ["nodes=5.*train has 4"]),
-        ({"partition": "short", "time_limit": "20"}, ["nodes=2.*short.*at most 1"]),
-        ({"nodes": 3, "exclude": "n[1-2],zz"}, ["nodes=3.*has 4, 2 of them excluded", "no zz"]),
-        ({"gpu_type": "H200"},
-         [r"gpu_type='H200'.* 0 .*nodes=2.*: 8 a100 \(2 .*, 4 h200 \(1 .*, 4 h200\+2 l4 \(1 "]),
-        ({"gpus_per_node": 8, "cpus_per_rank": 1, "nodes": 3}, ["gpus_per_node=8.* 2 .*nodes=3"]),
-        ({"partition": "plain", "nodes": 1, "gpus_per_node": 1}, [r"gpus_per_node=1.* no \(1 "]),
-        ({"cpus_per_rank": 5}, [r"cpus_per_rank=5.* 0 .*nodes=2.* 8 cores \(2 .* 16 cores \(2 "]),
-        ({"mem_per_node": "70G"}, ["mem_per_node='70G'.* 0 "]),
-        ({"constraint": "a100&h20"}, ["'h20'.* a100, h200, ib, rack-2; .*'h200'"]),
-        ({"constraint": "a100&h200"}, ["constraint='a100&h200'.* 0 .*nodes=2"]),
-        ({"gpu_type": "h200", "mem_per_node": "60G"},
-         [".* 0 .*together.*cpus_per_rank=2.*mem_per_node='60G'.*gpu_type='h200'"]),
-        ({"reservation": "hol", "account": "lob", "qos": "lang"},
-         ["reservation='hol'.* hold", "account='lob'.* lab, root;", "qos='lang'.* long, normal;"]),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("fields", "expected"), [
+    ({"partition": "tran"}, ["'tran'.* closed, plain, short, train, week; .*'train'"]),
+    ({"partition": "closed", "nodes": 1}, ["closed.*drain"]),
+    ({"partition": "short", "nodes": 1, "time_limit": "31"}, ["time_limit='31'.*short, 30:00"]),
+    ({"nodes": 5}, ["nodes=5.*train has 4"]),
+    ({"partition": "short", "time_limit": "20"}, ["nodes=2.*short.*at most 1"]),
+    ({"nodes": 3, "exclude": "n[1-2],zz"}, ["nodes=3.*has 4, 2 of them excluded", "no zz"]),
+    ({"gpu_type": "H200"},
+     [r"gpu_type='H200'.* 0 .*nodes=2.*: 8 a100 \(2 .*, 4 h200 \(1 .*, 4 h200\+2 l4 \(1 "]),
+    ({"gpus_per_node": 8, "cpus_per_rank": 1, "nodes": 3}, ["gpus_per_node=8.* 2 .*nodes=3"]),
+    ({"partition": "plain", "nodes": 1, "gpus_per_node": 1}, [r"gpus_per_node=1.* no \(1 "]),
+    ({"cpus_per_rank": 5}, [r"cpus_per_rank=5.* 0 .*nodes=2.* 8 cores \(2 .* 16 cores \(2 "]),
+    ({"mem_per_node": "70G"}, ["mem_per_node='70G'.* 0 "]),
+    ({"constraint": "a100&h20"}, ["'h20'.* a100, h200, ib, rack-2; .*'h200'"]),
+    ({"constraint": "a100&h200"}, ["constraint='a100&h200'.* 0 .*nodes=2"]),
+    ({"gpu_type": "h200", "mem_per_node": "60G"},
+     [".* 0 .*together.*cpus_per_rank=2.*mem_per_node='60G'.*gpu_type='h200'"]),
+    ({"reservation": "hol", "account": "lob", "qos": "lang"},
+     ["reservation='hol'.* hold", "account='lob'.* lab, root;", "qos='lang'.* long, normal;"]),
+], ids=str)  # fmt: skip
 def test_what_does_not_fit(
     at_site: FakeSlurm, fields: dict[str, object], expected: list[str]
 ) -> None:
@@ -214,18 +205,15 @@ def test_machine_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert said.startswith("the profile was not checked against the site: sinfo was not found")
 
 
-@pytest.mark.parametrize(
-    ("answer", "code", "outcome"),
-    [
-        ("sbatch: Job 7 to start at 2026-11-21T20:31:04 using 4 processors", 0, "Job 7 to start"),
-        # Also said where nodes are drained or reserved at the moment.
-        ("allocation failure: Requested node configuration is not available", 1, "Requested"),
-        ("sbatch: error: invalid partition specified: x\nallocation failure: Invalid partition", 1,
-         ConfigError),
-        ("allocation failure: Unable to contact slurm controller (connect failure)", 1,
-         NoAnswerError),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("answer", "code", "outcome"), [
+    ("sbatch: Job 7 to start at 2026-11-21T20:31:04 using 4 processors", 0, "Job 7 to start"),
+    # Also said where nodes are drained or reserved at the moment.
+    ("allocation failure: Requested node configuration is not available", 1, "Requested"),
+    ("sbatch: error: invalid partition specified: x\nallocation failure: Invalid partition", 1,
+     ConfigError),
+    ("allocation failure: Unable to contact slurm controller (connect failure)", 1,
+     NoAnswerError),
+])  # fmt: skip
 def test_last_check(
     at_site: FakeSlurm, answer: str, code: int, outcome: str | type[Exception]
 ) -> None:
@@ -242,9 +230,7 @@ def test_last_check(
     ("said", "bind"),
     [("task/none", ""), ("(null)", ""), ("task/affinity,task/cgroup", "cores"), ("", "cores")],
 )
-def test_ranks_are_bound_if_possible(
-    slurm: FakeSlurm, tmp_path: Path, said: str, bind: str
-) -> None:
+def test_ranks_are_bound_if_can_be(slurm: FakeSlurm, tmp_path: Path, said: str, bind: str) -> None:
     (slurm.folder / "config").write_text(f"TaskPlugin              = {said}\n" if said else "")
     assert profile_here(None).cpu_bind == bind
     own = tmp_path / "c.yaml"

@@ -56,8 +56,7 @@ def test_a_copy_has_the_machine_code_of_numba(checkout: Path, tmp_path: Path) ->
         assert place == f"{code}/pipeline/data/random.py"
         return int(number)
 
-    assert loaded(checkout) == 0
-    assert loaded(snapshot(tmp_path / "before", checkout)) == 1
+    assert (loaded(checkout), loaded(snapshot(tmp_path / "before", checkout))) == (0, 1)
     with (checkout / "pipeline/data/random.py").open("a") as file:
         file.write("# another content\n")
     assert loaded(snapshot(tmp_path / "after", checkout)) == 0
@@ -73,14 +72,12 @@ def test_second_submission_uses_the_same_copy(checkout: Path, tmp_path: Path) ->
     assert len(list((tmp_path / "code").iterdir())) == 2
 
 
-def test_copy_that_was_changed_is_refused(checkout: Path, tmp_path: Path) -> None:
-    code = snapshot(tmp_path / "code", checkout)
-    (code / "launch" / "render.py").write_text("")
+def test_a_changed_copy_and_a_script_of_other_code_are_refused(
+    checkout: Path, tmp_path: Path
+) -> None:
+    (snapshot(tmp_path / "code", checkout) / "launch" / "render.py").write_text("")
     with pytest.raises(SnapshotError, match="a file in it was changed"):
         snapshot(tmp_path / "code", checkout)
-
-
-def test_script_of_other_code_is_refused(tmp_path: Path) -> None:
     snapshot_for(start_file(tmp_path), tmp_path)
     with pytest.raises(SnapshotError, match="edited"):
         snapshot_for(tmp_path / "0123456789abcdef/pipeline/runtime/start.py", tmp_path)

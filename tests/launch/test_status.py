@@ -119,9 +119,7 @@ def test_a_job_that_failed_says_why(recorded: RecordedSlurm, run: RunFolder) -> 
 
 
 @pytest.mark.usefixtures("processes")
-def test_the_run_speaks_without_slurm(
-    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_slurm(run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _trains(run)
     monkeypatch.setenv("PATH", str(tmp_path))  # no SLURM
     text = status.run_summary(status.run_report(run.folder)).text()
@@ -145,9 +143,7 @@ def test_not_submitted_not_started_or_no_run(recorded: RecordedSlurm, run: RunFo
 
 
 @pytest.mark.usefixtures("processes")
-def test_starts_that_slurm_ended_are_told_by_records(
-    recorded: RecordedSlurm, run: RunFolder
-) -> None:
+def test_starts_that_slurm_ended_have_records(recorded: RecordedSlurm, run: RunFolder) -> None:
     now = time.time() - 10_000
     run.submitted("5", now)
     for number in range(7):
@@ -208,9 +204,7 @@ def test_a_data_preparation(recorded: RecordedSlurm, tmp_path: Path) -> None:
     assert "--jobs=10 " in recorded.calls("sacct")[0]
 
 
-def test_an_ended_preparation_is_judged_by_its_files(
-    recorded: RecordedSlurm, tmp_path: Path
-) -> None:
+def test_an_ended_preparation_is_judged_by_files(recorded: RecordedSlurm, tmp_path: Path) -> None:
     def said() -> tuple[str, dict[str, str]]:
         title, *lines = _prep_lines(tmp_path)
         rows = [line.split(maxsplit=5) for line in lines]
@@ -240,9 +234,7 @@ def test_an_ended_preparation_is_judged_by_its_files(
     assert said() == ("data preparation, complete", done)
 
 
-def test_cancelled_jobs_without_accounting(
-    recorded: RecordedSlurm, run: RunFolder, tmp_path: Path
-) -> None:
+def test_cancelled_unaccounted(recorded: RecordedSlurm, run: RunFolder, tmp_path: Path) -> None:
     run.submitted("412")
     for command in ("scontrol", "scancel"):
         recorded.says(command, "")
@@ -279,8 +271,7 @@ def test_json_has_all_of_it(recorded: RecordedSlurm, run: RunFolder) -> None:
     recorded.says("squeue", _line("PENDING", run.folder, reason="Priority"))
     command = ("-m", "launch", "status", "--json")
     one, every = (json.loads(python(*command, *folder)) for folder in ([run.folder], []))
-    assert one["jobs"][0]["reason"] == "Priority"
-    assert one["run"]["step"] == 210
+    assert (one["jobs"][0]["reason"], one["run"]["step"]) == ("Priority", 210)
     assert [report["run_dir"] for report in every] == [str(run.folder)]
     assert set(JobFacts.__annotations__) == set(one["jobs"][0])
     assert set(status.RunReport.__annotations__) == set(one)

@@ -67,8 +67,7 @@ def test_everything_a_job_needs_is_copied(place: Place) -> None:
     assert config == load(PretrainConfig, place.folder / "train.yaml", ["train.lr=2e-4"]).config
     assert load(ClusterConfig, folder / "cluster.yaml").config.nodes == 2
     record = place.record(1)
-    assert record["job"] == "101"
-    assert record["ranks"] == 4
+    assert (record["job"], record["ranks"]) == ("101", 4)
     assert record["overrides"] == ["train.lr=2e-4"]
     code = Path(record["code"])
     assert (code / "REVISION").read_text().strip() == record["revision"]
@@ -178,8 +177,7 @@ def test_two_submissions_at_once_give_one_job(place: Place, processes: Processes
     first = processes.start(command, cwd=place.folder, env=place.slurm.environment)
     intent = place.run_dir / "launch" / "submitting.json"
     wait_until(intent.exists, first)
-    said = place.submit(code=1)
-    assert f"process {first.pid} on " in said
+    assert f"process {first.pid} on " in place.submit(code=1)
     gate.touch()
     assert "job 101" in first.communicate(timeout=60)[0]
     assert len(place.slurm.calls) == 1

@@ -27,10 +27,8 @@ def _start(run_dir: Path, *, checks: bool = True, gb_per_s: float = 0, **attempt
         return config, ClusterConfig(nodes=2, preflight=preflight)
 
     (run_dir / "launch").mkdir(parents=True, exist_ok=True)
-    return JobStart(
-        replace(ATTEMPT, **attempt), "pretrain", Limits(3, 2), run_dir, StorageRetry(),
-        max_excluded=2, preflight=inputs if checks else None,
-    )  # fmt: skip
+    return JobStart(replace(ATTEMPT, **attempt), "pretrain", Limits(3, 2), run_dir, StorageRetry(),
+                    max_excluded=2, preflight=inputs if checks else None)  # fmt: skip
 
 
 def _write_records(start: JobStart, *nodes: str) -> None:
@@ -85,8 +83,7 @@ def test_without_a_verdict_of_preflight_the_run_goes_on(
     def inputs() -> tuple[PretrainConfig, ClusterConfig]:
         raise ConfigError("train.yaml is gone")
 
-    start = replace(_start(tmp_path), preflight=inputs)
-    assert next_order("check", start) == "ranks"
+    assert next_order("check", replace(_start(tmp_path), preflight=inputs)) == "ranks"
     assert "train.yaml is gone" in caplog.text
 
 

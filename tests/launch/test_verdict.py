@@ -108,8 +108,7 @@ def test_what_starts_a_command_may_be_gone_a_while(tmp_path: Path, what: str, wh
 
 
 def test_interpreter_whose_mount_stays_away_is_named(tmp_path: Path) -> None:
-    attempts = Attempts(tmp_path, python=str(tmp_path / "mount" / "python"))
-    code, line = attempts.last()
+    code, line = Attempts(tmp_path, python=str(tmp_path / "mount" / "python")).last()
     assert code == 1
     assert line.startswith("end: storage failed for 30 s (storage_patience_s)")
     assert line.endswith(f"{tmp_path}/mount/python cannot be read")
@@ -177,6 +176,5 @@ def test_storage_is_waited_for_and_named_if_it_stays_away(tmp_path: Path) -> Non
     assert line.startswith("end: storage failed for 30 s (storage_patience_s)")
     assert "mkdir: cannot create directory 'run'" in line
     attempts.slurm.add("sleep", f"rm -f {attempts.run_dir}")
-    done = attempts.start()
-    assert done.returncode == 0
+    assert attempts.start().returncode == 0
     assert len(attempts.slurm.lines("requeued")) == 1

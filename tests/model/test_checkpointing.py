@@ -19,10 +19,8 @@ from pipeline.model.layout import rows
 from pipeline.objectives import activations
 from tests.support.grids import first_in_ci
 
-CONFIG = ModelConfig(
-    vocab_size=300, num_layers=5, hidden_size=40, num_heads=4, ffn_size=96, dropout=0.1,
-    attention_dropout=0.1,
-)  # fmt: skip
+CONFIG = ModelConfig(vocab_size=300, num_layers=5, hidden_size=40, num_heads=4, ffn_size=96,
+                     dropout=0.1, attention_dropout=0.1)  # fmt: skip
 BATCH, SEQ_LEN, NUM_MASKED = 3, 24, 10
 
 

@@ -32,19 +32,13 @@ SWITCHES: dict[str, list[Any]] = {
     "residual": ["plain", "deepnorm", "rezero"], "share_layers": [False, True],
     "mlm_head": ["bert", "linear"], "pooler": [False, True], "dropout": [0.0, 0.1],
 }  # fmt: skip
-TINY = ModelConfig(
-    vocab_size=300, num_layers=3, hidden_size=40, num_heads=4, ffn_size=96, max_positions=64,
-    dropout=0.0, attention_dropout=0.0,
-)  # fmt: skip
-BERT = {
-    "positions": "learned", "norm": "layernorm", "norm_affine": True, "bias": True,
-    "activation": "gelu", "mlm_head": "bert", "embedding_dropout": "after_norm",
-}  # fmt: skip
-ODD = {
-    "norm_placement": "pre", "activation": "swiglu", "residual": "rezero", "embedding_size": 12,
-    "share_layers": True, "norm_affine": True, "attention_scale": "entropy_invariant",
-    "pooler": True,
-}  # fmt: skip
+TINY = ModelConfig(vocab_size=300, num_layers=3, hidden_size=40, num_heads=4, ffn_size=96,
+                   max_positions=64, dropout=0.0, attention_dropout=0.0)  # fmt: skip
+BERT = {"positions": "learned", "norm": "layernorm", "norm_affine": True, "bias": True,
+        "activation": "gelu", "mlm_head": "bert", "embedding_dropout": "after_norm"}  # fmt: skip
+ODD = {"norm_placement": "pre", "activation": "swiglu", "residual": "rezero", "embedding_size": 12,
+       "share_layers": True, "norm_affine": True, "attention_scale": "entropy_invariant",
+       "pooler": True}  # fmt: skip
 
 
 def _random_config(seed: int) -> ModelConfig:
@@ -53,10 +47,6 @@ def _random_config(seed: int) -> ModelConfig:
     if values["residual"] == "deepnorm":  # is an error with `pre`
         values["norm_placement"] = "post"
     return replace(TINY, **values)
-
-
-def _changed(changes: dict[str, Any], **more: Any) -> ModelConfig:
-    return replace(TINY, **changes, **more)
 
 
 RANDOM = [_random_config(seed) for seed in range(12)]
@@ -143,7 +133,7 @@ def test_flops_equal_those_torch_counts(config: ModelConfig) -> None:
 
 
 def test_state_of_one_rank_and_values_of_random_configs() -> None:
-    config = _changed({"pooler": True})
+    config = replace(TINY, pooler=True)
     groups = cost.parameters(config)
     # Even, so that two ranks need no filling up.
     assert groups["total"] % 4 == 0

@@ -35,11 +35,10 @@ def _loss(model: ReplacedTokenModel) -> Tensor:
         "uniform": torch.rand(NUM_MASKED),
     }
     weights = {"loss": float(NUM_MASKED), "discriminator": float(ROWS * SEQ_LEN)}
-    batch = MicroBatch(
-        torch.randint(0, 300, (ROWS, SEQ_LEN)), torch.from_numpy(documents),
-        torch.arange(SEQ_LEN).expand(ROWS, -1), None,
-        torch.from_numpy(document_bounds(documents)), inputs, weights, {}, ROWS * SEQ_LEN, 0,
-    )  # fmt: skip
+    batch = MicroBatch(torch.randint(0, 300, (ROWS, SEQ_LEN)), torch.from_numpy(documents),
+                       torch.arange(SEQ_LEN).expand(ROWS, -1), None,
+                       torch.from_numpy(document_bounds(documents)), inputs, weights, {},
+                       ROWS * SEQ_LEN, 0)  # fmt: skip
     sums = ReplacedTokenDetection(RTD)(model, batch)
     return sums["loss"].total + 50 * sums["discriminator"].total
 

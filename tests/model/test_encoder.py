@@ -11,10 +11,8 @@ from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layout import Layout, rows
 from tests.model import reference
 
-TINY = ModelConfig(
-    vocab_size=50, num_layers=3, hidden_size=24, num_heads=3, ffn_size=40, init="unit",
-    dropout=0.0, attention_dropout=0.0,
-)  # fmt: skip
+TINY = ModelConfig(vocab_size=50, num_layers=3, hidden_size=24, num_heads=3, ffn_size=40,
+                   init="unit", dropout=0.0, attention_dropout=0.0)  # fmt: skip
 BOTH = pytest.mark.parametrize("score_residual", ["none", "sum"])
 
 

@@ -20,10 +20,8 @@ from tests.support.grids import first_in_ci
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "model"
 PRESETS = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
-SMALL = (
-    "vocab_size=60", "num_layers=3", "hidden_size=24", "num_heads=3", "ffn_size=40", "dropout=0.0",
-    "attention_dropout=0.0",
-)  # fmt: skip
+SMALL = ("vocab_size=60", "num_layers=3", "hidden_size=24", "num_heads=3", "ffn_size=40",
+         "dropout=0.0", "attention_dropout=0.0")  # fmt: skip
 FAMILIES = sorted({preset.rpartition("-")[0] for preset in PRESETS})
 
 
@@ -38,11 +36,10 @@ def num_parameters(preset: str, vocab_size: int) -> int:
 
 
 def test_every_published_size_is_there() -> None:
-    sizes = {
-        "bert": "base large small", "roberta": "base large", "roformer": "base small",
-        "realformer": "base large small xlarge", "roformer_v2": "base large small",
-        "realformer_v2": "base large small", "albert": "base", "electra": "base small",
-    }  # fmt: skip
+    sizes = {"bert": "base large small", "roberta": "base large", "roformer": "base small",
+             "realformer": "base large small xlarge", "roformer_v2": "base large small",
+             "realformer_v2": "base large small", "albert": "base",
+             "electra": "base small"}  # fmt: skip
     expected = {f"{family}-{size}" for family, names in sizes.items() for size in names.split()}
     assert set(PRESETS) == expected
 

@@ -117,21 +117,18 @@ def test_gradnorm_and_uncertainty_have_the_slopes_of_their_losses() -> None:
     assert balance.uncertainty_slope(logits, ratios) == pytest.approx(expected, rel=1e-5)
 
 
-def test_random_weights_follow_seed_and_step() -> None:
+def test_random_weights_follow_seed_and_step_and_shares_sizes_and_caps() -> None:
     every = np.array([balance.random_weights(4, 1, step) for step in range(2000)])
     assert every.sum(1) == pytest.approx(np.full(2000, 4.0))
     # Softmax of normal draws is symmetric: each task has the mean 1; 4 standard errors.
     assert every.mean(0) == pytest.approx(np.ones(4), abs=4 * every.std() / np.sqrt(2000))
     assert (balance.random_weights(4, 2, 5) != every[5]).all()
-
-
-# Draws
-
-
-def test_shares_follow_sizes_caps_and_temperatures() -> None:
     assert shares([1, 3], None, 1.0) == pytest.approx([0.25, 0.75])
     assert shares([100, 1000, 5], 100, 1.0) == pytest.approx([100 / 205, 100 / 205, 5 / 205])
     assert shares([1, 16], None, 4.0) == pytest.approx([1 / 3, 2 / 3])
+
+
+# Draws
 
 
 def test_draws_have_their_frequencies_and_are_counted_before_a_step() -> None:

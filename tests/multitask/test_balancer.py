@@ -58,10 +58,8 @@ class Squares:
 
 def batch(name: str, x: Tensor, y: Tensor) -> MicroBatch:
     nothing = torch.zeros(1, 1, dtype=torch.int64)
-    return MicroBatch(
-        nothing, nothing.int(), nothing, None, nothing[0].int(), {"x": x, "y": y},
-        {name: float(len(x))}, {}, len(x), 0,
-    )  # fmt: skip
+    return MicroBatch(nothing, nothing.int(), nothing, None, nothing[0].int(), {"x": x, "y": y},
+                      {name: float(len(x))}, {}, len(x), 0)  # fmt: skip
 
 
 def rows(names: list[str], parts: int = 2) -> Batches:
@@ -82,10 +80,9 @@ def group() -> Iterator[None]:
         yield
 
 
-def taken(
-    method: str, given: Batches, factors: Mapping[str, float] | None = None,
-    constants: Mapping[str, float] | None = None, steps: int = 1, **options: Any,
-) -> tuple[dict[str, np.ndarray], dict[str, dict[str, float]]]:  # fmt: skip
+def taken(method: str, given: Batches, factors: Mapping[str, float] | None = None,
+          constants: Mapping[str, float] | None = None, steps: int = 1,
+          **options: Any) -> tuple[dict[str, np.ndarray], dict[str, dict[str, float]]]:  # fmt: skip
     """Take steps; return the gradient of the last one by parameter, and what is remembered."""
     names = list(given)
     objective = Squares({name: (factors or {}).get(name, 1.0) for name in names}, constants or {})
@@ -108,10 +105,8 @@ def taken(
             return np.arange(len(names))
 
     known = {name: LossBaseline((factors or {}).get(name, 1.0) * 2.0, None) for name in names}
-    balancer = Balancer(
-        BalanceConfig(method=method, **options), known, All([1.0], 1, 1), seed=3,
-        num_layers=1, world_size=1,
-    )  # fmt: skip
+    balancer = Balancer(BalanceConfig(method=method, **options), known, All([1.0], 1, 1), seed=3,
+                        num_layers=1, world_size=1)  # fmt: skip
     memory: dict[str, dict[str, float]] = {}
     every = [each for of_task in given.values() for each in of_task]
     for step in range(steps):
@@ -151,10 +146,8 @@ def weighted(
 
 
 def encoder_gram(gradients: Gradients) -> np.ndarray:
-    vectors = np.stack([
-        np.concatenate([g for key, g in each.items() if key.startswith("encoder.")])
-        for each in gradients.values()
-    ])  # fmt: skip
+    vectors = np.stack([np.concatenate([g for key, g in each.items() if key.startswith("encoder.")])
+                        for each in gradients.values()])  # fmt: skip
     return np.asarray(vectors @ vectors.T)
 
 
@@ -281,10 +274,8 @@ def test_rules_of_losses_have_the_slope_of_their_means(gamma: float | None) -> N
     config = BalanceConfig(method="real_time")
     if gamma is not None:
         config = BalanceConfig(method="generalised_mean", gamma=gamma)
-    balancer = Balancer(
-        config, dict.fromkeys(counts, LossBaseline(None, None)), Draws([1.0], 1, 1), seed=3,
-        num_layers=1, world_size=1,
-    )  # fmt: skip
+    balancer = Balancer(config, dict.fromkeys(counts, LossBaseline(None, None)), Draws([1.0], 1, 1),
+                        seed=3, num_layers=1, world_size=1)  # fmt: skip
     step = StepWeighing(balancer, {}, 0, counts)
     of_each = [
         float(step.each(name, torch.tensor(loss), torch.tensor(1.0)))

@@ -28,8 +28,7 @@ def test_no_scores(kind: str, head: dict[str, Any], tmp_path: Path, tiny_model: 
     for parameter in model.task.parameters():
         torch.nn.init.zeros_(parameter)
     predictor = Predictor(model.task, model, torch.device("cpu"), 0)
-    rows = prepared.rows["train"]
-    _, total = predictor.decode(rows, DataRank(0, 1))
+    _, total = predictor.decode(prepared.rows["train"], DataRank(0, 1))
     measured = total / prepared.num_units
     found = known_losses(prepared, 3.0)
     assert found.initial == pytest.approx(3 * measured, rel=1e-5)

@@ -4,7 +4,6 @@ import json
 import shutil
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,8 @@ from pipeline.runtime.rank import Rank
 from pipeline.use.model import load
 from pipeline.use.pretrain import own_process
 from tests.support.grids import first_in_ci
-from tests.support.processes import Processes
-from tests.support.ranks import start
+from tests.support.processes import Processes, wait_until
+from tests.support.ranks import records, start
 from tests.support.tiny_tasks import rows_of, write_rows, write_task
 
 TRAIN = {"num_steps": 6, "tasks_per_step": 3, "micro_batch": 8, "lr": 1e-3, "precision": "fp32",
@@ -67,11 +66,6 @@ def furthest(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
     return max(float(np.abs(one[name] - other[name]).max()) for name in one)
 
 
-def lines(folder: Path, kind: str) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in found if line["kind"] == kind]
-
-
 def test_inspect_shows_the_rows_of_a_step(tmp_path: Path, tiny_model: Path) -> None:
     path = write_mix(tmp_path, tiny_model, ("classify", "choice"), corrupt={"rule": "tokens"})
     folder = run(path)
@@ -90,19 +84,17 @@ def test_inspect_shows_the_rows_of_a_step(tmp_path: Path, tiny_model: Path) -> N
 
 def test_all_kinds_learn_together(tmp_path: Path, tiny_model: Path) -> None:
     # Reached: 0.89 to 1, and 0.71 by multilabel.
-    floors = {
-        "classify": 0.9, "pair": 0.75, "choice": 0.7, "tag": 0.9, "spans": 0.9, "qa": 0.9,
-        "multilabel": 0.55, "regress": 0.8, "cloze": 0.9, "coref": 0.85,
-    }  # fmt: skip
+    floors = {"classify": 0.9, "pair": 0.75, "choice": 0.7, "tag": 0.9, "spans": 0.9, "qa": 0.9,
+              "multilabel": 0.55, "regress": 0.8, "cloze": 0.9, "coref": 0.85}  # fmt: skip
     kinds, steps = tuple(floors), 160
     train = {"num_steps": steps, "tasks_per_step": 4, "lr": 5e-3}
     monitor = {"eval_every_steps": steps, "log_every_steps": 10}
     folder = run(write_mix(tmp_path, tiny_model, kinds, train=train, monitor=monitor,
                            checkpoint={"every_steps": steps}))  # fmt: skip
-    [scores] = lines(folder, "eval")
+    [scores] = records(folder, "eval")
     for kind, floor in floors.items():
         assert scores[f"dev_{kind}"] > floor, kind
-    first, last = lines(folder, "train")[0], lines(folder, "train")[-1]
+    first, last = records(folder, "train")[0], records(folder, "train")[-1]
     assert last["loss"] < 0.7 * first["loss"]
     assert {f"weight_{name}" for name in kinds} & last.keys()
     assert {f"grad_norm_{name}" for name in kinds} & last.keys()
@@ -112,6 +104,7 @@ def test_all_kinds_learn_together(tmp_path: Path, tiny_model: Path) -> None:
     assert np.isfinite(vectors).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "balance",
     first_in_ci([
@@ -133,18 +126,14 @@ def test_rules_are_checkpointed(balance: dict[str, Any], tmp_path: Path, tiny_mo
 
 
 def test_killed_run_continues(tmp_path: Path, tiny_model: Path, processes: Processes) -> None:
-    path = write_mix(
-        tmp_path, tiny_model, balance={"method": "gradient_norm", "norms": "late", "every": 3},
-        corrupt={"rule": "tokens"}, train={"num_steps": 24},
-    )  # fmt: skip
+    path = write_mix(tmp_path, tiny_model,
+                     balance={"method": "gradient_norm", "norms": "late", "every": 3},
+                     corrupt={"rule": "tokens"}, train={"num_steps": 24})  # fmt: skip
     whole = run(path, f"run_dir={tmp_path / 'whole'}")
     killed = tmp_path / "killed"
     command = [sys.executable, "-m", "postnorm", "multitask", str(path), f"run_dir={killed}"]
     [process] = start(command, 1, tmp_path / "output.txt")
-    deadline = time.monotonic() + 120
-    while not published(killed / FOLDER) and process.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: published(killed / FOLDER), process)
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not (killed / "done.json").exists(), "it ended before it was killed"
@@ -248,6 +237,7 @@ def test_rows_that_are_evaluated_are_left_out(tmp_path: Path, tiny_model: Path) 
         run(path, *overrides, f"run_dir={tmp_path / 'none'}")
 
 
+@pytest.mark.long
 def test_written_mix(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = run(write_mix(tmp_path, tiny_model))
     assert [*load_mix(str(folder / "multitask.yaml")).tasks] == ["classify", "regress", "tag"]

@@ -20,7 +20,8 @@ from pipeline.multitask.run import step_lines
 from pipeline.objectives.inputs import train_steps
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.use.folder import load_checkpoint, load_model, write_model
-from tests.multitask.test_run import furthest, lines, run, weights, write_mix
+from tests.multitask.test_run import furthest, run, weights, write_mix
+from tests.support.ranks import records
 from tests.support.tiny_tasks import write_rows
 
 SEED, STEPS, SEQ_LEN, SEQUENCES, ROWS = 5, 4, 64, 6, 8
@@ -30,10 +31,8 @@ SEED, STEPS, SEQ_LEN, SEQUENCES, ROWS = 5, 4, 64, 6, 8
 def mix(tmp_path_factory: pytest.TempPathFactory, dataset: DatasetIndex) -> Path:
     """A mix of text and one task, for a model that has the dataset's tokenizer."""
     folder = tmp_path_factory.mktemp("text")
-    config = ModelConfig(
-        vocab_size=dataset.vocab_size, num_layers=2, hidden_size=32, num_heads=2, ffn_size=64,
-        dropout=0.0, attention_dropout=0.0, init="unit",
-    )  # fmt: skip
+    config = ModelConfig(vocab_size=dataset.vocab_size, num_layers=2, hidden_size=32, num_heads=2,
+                         ffn_size=64, dropout=0.0, attention_dropout=0.0, init="unit")  # fmt: skip
     torch.manual_seed(3)
     model = folder / "model"
     model.mkdir()
@@ -64,7 +63,7 @@ def test_the_loss_of_text_is_that_of_pre_training(whole: Path, dataset: DatasetI
     plan = BatchPlan((), seq_len=SEQ_LEN, global_batch=SEQUENCES, micro_batch=SEQUENCES)
     data = DataConfig(dir=str(dataset.folder), seq_len=SEQ_LEN, window_blocks=2)
     steps = train_steps(dataset, TrainDataConfig(seed=SEED, data=data, batches=plan))
-    logged = lines(whole, "train")
+    logged = records(whole, "train")
     assert len(logged) == STEPS
     start = load_model(whole.parent / "model")
     tokenizer = start.require_tokenizer()
@@ -94,7 +93,7 @@ def test_the_loss_of_text_is_that_of_pre_training(whole: Path, dataset: DatasetI
 
 
 def test_text_is_scored_and_shown_beside_tasks(whole: Path) -> None:
-    [scores] = lines(whole, "eval")
+    [scores] = records(whole, "eval")
     assert np.isfinite(scores["mlm_loss"])
     assert 0 < scores["mlm_loss"] < 10
     assert {"mlm_accuracy", "mlm_num_masked", "dev_classify"} <= scores.keys()
@@ -127,5 +126,5 @@ def test_a_run_with_text_continues_bit_for_bit(mix: Path, whole: Path, tmp_path:
     assert len((parted / "attempts.jsonl").read_text().splitlines()) == 2
     assert furthest(weights(whole), weights(parted)) == 0
     assert (whole / "batches.tsv").read_bytes() == (parted / "batches.tsv").read_bytes()
-    again = [line["mlm"] for line in lines(parted, "train")]
-    assert again[-2:] == [line["mlm"] for line in lines(whole, "train")][-2:]
+    again = [line["mlm"] for line in records(parted, "train")]
+    assert again[-2:] == [line["mlm"] for line in records(whole, "train")][-2:]

@@ -26,11 +26,9 @@ ROOT = Path(__file__).parents[2]
 FAMILIES = ("bert", "roformer", "realformer", "roformer_v2", "realformer_v2")
 # A GPU pads sums of attention to 32 slots.
 SEQ_LEN, MASKED_SHARE = 32, 0.15
-ODD = {
-    "norm_placement": "pre", "activation": "swiglu", "residual": "rezero", "embedding_size": 12,
-    "share_layers": True, "norm_affine": True, "attention_scale": "entropy_invariant",
-    "rotary_value": True,
-}  # fmt: skip
+ODD = {"norm_placement": "pre", "activation": "swiglu", "residual": "rezero", "embedding_size": 12,
+       "share_layers": True, "norm_affine": True, "attention_scale": "entropy_invariant",
+       "rotary_value": True}  # fmt: skip
 
 
 def family(name: str, **changes: Any) -> ModelConfig:
@@ -48,20 +46,17 @@ def micro_batch(rows: int, losses: list[str]) -> MicroBatch:
     documents = (1 + (np.arange(SEQ_LEN) >= SEQ_LEN // 3).astype(np.int32))[None].repeat(rows, 0)
     masked = round(MASKED_SHARE * rows * SEQ_LEN)
     index = torch.randperm(rows * SEQ_LEN)
-    inputs = {
-        "masked_index": index[:masked].clone(), "targets": torch.zeros(masked, dtype=torch.int64),
-        "uniform": torch.rand(masked), "pair_first": index[:rows].clone(),
-        "pair_labels": torch.zeros(rows, dtype=torch.int64),
-        "boundary_index": torch.arange(masked), "boundary_left": index[:masked].clone(),
-        "boundary_right": index[:masked].clone(),
-        "boundary_place": torch.zeros(masked, dtype=torch.int64),
-    }  # fmt: skip
-    return MicroBatch(
-        torch.randint(0, 300, (rows, SEQ_LEN)), torch.from_numpy(documents),
-        torch.arange(SEQ_LEN).expand(rows, -1).clone(), None,
-        torch.from_numpy(document_bounds(documents)), inputs, dict.fromkeys(losses, 1.0), {},
-        rows * SEQ_LEN, 0,
-    )  # fmt: skip
+    inputs = {"masked_index": index[:masked].clone(),
+              "targets": torch.zeros(masked, dtype=torch.int64), "uniform": torch.rand(masked),
+              "pair_first": index[:rows].clone(),
+              "pair_labels": torch.zeros(rows, dtype=torch.int64),
+              "boundary_index": torch.arange(masked), "boundary_left": index[:masked].clone(),
+              "boundary_right": index[:masked].clone(),
+              "boundary_place": torch.zeros(masked, dtype=torch.int64)}  # fmt: skip
+    return MicroBatch(torch.randint(0, 300, (rows, SEQ_LEN)), torch.from_numpy(documents),
+                      torch.arange(SEQ_LEN).expand(rows, -1).clone(), None,
+                      torch.from_numpy(document_bounds(documents)), inputs,
+                      dict.fromkeys(losses, 1.0), {}, rows * SEQ_LEN, 0)  # fmt: skip
 
 
 def real_step(given: TrainingPass) -> tuple[EncoderModel, Callable[[], Tensor]]:
@@ -170,12 +165,10 @@ def test_groups() -> None:
 
 def test_a_generator_of_half_the_layers_is_counted_by_its_own_layers() -> None:
     config = family("bert", num_layers=8)
-    sizes = {
-        share: activation_bytes(TrainingPass(
-            config, 2, SEQ_LEN, objective=ObjectiveConfig(kind="rtd", generator_layers=share)
-        ))
-        for share in (0.25, 0.5, 1.0)
-    }  # fmt: skip
+    sizes = {share: activation_bytes(TrainingPass(
+                 config, 2, SEQ_LEN, objective=ObjectiveConfig(kind="rtd", generator_layers=share)
+             ))
+             for share in (0.25, 0.5, 1.0)}  # fmt: skip
     per_layer = (sizes[0.5]["generator"] - sizes[0.25]["generator"]) / 2
     assert sizes[1.0]["generator"] - sizes[0.5]["generator"] == 4 * per_layer > 0
     assert sizes[1.0]["attention"] == sizes[0.25]["attention"]
@@ -185,10 +178,8 @@ def test_a_generator_of_half_the_layers_is_counted_by_its_own_layers() -> None:
 @pytest.mark.long
 @pytest.mark.usefixtures("as_on_cpu")
 def test_a_generator_is_computed_again_when_what_the_encoder_kept_is_freed() -> None:
-    given = TrainingPass(
-        family("bert", num_layers=6), 3, SEQ_LEN, "fp32", MASKED_SHARE, 2,
-        objective=ObjectiveConfig(kind="rtd", generator_size=0.5),
-    )  # fmt: skip
+    given = TrainingPass(family("bert", num_layers=6), 3, SEQ_LEN, "fp32", MASKED_SHARE, 2,
+                         objective=ObjectiveConfig(kind="rtd", generator_size=0.5))  # fmt: skip
     model, run = real_step(given)
     alive: dict[str, list[int]] = {"encoder": [], "generator": []}
 
@@ -201,10 +192,8 @@ def test_a_generator_is_computed_again_when_what_the_encoder_kept_is_freed() -> 
 
         return run_and_look
 
-    with (
-        Storages(model) as storages, set_checkpoint_early_stop(False),
-        pytest.MonkeyPatch.context() as patch,
-    ):  # fmt: skip
+    with (Storages(model) as storages, set_checkpoint_early_stop(False),
+          pytest.MonkeyPatch.context() as patch):  # fmt: skip
         for encoder, sizes in zip(model.encoders, alive.values(), strict=True):
             patch.setattr(encoder, "_run_layers", sampled(encoder._run_layers, sizes))
         loss = run()

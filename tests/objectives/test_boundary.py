@@ -1,6 +1,5 @@
 """Span boundaries: runs against a loop over slots, sums and gradients against plain formulas."""
 
-import json
 import math
 import shutil
 from dataclasses import replace
@@ -37,15 +36,13 @@ from pipeline.objectives.inputs import PARTS, MaskedInputs
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.objectives.parts import find_boundaries
 from tests.support.mask_reference import VOCABULARY, batch_of
-from tests.support.ranks import CONFIG
+from tests.support.ranks import CONFIG, records
 
 SBO = ObjectiveConfig(kind="mlm_sbo", boundary_weight=0.7)
 SPANS = DataConfig(dir="unused", masking="span", mask_selection="exact", mask_prob=0.3)
-MODEL = ModelConfig(
-    vocab_size=VOCABULARY.size, num_layers=2, hidden_size=32, num_heads=2, ffn_size=64, bias=True,
-    norm="layernorm", norm_affine=True, mlm_head="bert", embedding_size=24, dropout=0.0,
-    attention_dropout=0.0, init="bert",
-)  # fmt: skip
+MODEL = ModelConfig(vocab_size=VOCABULARY.size, num_layers=2, hidden_size=32, num_heads=2,
+                    ffn_size=64, bias=True, norm="layernorm", norm_affine=True, mlm_head="bert",
+                    embedding_size=24, dropout=0.0, attention_dropout=0.0, init="bert")  # fmt: skip
 
 
 def expected_boundaries(
@@ -113,8 +110,7 @@ def made(
 
 
 def inputs_of(objective: ObjectiveConfig, **data: Any) -> MaskedInputs:
-    data_config = replace(SPANS, **data)
-    return MaskedInputs(data_config, VOCABULARY, 5, Purpose.MASK, PARTS[objective.kind])
+    return MaskedInputs(replace(SPANS, **data), VOCABULARY, 5, Purpose.MASK, PARTS[objective.kind])
 
 
 @pytest.mark.parametrize("micro_batch", [1, 3, 8])
@@ -270,11 +266,10 @@ def test_the_followed_loss_and_what_does_not_fit() -> None:
 def test_a_run_learns_and_works_without_its_head(tmp_path: Path, dataset: DatasetIndex) -> None:
     config = tmp_path / "train.yaml"
     config.write_text(CONFIG)
-    words = [
-        f"data.dir={dataset.folder}", "data.masking=span", "data.mask_selection=exact",
-        "objective.kind=mlm_sbo", "train.zero_stage=0", "train.num_steps=12", "monitor.sinks=[]",
-        "train.alpha_warmup_steps=2", "checkpoint.every_steps=6", "monitor.eval_every_steps=12",
-    ]  # fmt: skip
+    words = [f"data.dir={dataset.folder}", "data.masking=span", "data.mask_selection=exact",
+             "objective.kind=mlm_sbo", "train.zero_stage=0", "train.num_steps=12",
+             "monitor.sinks=[]", "train.alpha_warmup_steps=2", "checkpoint.every_steps=6",
+             "monitor.eval_every_steps=12"]  # fmt: skip
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     assert postnorm.pretrain(config, [*words, f"run_dir={whole}"]).finished
     # As if it had been killed after the save of step 6.
@@ -282,10 +277,8 @@ def test_a_run_learns_and_works_without_its_head(tmp_path: Path, dataset: Datase
     shutil.rmtree(published(parted / FOLDER)[0])
     (parted / "done.json").unlink()
     assert postnorm.pretrain(config, [*words, f"run_dir={parted}"]).finished
-    lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
-    trained = [line for line in lines if line["kind"] == "train"]
-    assert {"accuracy", "sbo", "sbo_accuracy", "long_runs"} <= trained[-1].keys()
-    before, after = (line["sbo"] for line in lines if line["kind"] == "eval")
+    assert {"accuracy", "sbo", "sbo_accuracy", "long_runs"} <= records(whole)[-1].keys()
+    before, after = (line["sbo"] for line in records(whole, "eval"))
     assert after < before - 0.3
     ends = [read_weights(published(folder / FOLDER)[0]) for folder in (whole, parted)]
     assert any(name.startswith("objective.") for name in ends[0])
@@ -307,7 +300,6 @@ def test_divided_weights(tmp_path: Path, dataset: DatasetIndex, processes: None)
             "train.precision=fp32", "train.num_steps=4", "train.warmup_steps=1",
             "train.alpha_warmup_steps=1", "monitor.eval_every_steps=1000", "monitor.sinks=[]",
         ])  # fmt: skip
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        logged.append([(each["loss"], each["sbo"]) for each in lines if each["kind"] == "train"])
+        logged.append([(line["loss"], line["sbo"]) for line in records(folder)])
     assert len(logged[0]) == 4
     assert np.abs(np.array(logged[0]) - np.array(logged[1])).max() < 1e-4

@@ -19,11 +19,9 @@ from pipeline.objectives.pairs import PairClassification, PairModel
 from tests.distributed.engine_main import micro_batch
 
 KIND: dict[PairKind, ObjectiveKind] = {"nsp": "mlm_nsp", "sop": "mlm_sop"}
-CONFIG = ModelConfig(
-    vocab_size=200, num_layers=2, hidden_size=32, num_heads=2, ffn_size=64, pooler=True,
-    dropout=0.0, attention_dropout=0.0, bias=True, norm_affine=True, mlm_head="bert", init="unit",
-    activation="gelu",
-)  # fmt: skip
+CONFIG = ModelConfig(vocab_size=200, num_layers=2, hidden_size=32, num_heads=2, ffn_size=64,
+                     pooler=True, dropout=0.0, attention_dropout=0.0, bias=True, norm_affine=True,
+                     mlm_head="bert", init="unit", activation="gelu")  # fmt: skip
 
 
 def _batch(kind: PairKind, num_pairs: int = 3) -> MicroBatch:

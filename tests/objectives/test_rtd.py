@@ -30,11 +30,10 @@ from tests.support.mask_reference import VOCABULARY
 
 RTD = ObjectiveConfig(kind="rtd", generator_size=0.5)
 OBJECTIVE = ReplacedTokenDetection(RTD)
-CONFIG = ModelConfig(
-    vocab_size=29, num_layers=2, hidden_size=16, num_heads=2, ffn_size=24, embedding_size=12,
-    positions="learned", max_positions=16, norm="layernorm", norm_affine=True, bias=True,
-    mlm_head="bert", activation="gelu", score_residual="sum", dropout=0.0, attention_dropout=0.0,
-)  # fmt: skip
+CONFIG = ModelConfig(vocab_size=29, num_layers=2, hidden_size=16, num_heads=2, ffn_size=24,
+                     embedding_size=12, positions="learned", max_positions=16, norm="layernorm",
+                     norm_affine=True, bias=True, mlm_head="bert", activation="gelu",
+                     score_residual="sum", dropout=0.0, attention_dropout=0.0)  # fmt: skip
 ROWS, LENGTH = 2, 10
 
 
@@ -80,11 +79,9 @@ def _only_row(batch: MicroBatch, row: int) -> MicroBatch:
     inputs = {name: each[mine] for name, each in batch.inputs.items()}
     inputs["masked_index"] = inputs["masked_index"] - row * LENGTH
     documents = batch.documents[row : row + 1]
-    return replace(
-        batch, input_ids=batch.input_ids[row : row + 1], documents=documents,
-        positions=batch.positions[row : row + 1], inputs=inputs,
-        cu_seqlens=torch.from_numpy(document_bounds(documents.numpy())),
-    )  # fmt: skip
+    return replace(batch, input_ids=batch.input_ids[row : row + 1], documents=documents,
+                   positions=batch.positions[row : row + 1], inputs=inputs,
+                   cu_seqlens=torch.from_numpy(document_bounds(documents.numpy())))  # fmt: skip
 
 
 def _run(model: ReplacedTokenModel, batch: MicroBatch) -> tuple[Tensor, ...]:
@@ -109,10 +106,8 @@ class _Plain:
         of_generator = {
             name: value for name, value in weights.items()
             if "embedding." in name or name.startswith("encoder.embedding_norm")
-        } | {
-            name.removeprefix(begin): value
-            for name, value in weights.items() if name.startswith(begin)
-        }  # fmt: skip
+        } | {name.removeprefix(begin): value
+             for name, value in weights.items() if name.startswith(begin)}  # fmt: skip
         logits = reference.logits(
             of_generator, generator_of(CONFIG, RTD), ids, documents, positions, masked
         )
@@ -325,18 +320,14 @@ def _made(
     tokens[:, 0], tokens[:, -1] = VOCABULARY.cls, VOCABULARY.sep
     maskable = np.ones(shape, np.bool_)
     maskable[:, [0, -1]] = False
-    slots = PackedSequences(
-        tokens=tokens, documents=np.ones(shape, np.int32),
-        positions=np.tile(np.arange(128), (64, 1)), word_starts=np.ones(shape, np.bool_),
-        maskable=maskable,
-    )  # fmt: skip
+    slots = PackedSequences(tokens=tokens, documents=np.ones(shape, np.int32),
+                            positions=np.tile(np.arange(128), (64, 1)),
+                            word_starts=np.ones(shape, np.bool_), maskable=maskable)  # fmt: skip
     numbers, nothing = np.arange(64), np.zeros(64, np.int64)
     # Numbers of samples that need more than 32 bits.
     where = Locations(nothing + epoch, nothing, numbers, numbers * 2**30, nothing > 0)
-    data = DataConfig(
-        dir="none", masking="token", mask_selection="exact", replace_mask_prob=0.85,
-        replace_random_prob=0.0,
-    )  # fmt: skip
+    data = DataConfig(dir="none", masking="token", mask_selection="exact", replace_mask_prob=0.85,
+                      replace_random_prob=0.0)  # fmt: skip
     made = MaskedInputs(data, VOCABULARY, 7, purpose, PARTS[kind.kind])
     return made(slots, where, 0, micro_batch=micro_batch, places=np.arange(len(where.blocks)))
 

@@ -130,9 +130,8 @@ def start_ranks(
                 if tree == ROOT and warm.can_fork(command, variables):
                     processes.append(warm.start(command, variables, output.fileno(), cwd))
                     continue
-                processes.append(subprocess.Popen(
-                    command, cwd=cwd, env=variables, stdout=output, stderr=subprocess.STDOUT,
-                ))  # fmt: skip
+                processes.append(subprocess.Popen(command, cwd=cwd, env=variables, stdout=output,
+                                                  stderr=subprocess.STDOUT))  # fmt: skip
         yield processes
     finally:
         for process in processes:

@@ -70,8 +70,7 @@ def randomised(model: nn.Module) -> nn.Module:
 def converted(model: nn.Module, folder: Path) -> MaskedLanguageModel:
     """The same model of ours, by way of its files."""
     model.save_pretrained(folder / "hf")
-    report = convert(folder / "hf", folder / "ours", family=None, overrides=[]).read
-    assert report.left_out == []
+    assert convert(folder / "hf", folder / "ours").read.left_out == []
     return load_model(folder / "ours").model
 
 
@@ -80,8 +79,7 @@ def batch() -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(2, 97, (3, 17), generator=generator)
     mask = (torch.arange(17) < LENGTHS[:, None]).long()
-    segments = torch.randint(0, 2, ids.shape, generator=generator)
-    return ids, mask, segments
+    return ids, mask, torch.randint(0, 2, ids.shape, generator=generator)
 
 
 def theirs(model: nn.Module, name: str, *, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
@@ -108,8 +106,7 @@ def ours(model: MaskedLanguageModel, name: str) -> tuple[list[Tensor], Tensor]:
         segments = torch.zeros_like(segments)
     layout, trace = padded(LENGTHS, 17), Trace(keep_probabilities=False)
     with torch.no_grad():
-        x = model.encoder(ids, layout, segments=segments, trace=trace)
-        return trace.hidden, model.head(x)
+        return trace.hidden, model.head(model.encoder(ids, layout, segments=segments, trace=trace))
 
 
 def assert_same_logits(mine: MaskedLanguageModel, model: nn.Module, name: str) -> None:
@@ -120,9 +117,7 @@ def assert_same_logits(mine: MaskedLanguageModel, model: nn.Module, name: str) -
 
 @pytest.mark.parametrize(("dtype", "largest"), [(torch.float32, 2e-6), (torch.float64, 1e-12)])
 @EVERY
-def test_all_states_are_equal(
-    name: str, dtype: torch.dtype, largest: float, tmp_path: Path
-) -> None:
+def test_states_are_equal(name: str, dtype: torch.dtype, largest: float, tmp_path: Path) -> None:
     model = make(name)
     mine = converted(model, tmp_path).to(dtype)
     expected_hidden, expected_logits = theirs(model.to(dtype), name, dtype=dtype)
@@ -173,8 +168,7 @@ def test_there_and_back_is_bit_identical(name: str, form: str, tmp_path: Path) -
     for key in before:
         if not key.endswith("embed_positions.weight"):
             assert torch.equal(before[key], after[key]), key
-    written = load_file(tmp_path / "back" / "model.safetensors")
-    assert all(key in before for key in written)
+    assert all(key in before for key in load_file(tmp_path / "back" / "model.safetensors"))
     for key, value in model.config.to_dict().items():
         if key in SIZES or key in FAMILIES[name][1] or key == "layer_norm_eps":
             found = getattr(again.config, key)
@@ -236,23 +230,21 @@ def test_albert_shares_layers_and_factorises() -> None:
     ).eval()  # fmt: skip
     state = model.state_dict()
     layer = "albert.encoder.albert_layer_groups.0.albert_layers.0"
-    modules = {
-        "encoder.token_embedding": ["albert.embeddings.word_embeddings"],
-        "encoder.segment_embedding": ["albert.embeddings.token_type_embeddings"],
-        "encoder.position_embedding": ["albert.embeddings.position_embeddings"],
-        "encoder.embedding_norm": ["albert.embeddings.LayerNorm"],
-        "encoder.embedding_projection": ["albert.encoder.embedding_hidden_mapping_in"],
-        "encoder.layers.0.attention.qkv": [
-            f"{layer}.attention.{part}" for part in ("query", "key", "value")
-        ],
-        "encoder.layers.0.attention.output": [f"{layer}.attention.dense"],
-        "encoder.layers.0.attention_norm": [f"{layer}.attention.LayerNorm"],
-        "encoder.layers.0.feed_forward.inner": [f"{layer}.ffn"],
-        "encoder.layers.0.feed_forward.output": [f"{layer}.ffn_output"],
-        "encoder.layers.0.feed_forward_norm": [f"{layer}.full_layer_layer_norm"],
-        "head_dense": ["predictions.dense"],
-        "head_norm": ["predictions.LayerNorm"],
-    }  # fmt: skip
+    modules = {"encoder.token_embedding": ["albert.embeddings.word_embeddings"],
+               "encoder.segment_embedding": ["albert.embeddings.token_type_embeddings"],
+               "encoder.position_embedding": ["albert.embeddings.position_embeddings"],
+               "encoder.embedding_norm": ["albert.embeddings.LayerNorm"],
+               "encoder.embedding_projection": ["albert.encoder.embedding_hidden_mapping_in"],
+               "encoder.layers.0.attention.qkv": [
+                   f"{layer}.attention.{part}" for part in ("query", "key", "value")
+               ],
+               "encoder.layers.0.attention.output": [f"{layer}.attention.dense"],
+               "encoder.layers.0.attention_norm": [f"{layer}.attention.LayerNorm"],
+               "encoder.layers.0.feed_forward.inner": [f"{layer}.ffn"],
+               "encoder.layers.0.feed_forward.output": [f"{layer}.ffn_output"],
+               "encoder.layers.0.feed_forward_norm": [f"{layer}.full_layer_layer_norm"],
+               "head_dense": ["predictions.dense"],
+               "head_norm": ["predictions.LayerNorm"]}  # fmt: skip
     weights = {"head_bias": state["predictions.bias"]}
     for key in mine.state_dict():
         module, _, kind = key.rpartition(".")

@@ -22,11 +22,9 @@ from typing import Any
 from tests.parity import revision_runs as runs
 from tests.parity.revision_cases import CASES
 
-_SOURCES = {
-    "guides": ("docs/checkpoints.md", "docs/data_loading.md", "docs/data_preparation.md",
-               "docs/faults.md", "docs/models.md", "docs/slurm.md", "docs/speed.md"),
-    "readme": ("README.md",),
-}  # fmt: skip
+_SOURCES = {"guides": ("docs/checkpoints.md", "docs/data_loading.md", "docs/data_preparation.md",
+                       "docs/faults.md", "docs/models.md", "docs/slurm.md", "docs/speed.md"),
+            "readme": ("README.md",)}  # fmt: skip
 _PREP = """
 output_dir: dataset
 workers: 1

@@ -83,12 +83,10 @@ def test_kernel_names(name: str, wanted: str) -> None:
 
 def _event(kind: str, name: str, start: float, duration: float, **more: Any) -> SimpleNamespace:
     """As an event of torch's profiler, in microseconds."""
-    return SimpleNamespace(
-        activity_type=kind, name=name,
-        time_range=SimpleNamespace(start=start, end=start + duration),
-        **{"thread": 1, "id": 0, "linked_correlation_id": 0, "cpu_parent": None,
-           "self_cpu_time_total": duration, **more},
-    )  # fmt: skip
+    return SimpleNamespace(activity_type=kind, name=name,
+                           time_range=SimpleNamespace(start=start, end=start + duration),
+                           **{"thread": 1, "id": 0, "linked_correlation_id": 0, "cpu_parent": None,
+                              "self_cpu_time_total": duration, **more})  # fmt: skip
 
 
 def _mark(phase: str, start: float) -> SimpleNamespace:
@@ -176,11 +174,10 @@ def test_profile_of_a_run(dataset: DatasetIndex, tmp_path: Path) -> None:
     config, out, trace = tmp_path / "run.yaml", tmp_path / "p.json", tmp_path / "t.json.gz"
     config.write_text(CONFIG)
     run_dir = tmp_path / "run"
-    said = python(
-        "-m", "pipeline", "profile", config, f"run_dir={run_dir}", f"data.dir={dataset.folder}",
-        "train.zero_stage=0", "--steps", "2", "--warm-up", "1", "--json", out, "--trace", trace,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    said = python("-m", "pipeline", "profile", config, f"run_dir={run_dir}",
+                  f"data.dir={dataset.folder}", "train.zero_stage=0", "--steps", "2", "--warm-up",
+                  "1", "--json", out, "--trace", trace,
+                  env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
     found = json.loads(out.read_text())
     _check(found, 2)
     for name, ms in found["categories_ms"].items():
@@ -193,10 +190,9 @@ def test_profile_of_a_run(dataset: DatasetIndex, tmp_path: Path) -> None:
 def test_profile_of_ranks(dataset: DatasetIndex, tmp_path: Path, start_command: Starter) -> None:
     config, out = tmp_path / "run.yaml", tmp_path / "p.json"
     config.write_text(CONFIG)
-    command = [
-        sys.executable, "-m", "pipeline", "profile", str(config), f"run_dir={tmp_path / 'run'}",
-        f"data.dir={dataset.folder}", "--steps", "2", "--warm-up", "1", "--json", str(out),
-    ]  # fmt: skip
+    command = [sys.executable, "-m", "pipeline", "profile", str(config),
+               f"run_dir={tmp_path / 'run'}", f"data.dir={dataset.folder}", "--steps", "2",
+               "--warm-up", "1", "--json", str(out)]  # fmt: skip
     log = tmp_path / "out"
     processes = start_command(command, 2, log)
     assert [process.wait(120) for process in processes] == [0, 0], log.read_text()

@@ -50,9 +50,7 @@ def _words(line: str, program: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", PARSERS)
-def test_every_verb_shows_an_example_that_parses(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verbs_show_an_example_that_parses(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     parser = PARSERS[name]
     assert len(parser.verbs) >= 15
     for verb in parser.verbs:
@@ -186,16 +184,12 @@ def test_light_verbs_load_no_torch(module: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     make_checkpoint(run, 10)
     (run / "resolved.yaml").write_text("run_dir: run\ndata: {dir: data}\n")
-    attempt = {
-        "attempt": 1, "resumed_from_step": None, "unix_s": 1.0, "world_size": 1, "rewound": False,
-        "fingerprint": "0", "host": "here", "job": "local",
-    }  # fmt: skip
+    attempt = {"attempt": 1, "resumed_from_step": None, "unix_s": 1.0, "world_size": 1,
+               "rewound": False, "fingerprint": "0", "host": "here", "job": "local"}  # fmt: skip
     (run / "attempts.jsonl").write_text(f"{json.dumps(attempt)}\n")
-    expected = {
-        "--help": "pretrain", "pretrain --help": "example:", f"status {run}": str(run),
-        "config configs/demo.yaml": "run_dir: ",
-        "model configs/model/roformer_v2-base.yaml": "parameters",
-    }  # fmt: skip
+    expected = {"--help": "pretrain", "pretrain --help": "example:", f"status {run}": str(run),
+                "config configs/demo.yaml": "run_dir: ",
+                "model configs/model/roformer_v2-base.yaml": "parameters"}  # fmt: skip
     asked = json.dumps([module, *(command.split() for command in expected)])
     said = json.loads(python("-c", _WITHOUT_TORCH, asked))
     for text, (command, words) in zip(said, expected.items(), strict=True):

@@ -14,6 +14,7 @@ import pytest
 
 from pipeline.runtime import notify
 from pipeline.runtime.notify import Notifier, notify_end
+from tests.support.processes import wait_until
 
 POST = """
 import sys, urllib.request
@@ -105,9 +106,7 @@ def test_failure_only_warns_and_nothing_waits_for_it(
     assert time.monotonic() - before_s < 0.25
     with caplog.at_level(logging.WARNING):
         notifier.finish()
-        deadline = time.monotonic() + 10
-        while not caplog.messages and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_until(lambda: caplog.messages)
     assert caplog.messages == [warning]
 
 

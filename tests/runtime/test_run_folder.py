@@ -17,18 +17,14 @@ from tests.support.processes import python
 from tests.support.run_folder import RunFolder as StartedRun
 
 
-@pytest.mark.parametrize(
-    ("names", "said"),
-    [
-        ((), "does not exist.*run_dir"), (("x",), "a file, not a run folder.*run_dir"),
-        (("x/",), r"attempts\.jsonl.*run_dir"), (("x/attempts.jsonl",), r"attempts\.jsonl"),
-        (("x/config.json", "x/model.safetensors"), "model folder, not a run folder"),
-        (("x/index.json",), "dataset, not a run"), (("x/manifest.json",), "checkpoint.*not a run"),
-        (("x/launch/0001/submission.json",), "submitted.*launch status"),
-        (("x/logs/rank-00000.log",), "not started.*x/logs"),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("names", "said"), [
+    ((), "does not exist.*run_dir"), (("x",), "a file, not a run folder.*run_dir"),
+    (("x/",), r"attempts\.jsonl.*run_dir"), (("x/attempts.jsonl",), r"attempts\.jsonl"),
+    (("x/config.json", "x/model.safetensors"), "model folder, not a run folder"),
+    (("x/index.json",), "dataset, not a run"), (("x/manifest.json",), "checkpoint.*not a run"),
+    (("x/launch/0001/submission.json",), "submitted.*launch status"),
+    (("x/logs/rank-00000.log",), "not started.*x/logs"),
+], ids=str)  # fmt: skip
 def test_each_other_folder_is_named(tmp_path: Path, names: tuple[str, ...], said: str) -> None:
     for name in names:
         path = tmp_path / name
@@ -101,9 +97,7 @@ def test_exit_records_are_kept_apart_by_attempt(tmp_path: Path) -> None:
         (("local", "local"), "not known: a later start replaced its exit codes"),
     ],
 )
-def test_a_start_ends_as_its_ranks_say(
-    tmp_path: Path, jobs: tuple[str, str], first_end: str
-) -> None:
+def test_starts_end_as_ranks_say(tmp_path: Path, jobs: tuple[str, str], first_end: str) -> None:
     run = StartedRun(tmp_path / "run")
     # The node's clock is ahead of that of the file server, which sets the files' times.
     now = time.time() + (3600 if len(set(jobs)) > 1 else -3600)
@@ -137,9 +131,7 @@ def test_a_folder_that_cannot_be_written_is_not_tried_again(tmp_path: Path) -> N
     RunFolder(tmp_path / "new").create()
 
 
-def test_paths_begin_where_the_run_was_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paths_begin_where_a_run_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "project" / "data").mkdir(parents=True)
     (tmp_path / "attempts.jsonl").write_text(json.dumps({"cwd": f"{tmp_path}/project"}) + "\n")
     run = RunFolder.started(tmp_path)

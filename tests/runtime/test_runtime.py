@@ -80,8 +80,7 @@ def test_a_process_may_be_alone_but_not_one_of_several() -> None:
     for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"):
         with pytest.raises(ConfigError, match="SLURM has 4 tasks"):
             process_info_or_alone({name: "4"})
-    step_of_one = {"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1"}
-    assert process_info_or_alone(step_of_one).world_size == 1
+    assert process_info_or_alone({"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1"}).world_size == 1
 
 
 @pytest.mark.usefixtures("processes")

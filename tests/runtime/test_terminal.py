@@ -47,10 +47,6 @@ def _on_terminal(words: list[str], stdout: IO[str] | None = None, **variables: s
     return b"".join(parts).decode()
 
 
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in re.split(r"[\r\n]+", _CODE.sub("", text))]
-
-
 @pytest.mark.smoke
 @pytest.mark.usefixtures("processes")
 def test_nothing_is_wider_than_the_terminal() -> None:
@@ -71,7 +67,7 @@ with progress("a stage of a long name", 3, "task", stays=True) as advance:
         time.sleep(0.2)
 """
     text = _on_terminal(["-c", program])
-    lines = _lines(text)
+    lines = [line.rstrip() for line in re.split(r"[\r\n]+", _CODE.sub("", text))]
     for line in lines:
         wide = sum(unicodedata.east_asian_width(character) in "FW" for character in line)
         assert len(line) + wide <= COLUMNS, line
@@ -104,8 +100,7 @@ with progress("verify", 2, "B") as advance:
 @pytest.mark.usefixtures("processes")
 def test_without_a_terminal_lines_are_plain(tmp_path: Path) -> None:
     rows = [{"text": f"{n} words of text, {n * n} more"} for n in range(9)]
-    texts = "".join(f"{json.dumps(row)}\n" for row in rows)
-    (tmp_path / "a.jsonl").write_text(texts)
+    (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     settings = {"output_dir": str(tmp_path / "data"), "workers": 1,
                 "sources": [{"name": "a", "inputs": [str(tmp_path / "a.jsonl")]}],
                 "tokenizer": {"vocab_size": 60_000}}  # fmt: skip
@@ -121,10 +116,8 @@ def test_without_a_terminal_lines_are_plain(tmp_path: Path) -> None:
 
 
 def test_plain_lines() -> None:
-    rows = [("name", "count"), ("a", "10")]
-    assert list(table(rows, (1,))) == ["name  count", "a        10"]
+    assert list(table([("name", "count"), ("a", "10")], (1,))) == ["name  count", "a        10"]
     assert progress_bar(1, 2, "step") == f"[{'#' * 20}{'-' * 20}] 50.0%  step 1 of 2"
     summary = FolderSummary("x", "failed", ["a line", ("label", "text"), ("", "more")], ["look"])
-    assert summary.text().splitlines() == [
-        "x: failed", "a line", "label       text", "            more", "warning: look",
-    ]  # fmt: skip
+    assert summary.text().splitlines() == ["x: failed", "a line", "label       text",
+                                           "            more", "warning: look"]  # fmt: skip

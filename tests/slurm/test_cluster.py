@@ -61,9 +61,7 @@ def _traces(folder: Path) -> list[object]:
     return [*_of(folder), *lines, *(n for n in names if re.match(r"bridge|node\d|n\db\d", n))]
 
 
-def test_nothing_is_left_of_a_cluster(
-    folder: Path, kind: type[Machines], processes: Processes
-) -> None:
+def test_nothing_is_left_of_it(folder: Path, kind: type[Machines], processes: Processes) -> None:
     program = _OWNER.format(kind=kind.__name__, script=_SLEEPING)
     owner = processes.start(
         [sys.executable, "-c", program, str(folder)], stdin=subprocess.PIPE, stderr=None, cwd=ROOT

@@ -138,13 +138,10 @@ def test_cancel_lets_it_save_first(cluster: SlurmCluster, command: Command, tmp_
 
 
 @pytest.mark.slow
-def test_the_controller_forgets_a_job(
-    cluster: SlurmCluster, command: Command, tmp_path: Path
-) -> None:
+def test_controllers_forget_a_job(cluster: SlurmCluster, command: Command, tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run")
     run.submitted("999999")
-    found = _status(command, run)
-    assert found["jobs"][0]["state"] == "UNKNOWN"
+    assert _status(command, run)["jobs"][0]["state"] == "UNKNOWN"
     done = command("cancel", run.folder, "--save")
     assert done.returncode == 2
     assert f"`touch {run.folder}/STOP`" in done.stderr
@@ -157,12 +154,9 @@ def test_the_controller_forgets_a_job(
 
 
 @pytest.mark.slow
-def test_controller_is_waited_for(
-    cluster: SlurmCluster, processes: Processes, tmp_path: Path
-) -> None:
+def test_controller_is_awaited(cluster: SlurmCluster, processes: Processes, tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run")
-    job = _submit(cluster, run)
-    _wait_for_line(cluster, run, job, "restart 0")
+    _wait_for_line(cluster, run, _submit(cluster, run), "restart 0")
     cluster.kill_controller()
     waiting = processes.start([sys.executable, "-m", "launch", "status", str(run.folder), "--json"],
                               cwd=ROOT, env=cluster.environment,

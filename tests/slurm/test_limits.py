@@ -16,9 +16,7 @@ LONG = ("train.num_steps=20_000", "checkpoint.every_steps=20", "monitor.eval_eve
 
 
 @pytest.mark.slow
-def test_run_without_progress_stops(
-    cluster: SlurmCluster, dataset: DatasetIndex, tmp_path: Path
-) -> None:
+def test_no_progress_stops_it(cluster: SlurmCluster, dataset: DatasetIndex, tmp_path: Path) -> None:
     # Ranks die before they can say anything; the launcher works.
     program = f'#!/bin/bash\n[ "$3" != pretrain ] || exit 9\nexec {sys.executable} "$@"\n'
     python = write_program(tmp_path / "python", program)
@@ -33,9 +31,7 @@ def test_run_without_progress_stops(
 
 
 @pytest.mark.slow
-def test_corrupt_data_stops_the_run(
-    cluster: SlurmCluster, dataset: DatasetIndex, tmp_path: Path
-) -> None:
+def test_bad_data_stops_it(cluster: SlurmCluster, dataset: DatasetIndex, tmp_path: Path) -> None:
     shutil.copytree(dataset.folder, tmp_path / "data")
     for shard in (tmp_path / "data" / "shards").glob("*.tar"):
         content = bytearray(shard.read_bytes())

@@ -12,9 +12,7 @@ from tests.support.slurm_runs import SlurmRun, assert_same, run_locally
 pytestmark = pytest.mark.slow
 
 
-def test_run_survives_all_of_it(
-    cluster: SlurmCluster, dataset: DatasetIndex, tmp_path: Path
-) -> None:
+def test_run_survives_all(cluster: SlurmCluster, dataset: DatasetIndex, tmp_path: Path) -> None:
     steps = ("train.num_steps=420", "checkpoint.every_steps=20", "monitor.eval_every_steps=200")
     run_locally(tmp_path / "straight", dataset, *steps)
     run = SlurmRun(cluster, tmp_path / "run", dataset, *steps)

@@ -19,8 +19,7 @@ def test_a_mix_is_requeued_and_ends(cluster: SlurmCluster, tmp_path: Path) -> No
     profile.write_text(json.dumps({**PROFILE, "nodes": 2, "ranks_per_node": 1}))
     folder = tmp_path / "run"
 
-    said = launch(cluster, "submit", path, "--cluster", profile)
-    job = said.split("\njob ")[-1].split(":")[0]
+    job = launch(cluster, "submit", path, "--cluster", profile).split("\njob ")[-1].split(":")[0]
     cluster.wait_until(lambda: (folder / "checkpoints/latest").exists(), "a checkpoint", 240)
     cluster.run("scancel", "--batch", "--signal=USR1", job)
     cluster.wait_until(lambda: history(folder), "a decision", 120)

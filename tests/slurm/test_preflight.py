@@ -51,8 +51,7 @@ def test_job_restarts_without_a_bad_node_and_a_problem_of_all_nodes_stops_it(
     assert run.restarts == 1
     assert cluster.job(run.job)["ExcNodeList"] == bad
 
-    assert hopeless.wait_for_end() == "FAILED"
-    assert hopeless.restarts == 0
+    assert (hopeless.wait_for_end(), hopeless.restarts) == ("FAILED", 0)
     assert hopeless.log.endswith("end: no other node cures what preflight found\n")
     assert hopeless.decisions() == []
     assert not hopeless.starts()

@@ -190,9 +190,7 @@ def test_failing_task_stops_the_chain(
 
 
 @pytest.mark.slow
-def test_mended_submission(
-    damaged: Preparation, texts: Path, local: Path, cluster: SlurmCluster
-) -> None:
+def test_submission(damaged: Preparation, texts: Path, local: Path, cluster: SlurmCluster) -> None:
     name = f"{DAMAGED}.jsonl"
     shutil.copy(texts / name, damaged.inputs / name)
     before = damaged.markers()
@@ -222,9 +220,7 @@ def test_task_that_dies_twice_is_tried_again(dying: Preparation, cluster: SlurmC
     assert told == [*again, "end: done"]
 
 
-def test_chain_makes_the_same_dataset(
-    dying: Preparation, local: Path, cluster: SlurmCluster
-) -> None:
+def test_chain_makes_same_dataset(dying: Preparation, local: Path, cluster: SlurmCluster) -> None:
     cluster.wait_for(dying.jobs["index"][0], "COMPLETED", timeout_s=120)
     assert _files(dying.output) == _files(local)
     # More parts than an array of this site may have.

@@ -65,8 +65,7 @@ def test_a_chain_goes_on_until_a_verdict(cluster: SlurmCluster, tmp_path: Path) 
         found = [(line["job"], line["decision"]) for line in history(run_dir)]
         assert found == [(f"{jobs[code]}_0", "requeue"), (f"{jobs[code]}_1", word)]
         # One log for all of them, and status names the verdict.
-        log = (run_dir / "logs" / f"slurm-{jobs[code]}.log").read_text()
-        assert log.count("start: job ") == 2
+        assert (run_dir / "logs" / f"slurm-{jobs[code]}.log").read_text().count("start: job ") == 2
         assert word in launch(cluster, "status", run_dir).splitlines()[0]
 
 

@@ -44,15 +44,11 @@ def _cluster(**fields: object) -> ClusterConfig:
     return ClusterConfig(**given)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"gpus_per_node": 8, "gpu_request": "gres", "nodes": 4}, _nightly({"gpus_per_node": 8}),
-        _nightly({"exclusive": True, "mem_per_node": "60G", "sbatch": ("--switches=1",)}),
-        _nightly({"partition": "low,high"}),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("fields", [
+    {"gpus_per_node": 8, "gpu_request": "gres", "nodes": 4}, _nightly({"gpus_per_node": 8}),
+    _nightly({"exclusive": True, "mem_per_node": "60G", "sbatch": ("--switches=1",)}),
+    _nightly({"partition": "low,high"}),
+], ids=str)  # fmt: skip
 def test_what_fits_is_taken(nodes: list[str], fields: dict[str, object]) -> None:
     cluster = _cluster(**fields)
     assert "fits the site" in site.check(cluster, "pretrain", work_dir=str(ROOT))

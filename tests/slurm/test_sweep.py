@@ -63,8 +63,7 @@ def test_elements_are_runs_that_are_requeued_and_joined_by_others(
     cluster.run("scancel", "--batch", "--signal=USR1", f"{job}_0")
     cluster.wait_until(lambda: history(first), "a decision", 120)
     assert [line["decision"] for line in history(first)] == ["requeue"]
-    log = (first / "logs" / f"slurm-{job}_0.log").read_text()
-    assert "requeue: " in log
+    assert "requeue: " in (first / "logs" / f"slurm-{job}_0.log").read_text()
     # The place of the first one is free, and the third run takes it.
     cluster.wait_for(f"{job}_2", "RUNNING", timeout_s=120)
     assert sweep.submit(1, 2, 3, steps=4000)["runs"] == []

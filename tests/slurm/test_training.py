@@ -22,9 +22,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory, dataset: DatasetIndex) ->
 
 
 @pytest.mark.slow
-def test_two_nodes_of_two_ranks(
-    cluster: SlurmCluster, dataset: DatasetIndex, tmp_path: Path
-) -> None:
+def test_nodes_of_two_ranks(cluster: SlurmCluster, dataset: DatasetIndex, tmp_path: Path) -> None:
     run_locally(tmp_path / "straight", dataset, *STEPS, ranks=4)
     run = SlurmRun(cluster, tmp_path / "run", dataset, *STEPS, ranks_per_node=2)
     assert run.wait_for_end() == "COMPLETED"

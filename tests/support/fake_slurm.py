@@ -86,8 +86,7 @@ class FakeSlurm:
         folder.mkdir()
         for answer in ("config", "queue"):
             (folder / answer).touch()
-        program = _SBATCH.format(python=sys.executable, folder=str(folder))
-        write_program(folder / "sbatch", program)
+        write_program(folder / "sbatch", _SBATCH.format(python=sys.executable, folder=str(folder)))
         for name, line in _SHELL.items():
             self.add(name, line.format(folder=folder))
         self.environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}

@@ -65,11 +65,9 @@ def left_by(test: str) -> list[Left]:
 
     def look() -> list[Left]:
         forks = warm.running()  # their variables in /proc are their server's
-        return [
-            left for left in _of_run(os.environ[RUN_VARIABLE])
-            if left.process.pid in forks
-            or (left.test in wanted and "SLURM_CONF" not in left.variables)
-        ]  # fmt: skip
+        return [left for left in _of_run(os.environ[RUN_VARIABLE])
+                if left.process.pid in forks
+                or (left.test in wanted and "SLURM_CONF" not in left.variables)]  # fmt: skip
 
     return _settled(look)
 

@@ -66,8 +66,7 @@ def edited(text: str, rng: np.random.Generator, run: int, share: float = 0.1) ->
             position += 1
             continue
         new = "".join(text[i] for i in rng.integers(0, len(text), run))
-        old = text[position : position + run]
-        pieces.append((new, "", new + old)[rng.integers(3)])
+        pieces.append((new, "", new + text[position : position + run])[rng.integers(3)])
         position += run
     return "".join(pieces)
 

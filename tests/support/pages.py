@@ -45,13 +45,11 @@ class Block:
 def blocks(page: Path) -> list[Block]:
     """Find all fenced blocks of a page."""
     text = page.read_text(encoding="utf-8")
-    return [
-        Block(
-            page.name, text.count("\n", 0, found.start("text")) + 1, found["kind"],
-            tuple((found["needs"] or "").replace(",", " ").split()), found["text"],
-        )
-        for found in _BLOCK.finditer(text)
-    ]  # fmt: skip
+    return [Block(
+                page.name, text.count("\n", 0, found.start("text")) + 1, found["kind"],
+                tuple((found["needs"] or "").replace(",", " ").split()), found["text"],
+            )
+            for found in _BLOCK.finditer(text)]  # fmt: skip
 
 
 def commands_in_sentences(page: Path) -> list[str]:

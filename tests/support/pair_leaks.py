@@ -72,7 +72,6 @@ def shown(
     slots = PackedSequences.empty(len(rows), seq_len, pairs=True)
     text = Text.of(block, sentence_starts(block, rule.marks))
     lay_out_pairs(slots, rows, text, packing, locations, Vocabulary(len(pieces)), rule)
-    assert slots.pairs is not None
     tokens, labels = slots.tokens.reshape(-1), slots.pairs.labels.reshape(-1)
     first, seps = np.flatnonzero(labels >= 0), np.flatnonzero(tokens == SEP_ID)
     middle, last = (seps[np.searchsorted(seps, first) + place] for place in (0, 1))

@@ -157,9 +157,7 @@ def state_of(folder: Path) -> dict[str, torch.Tensor]:
 
 def assert_same_bits(one: Path, other: Path) -> None:
     """Compare two saved states; that of a run is its newest checkpoint's."""
-    first, second = (
-        newest_state(folder) if (folder / "checkpoints").exists() else state_of(folder)
-        for folder in (one, other)
-    )  # fmt: skip
+    first, second = (newest_state(folder) if (folder / "checkpoints").exists() else state_of(folder)
+                     for folder in (one, other))  # fmt: skip
     assert first.keys() == second.keys()
     assert [name for name in first if not torch.equal(first[name], second[name])] == []

@@ -151,17 +151,15 @@ class ReferencePairs:
         self, packing: Packing, sequence: int, epoch: int, sample_id: int
     ) -> list[tuple[int, Made]]:
         """The pairs of a sequence, each with the document of its piece."""
-        return [
-            (
-                int(packing.piece_doc[piece]),
-                self.pair(
-                    (
-                        int(packing.piece_start[piece]),
-                        int(packing.piece_stop[piece]),
-                        int(packing.piece_doc[piece]),
+        return [(
+                    int(packing.piece_doc[piece]),
+                    self.pair(
+                        (
+                            int(packing.piece_start[piece]),
+                            int(packing.piece_stop[piece]),
+                            int(packing.piece_doc[piece]),
+                        ),
+                        number, epoch, sample_id,
                     ),
-                    number, epoch, sample_id,
-                ),
-            )
-            for number, piece in enumerate(packing.pieces(sequence))
-        ]  # fmt: skip
+                )
+                for number, piece in enumerate(packing.pieces(sequence))]  # fmt: skip

@@ -171,8 +171,7 @@ class Namespaces(Machines):
             dict(os.environ), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
         assert self._keeper.stdout
-        ready = self._keeper.stdout.readline()
-        assert ready, (self._folder / "log/machines.log").read_text()
+        assert self._keeper.stdout.readline(), (self._folder / "log/machines.log").read_text()
         (first,) = psutil.Process(self._keeper.pid).children()
         self._first = first.pid
         self._enter = ["nsenter", f"--target={self._first}", "--net", "--mount", "--uts", "--pid"]

@@ -32,8 +32,7 @@ def open_steps(dataset: DatasetIndex, config: PretrainConfig) -> TrainSteps:
 
 def train_loader(dataset: DatasetIndex, config: PretrainConfig, *rest: Any) -> TrainLoader:
     """The training loader of a run with masked language modelling; `rest` as `TrainLoader`."""
-    inputs = train_inputs(config.train_data, dataset)
-    return TrainLoader(dataset, config.train_data, inputs, *rest)
+    return TrainLoader(dataset, config.train_data, train_inputs(config.train_data, dataset), *rest)
 
 
 def start_workers(
@@ -46,8 +45,7 @@ def start_workers(
 
 def eval_loader(dataset: DatasetIndex, config: PretrainConfig, *rest: Any) -> EvalLoader:
     """The held-out text of such a run."""
-    inputs = eval_inputs(config.eval_data, dataset)
-    return EvalLoader(dataset, config.eval_data, inputs, *rest)
+    return EvalLoader(dataset, config.eval_data, eval_inputs(config.eval_data, dataset), *rest)
 
 
 def rows_of_step(
@@ -71,15 +69,13 @@ def rows_of_step(
                 batch.inputs["masked_index"] < first + place.seq_len
             )
             number = places[len(rows)]
-            rows.append(
-                Row(
-                    int(ids.epochs[number]), int(ids.sample_ids[number]),
-                    batch.input_ids[row].tobytes(), batch.documents[row].tobytes(),
-                    batch.positions[row].tobytes(),
-                    tuple((batch.inputs["masked_index"][mine] - first).tolist()),
-                    tuple(batch.inputs["targets"][mine].tolist()),
-                )
-            )  # fmt: skip
+            rows.append(Row(
+                            int(ids.epochs[number]), int(ids.sample_ids[number]),
+                            batch.input_ids[row].tobytes(), batch.documents[row].tobytes(),
+                            batch.positions[row].tobytes(),
+                            tuple((batch.inputs["masked_index"][mine] - first).tolist()),
+                            tuple(batch.inputs["targets"][mine].tolist()),
+                        ))  # fmt: skip
     assert sorted(places) == list(range(place.size))
     return [row for _, row in sorted(zip(places, rows, strict=True))], total % 2**64
 

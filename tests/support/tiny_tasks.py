@@ -37,15 +37,12 @@ def write_tiny_model(folder: Path) -> Path:
     return folder
 
 
-def _sentences(random: np.random.Generator) -> list[tuple[str, str, str]]:
-    picks = random.integers(4, size=(NUM_ROWS, 3)).tolist()
-    return [(NAMES[a], VERBS[b], PLACES[c]) for a, b, c in picks]
-
-
 def rows_of(kind: str, seed: int = 0) -> list[dict[str, Any]]:
     """Rows that depend on their text alone, so that a model can learn them all."""
     found = []
-    for number, (name, verb, place) in enumerate(_sentences(np.random.default_rng(seed))):
+    picks = np.random.default_rng(seed).integers(4, size=(NUM_ROWS, 3)).tolist()
+    for number, (a, b, c) in enumerate(picks):
+        name, verb, place = NAMES[a], VERBS[b], PLACES[c]
         text = f"{name}{verb}{place}"
         spans = [["name", 0, 2], ["place", 4, 6]]
         row: dict[str, Any] = {

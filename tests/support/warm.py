@@ -147,10 +147,8 @@ def can_fork(command: list[str], variables: dict[str, str]) -> bool:
 
 def _fits(kind: str, variables: Mapping[str, str]) -> bool:
     server = _started(kind)
-    changed = {
-        name for name in {*variables, *server.variables}
-        if variables.get(name) != server.variables.get(name)
-    }  # fmt: skip
+    changed = {name for name in {*variables, *server.variables}
+               if variables.get(name) != server.variables.get(name)}  # fmt: skip
     return not any(map(_READ_BY_IMPORTS.match, changed))
 
 

@@ -128,8 +128,7 @@ def test_an_index_that_is_the_text_of_another_choice(folder: Folder) -> None:
     fields = {"fields": {"text": "context", "text_b": "question", "choices": "choices"}}
 
     def rows(answer: Any) -> list[dict[str, Any]]:
-        choices = ["2", "3", "1"]
-        return [{"context": "c", "question": "q", "choices": choices, "label": answer}]
+        return [{"context": "c", "question": "q", "choices": ["2", "3", "1"], "label": answer}]
 
     assert [folder.rows("choice", rows(x), **fields)[0].gold for x in (1, "3")] == [1, 1]
     with pytest.raises(DataError, match=r"'2' is the text of choice 0, and as an index choice 2"):
@@ -349,8 +348,7 @@ def test_parquet(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     task = folder.task("classify", fields={"text": "s"})
     with pytest.raises(DataError, match=r"b\.parquet is not UTF-8"):
         read_file(task, "b.parquet", needs_gold=True)
-    whole = (folder.path / "a.parquet").read_bytes()
-    (folder.path / "c.parquet").write_bytes(whole[:-20])
+    (folder.path / "c.parquet").write_bytes((folder.path / "a.parquet").read_bytes()[:-20])
     for kind in ("classify", "tag"):
         broken = folder.task(kind, train=["c.parquet"], fields={"text": "s"})
         with pytest.raises(DataError, match=r"c\.parquet is damaged"):
@@ -666,9 +664,7 @@ NESTED = {"text": "q", "choices": "choices", "label": "answerKey"}
     ("ABCD", "wxyz", 3, 3), ("ABCD", "wwyz", "B", 0), ([1, 2, 3, 4], "wxyz", 4, 3),
     ([1, 2, 3, 4], "wxyz", 1, 0), ("ABCDE", "vwxyz", "e", 4),
 ])  # fmt: skip
-def test_choices_with_names(
-    folder: Folder, labels: Any, texts: str, answer: Any, gold: int
-) -> None:
+def test_choices_by_name(folder: Folder, labels: Any, texts: str, answer: Any, gold: int) -> None:
     both = {"label": list(labels), "text": list(texts)}
     pairs = [{"label": one, "text": other} for one, other in zip(labels, texts, strict=True)]
     rows = [{"q": "?", "choices": choices, "answerKey": answer} for choices in (both, pairs)]

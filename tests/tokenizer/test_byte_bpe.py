@@ -22,11 +22,10 @@ from pipeline.tokenizer.load import load_tokenizer
 from tests.support import byte_bpe, near_texts
 
 ENGLISH, CHINESE = near_texts.english()[::12], near_texts.chinese(np.random.default_rng(0), 4)
-TEXTS = [
-    *ENGLISH, *CHINESE, "", " ", "\n", "我们在北京大学学习计算机,他喜欢喝咖啡。",
-    "Crème Brûlée, A\u0301\u0302 e\u0301 naïve ﬁ", "def f(x):\n    return  [x]\n\n\n\tpass",
-    "emoji 😀 👩‍👩‍👧 tabs\tand\r\nlines\u2028 \u3000\u00a0x" + "b" * 200, "[unused0] [UNK] <unk>",
-]  # fmt: skip
+TEXTS = [*ENGLISH, *CHINESE, "", " ", "\n", "我们在北京大学学习计算机,他喜欢喝咖啡。",
+         "Crème Brûlée, A\u0301\u0302 e\u0301 naïve ﬁ", "def f(x):\n    return  [x]\n\n\n\tpass",
+         "emoji 😀 👩‍👩‍👧 tabs\tand\r\nlines\u2028 \u3000\u00a0x" + "b" * 200,
+         "[unused0] [UNK] <unk>"]  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=byte_bpe.KINDS)
@@ -52,14 +51,12 @@ def _random_texts(seed: int, count: int) -> list[str]:
         "中文",
     ]
     planes = ((0, 0x3000), (0x3000, 0xD800), (0xE000, 0x110000))
-    return [
-        "".join(
-            draw.choice(common) if draw.random() < 0.8
-            else chr(draw.randrange(*draw.choice(planes)))
-            for _ in range(draw.randrange(60))
-        )
-        for _ in range(count)
-    ]  # fmt: skip
+    return ["".join(
+                draw.choice(common) if draw.random() < 0.8
+                else chr(draw.randrange(*draw.choice(planes)))
+                for _ in range(draw.randrange(60))
+            )
+            for _ in range(count)]  # fmt: skip
 
 
 def test_ids_are_those_of_the_package_and_spell_its_normalised_text(loaded: Any) -> None:
@@ -114,8 +111,7 @@ def _words(tokenizer: ByteBpeTokenizer, text: str) -> list[str]:
     ids, spelling = tokenizer.spell(text)
     starts = word_starts(spelling, ids)
     surface, offsets = spelling.surface(ids)
-    places = offsets[starts].tolist()
-    return [surface[a:b] for a, b in itertools.pairwise([*places, len(surface)])]
+    return [surface[a:b] for a, b in itertools.pairwise([*offsets[starts].tolist(), len(surface)])]
 
 
 def test_words_by_hand(loaded: Any) -> None:
@@ -142,8 +138,7 @@ def test_words_of_random_text_are_those_of_its_characters(loaded: Any) -> None:
     pool += [" Mod", "el", "\n", " x"]
     chinese = others = 0
     for _ in range(300):
-        text = "".join(draw.choices(pool, k=draw.randint(1, 40)))
-        ids, spelling = tokenizer.spell(text)
+        ids, spelling = tokenizer.spell("".join(draw.choices(pool, k=draw.randint(1, 40))))
         surface, offsets = spelling.surface(ids)
         begins = {0, *itertools.accumulate(len(word) for word in rjieba.cut(surface))}
         starts, continues = word_starts(spelling, ids), spelling.continues(ids)
@@ -213,14 +208,11 @@ def test_published_forms(tmp_path: Path) -> None:
     path = byte_bpe.write(tmp_path / "tokenizer.json", "roberta", ENGLISH, size=400)
     for newline in ("space", "token"):
         given = read_given(TokenizerConfig(file=str(path)), newline)
-        assert given is not None
         assert (given.suffix, given.content) == (".json", path.read_bytes())
     with pytest.raises(ConfigError, match="lowercase"):
         read_given(TokenizerConfig(file=str(path), lowercase=True))
-    model = tokenizers.Tokenizer.from_file(str(path)).model
-    model.save(str(tmp_path))
+    tokenizers.Tokenizer.from_file(str(path)).model.save(str(tmp_path))
     given = read_given(TokenizerConfig(file=str(tmp_path / "vocab.json")))
-    assert given is not None
     (tmp_path / "made.json").write_bytes(given.content)
     pair = load_tokenizer(tmp_path / "made.json"), load_tokenizer(path)
     assert [pair[0].encode(text) for text in TEXTS] == [pair[1].encode(text) for text in TEXTS]

@@ -96,11 +96,9 @@ def test_ids_and_places_of_random_text_are_those_of_the_package(
     tokenizer = _tokenizer(tmp_path, options)
     draw = random.Random(0)
     for _ in range(600):
-        parts = [
-            draw.choice(_MARKS) if draw.random() < 0.7
-            else chr(draw.randrange(*draw.choice(_PLANES)))
-            for _ in range(draw.randrange(60))
-        ]  # fmt: skip
+        parts = [draw.choice(_MARKS) if draw.random() < 0.7
+                 else chr(draw.randrange(*draw.choice(_PLANES)))
+                 for _ in range(draw.randrange(60))]  # fmt: skip
         text = "".join(parts) * draw.choice((1, 1, 1, 3))
         ids, spans = tokenizer.encode_with_offsets(text)
         found, spelling = tokenizer.spell(text)
@@ -154,8 +152,7 @@ def test_texts_and_random_tokens_have_possible_pieces(uncased: WordPieceTokenize
     # Uniform: chi-square within 4.5 standard deviations of its mean.
     counts, freedom = counts[vocabulary.in_text], len(vocabulary.in_text) - 1
     expected = len(drawn) / len(counts)
-    chi_square = ((counts - expected) ** 2 / expected).sum()
-    assert abs(chi_square - freedom) < 4.5 * np.sqrt(2 * freedom)
+    assert abs(((counts - expected) ** 2 / expected).sum() - freedom) < 4.5 * np.sqrt(2 * freedom)
     masked, selected, _ = mask_tokens(
         batch, config=replace(config, replace_mask_prob=1.0, replace_random_prob=0.0),
         vocabulary=vocabulary, key=(3, Purpose.MASK),
@@ -279,11 +276,10 @@ def test_index_carries_special_ids_and_sources_and_its_first_version_is_read(
     assert first.vocabulary == dataset.vocabulary
     assert first.sources == (Source("", 1.0),)
     assert first.block_source.tolist() == dataset.block_source.tolist()
-    written = index_bytes(
-        vocabulary=uncased.vocabulary, tokenizer_file="tokenizer.json", tokenizer_sha256="",
-        unigram_entropy_nats=1.0, totals={}, shards=[], blocks=dataset.blocks,
-        sources=([Source("a", 2.0), Source("b", 1.0)], [0, 0, 1]),
-    )  # fmt: skip
+    written = index_bytes(vocabulary=uncased.vocabulary, tokenizer_file="tokenizer.json",
+                          tokenizer_sha256="", unigram_entropy_nats=1.0, totals={}, shards=[],
+                          blocks=dataset.blocks,
+                          sources=([Source("a", 2.0), Source("b", 1.0)], [0, 0, 1]))  # fmt: skip
     body = json.loads(written)
     assert (body["format_version"], body["source_runs"]) == (2, [[0, 2], [1, 1]])
     assert (body["vocabulary"]["kind"], body["vocabulary"]["mask"]) == ("wordpiece", 103)

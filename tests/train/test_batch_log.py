@@ -84,8 +84,7 @@ def test_hashes_are_added_over_ranks_and_a_change_on_one_stops_all(tmp_path: Pat
     assert (run_dir / "batches.tsv").read_bytes().startswith(content)
     # Damage that rank 0 finds when it opens the file stops all ranks, too.
     (run_dir / "batches.tsv").write_bytes(content.replace(b"\t64\t", b"\tx\t", 1))
-    outputs = Group(run_dir, 40, 120).ended(2)
-    assert all("batches.tsv, line 2:" in output for output in outputs)
+    assert all("batches.tsv, line 2:" in output for output in Group(run_dir, 40, 120).ended(2))
 
 
 @pytest.mark.usefixtures("processes")

@@ -81,18 +81,12 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str | dict[str, Any], mess
     assert re.search(message, str(caught.value)), caught.value
 
 
-def test_all_that_is_wrong_is_named_at_once(tmp_path: Path) -> None:
+def test_all_mistakes_are_named_at_once_and_overlap_and_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"train_batch_size = 1 .*; .*x = 2 may not be set"):
         _merged(tmp_path, {"train_batch_size": 1, "x": 2, "steps_per_print": 10})
-
-
-def test_overlap_that_stage_one_lacks_is_refused(tmp_path: Path) -> None:
     zero = {"zero_optimization": {"overlap_comm": True}}
     with pytest.raises(ConfigError, match=r"overlap_comm = true: train\.zero_stage=1"):
         _merged(tmp_path, zero, replace(CONFIG, zero_stage=1))
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.json cannot be read: No such file"):
         deepspeed_config(replace(CONFIG, deepspeed_config=str(tmp_path / "none.json")))
 

@@ -7,8 +7,7 @@ from pipeline.train.look import cells, heat_map
 
 
 def test_cells_lie_as_in_the_array_and_brighten() -> None:
-    values = np.array([[0.0, 1.0, 2.0], [3.0, 9.0, np.nan]])
-    pixels = cells(values, 0.0, 3.0, 16)
+    pixels = cells(np.array([[0.0, 1.0, 2.0], [3.0, 9.0, np.nan]]), 0.0, 3.0, 16)
     assert pixels.shape == (32, 48, 3)
     assert pixels.dtype == np.uint8
     centres = pixels[8::16, 8::16].astype(int)
@@ -42,8 +41,7 @@ def test_labels_are_whole_and_touch_nothing(rows: int, columns: int) -> None:
         assert changed.any(), name
         assert (without[changed] == 255).all(), name
     # The map is there as a whole, in its own colours.
-    side = max(16, min(48, 288 // max(rows, columns)))
-    expected = cells(values, 0.0, 5.0, side)
+    expected = cells(values, 0.0, 5.0, max(16, min(48, 288 // max(rows, columns))))
     height, width = expected.shape[:2]
     starts = np.argwhere((pixels == expected[0, 0]).all(-1))
     parts = (pixels[y : y + height, x : x + width] for y, x in starts[:200])

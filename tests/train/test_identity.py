@@ -19,16 +19,13 @@ def test_what_decides_the_data_is_kept_and_how_it_is_read_is_not() -> None:
     ]
     how = {"workers": 3, "prefetch_steps": 9, "stage_dir": "/scratch", "stage_gb": 1.0}
     elsewhere = replace(data, dir="elsewhere", **how)
-    read = replace(config, data=elsewhere, phases=(replace(phase, micro_batch=4),))
-    assert read.identity == kept
+    assert replace(config, data=elsewhere, phases=(replace(phase, micro_batch=4),)).identity == kept
 
 
 def test_the_optimizer_is_kept_and_its_schedule_is_not() -> None:
     config = PretrainConfig(run_dir="unused", data=DataConfig(dir="unused"))
-    assert config.identity["train"] == {
-        "global_batch": 512, "precision": "bf16", "optimizer": "adamw",
-    }  # fmt: skip
+    assert config.identity["train"] == {"global_batch": 512, "precision": "bf16",
+                                        "optimizer": "adamw"}  # fmt: skip
     cosine = replace(config, train=replace(config.train, schedule="cosine", lr=1.0))
     assert cosine.identity == config.identity
-    masks = replace(config, data=replace(config.data, at_least_one=True))
-    assert masks.identity != config.identity
+    assert replace(config, data=replace(config.data, at_least_one=True)).identity != config.identity

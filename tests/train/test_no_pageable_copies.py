@@ -33,5 +33,4 @@ def test_no_tensor_of_numbers_is_made_on_a_device(room: str) -> None:
 
 
 def test_uploaded_numbers_are_those_of_torch() -> None:
-    found = _uploaded([1.5, 3, 0.1], torch.device("cpu"))
-    assert torch.equal(found, torch.tensor([1.5, 3, 0.1]))
+    assert torch.equal(_uploaded([1.5, 3, 0.1], torch.device("cpu")), torch.tensor([1.5, 3, 0.1]))

@@ -45,18 +45,15 @@ def _shapes(model: MaskedLanguageModel) -> dict[str, tuple[int, ...]]:
 
 def test_matrices_stored_as_one_are_told_apart() -> None:
     model = MaskedLanguageModel(MODEL)
-    whole = [
-        TensorSlice(name, tuple(parameter.shape), 0, parameter.numel(),
-                    parameter.detach().flatten(), 0)
-        for name, parameter in model.named_parameters()
-    ]  # fmt: skip
+    whole = [TensorSlice(name, tuple(parameter.shape), 0, parameter.numel(),
+                         parameter.detach().flatten(), 0)
+             for name, parameter in model.named_parameters()]  # fmt: skip
     names, pieces = matrix_slices(model, _shapes(model), whole)
     assert [piece.name for piece in pieces] == names
     found = {piece.name: piece.of(piece.partition) for piece in pieces}
     for index, layer in enumerate(model.encoder.layers):
         for stored, parts in (("attention.qkv", 3), ("feed_forward.inner", 2)):
-            weight = layer.get_submodule(stored).weight
-            for part, matrix in enumerate(weight.chunk(parts)):
+            for part, matrix in enumerate(layer.get_submodule(stored).weight.chunk(parts)):
                 name = f"encoder.layers.{index}.{stored}.weight/{part}"
                 assert torch.equal(found[name], matrix.flatten())
     assert len(names) == len(whole) + 2 * (2 + 1)

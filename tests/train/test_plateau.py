@@ -69,8 +69,7 @@ def test_it_is_told_once_after_the_warm_ups_and_the_patience() -> None:
 def test_an_attempt_that_resumes_waits_for_lines_of_its_own() -> None:
     doctor = _doctor()
     loss = {"loss": ENTROPY, "accuracy": 0.05}
-    told = [step for step in range(1005, 2000, 5) if doctor.look(loss, _step(step))]
-    assert told == [1100]
+    assert [step for step in range(1005, 2000, 5) if doctor.look(loss, _step(step))] == [1100]
 
 
 def test_intervals_without_an_applied_step_are_no_evidence() -> None:
@@ -143,8 +142,7 @@ def test_a_falling_loss_is_no_comfort_where_lower_layers_are_cut_off() -> None:
         assert list(_told(doctors[0], curve, reach=0.0)) == [250]
         assert not _told(doctors[1], curve[:90], reach=0.15)
         # What a deep one that learns would show.
-        rising = np.linspace(0.02, 0.1, 120)
-        assert not _told(doctors[2], curve, accuracies=rising, reach=0.0)
+        assert not _told(doctors[2], curve, accuracies=np.linspace(0.02, 0.1, 120), reach=0.0)
     below = np.full(400, ENTROPY * 0.94)
     assert not _told(_doctor(), below, reach=0.0)
 
@@ -210,8 +208,7 @@ def test_the_text_names_causes_with_numbers(dataset: DatasetIndex, tmp_path: Pat
 def test_the_likeliest_change_comes_first() -> None:
     def first(tokens: float = 4096.0, **settings: object) -> str:
         doctor = _doctor(**settings)  # type: ignore[arg-type]
-        text = _told(doctor, np.full(200, 6.4), tokens=tokens)[300]
-        return text.split("\n1. ")[1].split("\n")[0]
+        return _told(doctor, np.full(200, 6.4), tokens=tokens)[300].split("\n1. ")[1].split("\n")[0]
 
     deep = first(num_layers=24, init="unit")
     assert deep.startswith("start: 24 layers with model.init=unit, model.residual=plain")

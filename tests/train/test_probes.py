@@ -109,8 +109,7 @@ def test_tasks_are_found_from_the_working_folder_and_by_name(folder: Path) -> No
     data.mkdir(parents=True)
     for name in ("train.json", "dev.json"):
         (data / name).write_text(LINE)
-    shipped = _tasks(folder, "tnews", root=data.parents[1])["tnews"]
-    assert shipped.data.root == str(data.parents[1])
+    assert _tasks(folder, "tnews", root=data.parents[1])["tnews"].data.root == str(data.parents[1])
 
 
 @pytest.mark.parametrize(

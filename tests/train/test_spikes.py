@@ -36,6 +36,7 @@ def _learning(steps: int, noise: float, seed: int) -> np.ndarray:
     return np.asarray(curve + noise * draw.standard_normal(steps))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("noise", first_in_ci([0.1, 0.01, 0.5]))
 def test_noise_is_no_spike(noise: float) -> None:
     losses = _learning(50_000, noise, seed=1)

@@ -19,11 +19,9 @@ from pipeline.use.tf_checkpoint import TfCheckpoint
 from tests.support import warm
 
 FIXTURE = Path(__file__).parent / "tf_fixture"
-CONFIG = {
-    "vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "intermediate_size": 12, "max_position_embeddings": 10, "type_vocab_size": 2,
-    "hidden_act": "gelu",
-}  # fmt: skip
+CONFIG = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2,
+          "intermediate_size": 12, "max_position_embeddings": 10, "type_vocab_size": 2,
+          "hidden_act": "gelu"}  # fmt: skip
 IDS = torch.tensor([[2, 7, 9, 11, 3], [2, 5, 3, 0, 0]])
 LENGTHS = torch.tensor([5, 3])
 
@@ -135,10 +133,9 @@ def _community_v2(folder: Path, name: str = "roformer_v2", **changes: Any) -> Pa
     state["cls.predictions.decoder.weight"] = state["roformer.embeddings.word_embeddings.weight"]
     folder.mkdir()
     torch.save(state, folder / "pytorch_model.bin")
-    body = {
-        **CONFIG, "model_type": "roformer", "norm_type": "rms_norm", "use_bias": False,
-        "hidden_act": "relu", "embedding_size": 8, "layer_norm_eps": 1e-12, **changes,
-    }  # fmt: skip
+    body = {**CONFIG, "model_type": "roformer", "norm_type": "rms_norm", "use_bias": False,
+            "hidden_act": "relu", "embedding_size": 8, "layer_norm_eps": 1e-12,
+            **changes}  # fmt: skip
     body = {key: value for key, value in body.items() if value is not None}
     (folder / "config.json").write_text(json.dumps(body))
     return folder
@@ -275,9 +272,8 @@ def test_every_key_is_accounted_for_and_every_assumption_told(tmp_path: Path) ->
     with pytest.raises(ConfigError, match=r"--ignore even: .* has no such key"):
         convert(source, out, family="bert", overrides=[], ignored=["odd", "even"])
     report = convert(source, out, family="bert", overrides=[], ignored=["odd"]).read
-    assert report.keys == {
-        "used": [*CONFIG, "hidden_dropout_prob"], "no effect": ["label2id"], "ignored": ["odd"]
-    }  # fmt: skip
+    assert report.keys == {"used": [*CONFIG, "hidden_dropout_prob"], "no effect": ["label2id"],
+                           "ignored": ["odd"]}  # fmt: skip
     told = {text.partition("=")[0]: text for text in report.assumed}
     assert list(told) == ["norm_eps", "attention_dropout", "activation"]  # the carry was said
     assert "norm_eps=1e-12: the config has no layer_norm_eps" in told["norm_eps"]

@@ -6,7 +6,6 @@ import json
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,8 @@ from pipeline.train.evaluate import EvalResult, EvalScore
 from pipeline.use.evaluate import Report, TextEvaluation
 from pipeline.use.export import export
 from pipeline.use.folder import write_model
+from tests.support.damage import flip
+from tests.support.processes import wait_until
 from tests.support.ranks import Ranks, records, start
 
 Command = Callable[..., list[dict[str, Any]]]
@@ -44,11 +45,10 @@ def trained(
 ) -> Path:
     """A run of two ranks with an evaluation at each checkpoint; at the first one alpha is 0.5."""
     run_dir = tmp_path_factory.mktemp("evaluate") / "run"
-    ranks = start_ranks(
-        run_dir, two_sources, "train.num_steps=12", "train.alpha_warmup_steps=8",
-        "checkpoint.every_steps=4", "checkpoint.keep=3", "monitor.eval_every_steps=4",
-        "monitor.eval_sequences=20", "train.precision=bf16",
-    )  # fmt: skip
+    ranks = start_ranks(run_dir, two_sources, "train.num_steps=12", "train.alpha_warmup_steps=8",
+                        "checkpoint.every_steps=4", "checkpoint.keep=3",
+                        "monitor.eval_every_steps=4", "monitor.eval_sequences=20",
+                        "train.precision=bf16")  # fmt: skip
     assert ranks.wait() == [0, 0], ranks.output
     return run_dir
 
@@ -68,8 +68,7 @@ def evaluate(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         # The command sets them for its group of one; this way pytest takes them back.
         monkeypatch.setenv(name, "")
-    verbs = [verb for verb in VERBS if verb.name == "evaluate"]
-    parser = cli.parser_of("test", "", {"use": verbs})
+    parser = cli.parser_of("test", "", {"use": [verb for verb in VERBS if verb.name == "evaluate"]})
 
     def command(source: Path, *arguments: object) -> list[dict[str, Any]]:
         found = cli.parse(parser, ["evaluate", str(source), *map(str, arguments), "--json"])
@@ -97,20 +96,15 @@ def _scores(record: dict[str, Any]) -> dict[str, float]:
 
 
 def _of_trainer(run_dir: Path) -> dict[int, dict[str, float]]:
-    return {
-        record["step"]: {
-            name: value for name, value in record.items()
-            if name.startswith(("loss", "accuracy", "num_masked"))
-        }
-        for record in records(run_dir, "eval")
-    }  # fmt: skip
+    return {record["step"]: {
+                name: value for name, value in record.items()
+                if name.startswith(("loss", "accuracy", "num_masked"))
+            }
+            for record in records(run_dir, "eval")}  # fmt: skip
 
 
 def _damage(checkpoint: Path) -> None:
-    path = next((checkpoint / "state").glob("rank-00000-*"))
-    content = bytearray(path.read_bytes())
-    content[-7] ^= 1
-    path.write_bytes(content)
+    flip(next((checkpoint / "state").glob("rank-00000-*")), -7)
 
 
 def _without_held_out_text(dataset: Path, folder: Path) -> Path:
@@ -174,13 +168,12 @@ def test_a_run_is_evaluated_with_its_own_objective(
     tmp_path: Path, two_sources: DatasetIndex, start_ranks: type[Ranks], evaluate: Command
 ) -> None:
     run_dir = tmp_path / "run"
-    ranks = start_ranks(
-        run_dir, two_sources, "objective.kind=rtd", "objective.generator_size=0.5",
-        "data.masking=token", "data.mask_selection=exact", "data.replace_mask_prob=0.85",
-        "data.replace_random_prob=0", "train.num_steps=4", "train.warmup_steps=2",
-        "train.alpha_warmup_steps=2", "monitor.eval_every_steps=4",
-        "monitor.eval_sequences=20", world_size=1,
-    )  # fmt: skip
+    ranks = start_ranks(run_dir, two_sources, "objective.kind=rtd", "objective.generator_size=0.5",
+                        "data.masking=token", "data.mask_selection=exact",
+                        "data.replace_mask_prob=0.85", "data.replace_random_prob=0",
+                        "train.num_steps=4", "train.warmup_steps=2", "train.alpha_warmup_steps=2",
+                        "monitor.eval_every_steps=4", "monitor.eval_sequences=20",
+                        world_size=1)  # fmt: skip
     assert ranks.wait() == [0], ranks.output
     [record] = evaluate(run_dir, "--sequences", 20)
     logged = records(run_dir, "eval")[-1]
@@ -288,17 +281,14 @@ def test_wrong_arguments(
     assert not (run / "evaluations.jsonl").exists()
 
 
-def test_other_data(
-    run: Path, two_sources: DatasetIndex, dataset: DatasetIndex, prep_config: Path, corpus: Path,
-    evaluate: Command, tmp_path: Path,
-) -> None:  # fmt: skip
+def test_other_data(run: Path, two_sources: DatasetIndex, dataset: DatasetIndex, prep_config: Path,
+                    corpus: Path, evaluate: Command, tmp_path: Path) -> None:  # fmt: skip
     with pytest.raises(DataError, match=r"made with another tokenizer than .*step-00000012 has"):
         evaluate(run, "--data", dataset.folder)
     tokenizer = two_sources.folder / two_sources.tokenizer_file
-    overrides = [
-        f"output_dir={tmp_path / 'other'}", f"tokenizer={{file: {tokenizer}}}",
-        f"sources=[{{name: one, inputs: [{corpus}]}}]", "shards.eval_fraction=0.2",
-    ]  # fmt: skip
+    overrides = [f"output_dir={tmp_path / 'other'}", f"tokenizer={{file: {tokenizer}}}",
+                 f"sources=[{{name: one, inputs: [{corpus}]}}]",
+                 "shards.eval_fraction=0.2"]  # fmt: skip
     prepare(load(PrepConfig, prep_config, overrides).config)
     [record] = evaluate(run, "--data", tmp_path / "other", "--sequences", 10)
     assert (list(record["sources"]), record["setting"]["sequences"]) == (["one"], 10)
@@ -313,10 +303,8 @@ def test_other_data(
 
 
 def test_too_long_sequences(tmp_path: Path, two_sources: DatasetIndex, evaluate: Command) -> None:
-    config = ModelConfig(
-        vocab_size=1000, num_layers=1, hidden_size=32, num_heads=2, ffn_size=32,
-        positions="learned", max_positions=48,
-    )  # fmt: skip
+    config = ModelConfig(vocab_size=1000, num_layers=1, hidden_size=32, num_heads=2, ffn_size=32,
+                         positions="learned", max_positions=48)  # fmt: skip
     folder = tmp_path / "model"
     folder.mkdir()
     write_model(folder, config, dict(MaskedLanguageModel(config).state_dict()), {})
@@ -332,11 +320,7 @@ def test_too_long_sequences(tmp_path: Path, two_sources: DatasetIndex, evaluate:
 def test_a_signal_to_one_rank_ends_all(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POSTNORM_RUN_DIR", str(run))
     ranks, output = _start("tests.use.staged_main", run)
-    deadline = time.monotonic() + 120
-    while output.read_text().count("evaluating\n") < 2:
-        assert all(process.poll() is None for process in ranks.processes), output.read_text()
-        assert time.monotonic() < deadline, output.read_text()
-        time.sleep(0.05)
+    wait_until(lambda: output.read_text().count("evaluating\n") == 2, *ranks.processes)
     ranks.signal(signal.SIGTERM, 1)
     assert ranks.wait() == [errors.EXIT_PREEMPTED, errors.EXIT_PREEMPTED], output.read_text()
     assert "stopped by SIGTERM; there is nothing to save, start again" in output.read_text()

@@ -95,10 +95,9 @@ def _model_folder(path: Path, straight_run: Path, **changes: object) -> Path:
     return path
 
 
-BERT = {
-    "norm": "layernorm", "norm_affine": True, "bias": True, "mlm_head": "bert",
-    "embedding_dropout": "after_norm", "activation": "gelu", "score_residual": "none",
-}  # fmt: skip
+BERT = {"norm": "layernorm", "norm_affine": True, "bias": True, "mlm_head": "bert",
+        "embedding_dropout": "after_norm", "activation": "gelu",
+        "score_residual": "none"}  # fmt: skip
 KINDS = {
     "run": {},
     "bert": {**BERT, "positions": "learned"},
@@ -163,9 +162,8 @@ def test_modeling_file_imports_nothing_else() -> None:
     source = modeling_source()
     lines = [line for line in source.splitlines() if line.startswith(("import ", "from "))]
     roots = {line.split()[1].split(".")[0] for line in lines}
-    assert roots == {
-        "__future__", "collections", "math", "dataclasses", "typing", "torch", "transformers"
-    }  # fmt: skip
+    assert roots == {"__future__", "collections", "math", "dataclasses", "typing", "torch",
+                     "transformers"}  # fmt: skip
     # ... and keeps no name of a module that is not there: each one left would fail when it is used.
     names = {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
     assert "pipeline" not in names
@@ -177,12 +175,10 @@ def test_every_switch_decides_whether_the_form_is_native() -> None:
     assert native_family(replace(bert, positions="rotary")) == "roformer"
     assert native_family(replace(bert, positions="rotary", rotary_value=True)) == "roformer"
     assert native_family(replace(bert, position_offset=2)) == "roberta"
-    other = {
-        "norm_placement": "pre", "norm": "rmsnorm", "norm_affine": False, "bias": False,
-        "embedding_dropout": "before_norm", "activation": "swiglu", "score_residual": "sum",
-        "attention_scale": "entropy_invariant", "residual": "rezero", "share_layers": True,
-        "mlm_head": "linear", "positions": "none", "embedding_size": 20,
-    }  # fmt: skip
+    other = {"norm_placement": "pre", "norm": "rmsnorm", "norm_affine": False, "bias": False,
+             "embedding_dropout": "before_norm", "activation": "swiglu", "score_residual": "sum",
+             "attention_scale": "entropy_invariant", "residual": "rezero", "share_layers": True,
+             "mlm_head": "linear", "positions": "none", "embedding_size": 20}  # fmt: skip
     for name, value in other.items():
         assert native_family(replace(bert, **{name: value})) is None, name
     # What is left changes no number that a native class could not express.

@@ -56,10 +56,8 @@ def _synthetic(number: int) -> list[str]:
     """Rows of Chinese characters, words, emoji, combining letters and spaces."""
     rng = random.Random(number)
     characters = [chr(0x4E00 + 7 * i) for i in range(150)]
-    other = [
-        *"，。！？ a,1\n\t", " the ", "  ", "😀", "👩‍👧",
-        "e\u0301", "e\u0323\u0302", "ｶﾞ", "가", "～",
-    ]  # fmt: skip
+    other = [*"，。！？ a,1\n\t", " the ", "  ", "😀", "👩‍👧",
+             "e\u0301", "e\u0323\u0302", "ｶﾞ", "가", "～"]  # fmt: skip
     return [
         "".join(rng.choice(characters if rng.random() < 0.7 else other) for _ in range(60))
         for _ in range(number)
@@ -72,10 +70,8 @@ def exported(
 ) -> tuple[Tokenizer, Path]:
     folder = tmp_path_factory.mktemp(request.param)
     lines = [line for paragraph in PARAGRAPHS for line in paragraph.split("\n")]
-    model = train(
-        iter([*lines, *_synthetic(400)]), vocab_size=1500, model_type=request.param,
-        character_coverage=0.9995,
-    )  # fmt: skip
+    model = train(iter([*lines, *_synthetic(400)]), vocab_size=1500, model_type=request.param,
+                  character_coverage=0.9995)  # fmt: skip
     (folder / "tokenizer.model").write_bytes(model)
     tokenizer = Tokenizer(folder / "tokenizer.model")
     write_hf_tokenizer(tokenizer, folder / "hf", max_length=512)
@@ -116,9 +112,8 @@ def test_ids_on_odd_unicode_are_those_of_sentencepiece(exported: tuple[Tokenizer
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
     plain = [text for text in PARAGRAPHS[::40] if not set(text) & set("=*-~")]
-    masked = [
-        "a [MASK] b", " [MASK]x [MASK][MASK]  y [MASK] ", "中文[MASK]，[MASK] 😀", "[MASK]", "",
-    ]  # fmt: skip
+    masked = ["a [MASK] b", " [MASK]x [MASK][MASK]  y [MASK] ", "中文[MASK]，[MASK] 😀", "[MASK]",
+              ""]  # fmt: skip
     return [*masked, *plain, *(f"{text}[MASK] {text}" for text in plain)]
 
 
@@ -139,10 +134,8 @@ def test_transformers_alone_loads_it(
     first, second = tokenizer.encode_with_masks("a [MASK] b"), tokenizer.encode("c")
     assert out["pair"][0] == [CLS_ID, *first, SEP_ID, *second, SEP_ID]
     assert out["pair"][1] == [0] * (len(first) + 2) + [1] * (len(second) + 1)
-    assert out["padded"] == tokenizer.pad_id
-    assert out["limit"] == 512
-    assert out["mask"] == ["[MASK]", MASK_ID]
-    assert out["decoded"] == "some text, 中文"
+    assert (out["padded"], out["limit"]) == (tokenizer.pad_id, 512)
+    assert (out["mask"], out["decoded"]) == (["[MASK]", MASK_ID], "some text, 中文")
 
 
 def test_a_fast_tokenizer_stays_as_it_is(exported: tuple[Tokenizer, Path], tmp_path: Path) -> None:

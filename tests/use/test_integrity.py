@@ -21,6 +21,7 @@ from pipeline.use.grow import grow
 from pipeline.use.model import load
 from pipeline.use.source import initial_weights, load_source
 from tests.support.checkpoints import make_checkpoint
+from tests.support.damage import flip
 
 CONFIG = ModelConfig(
     vocab_size=40, num_layers=1, hidden_size=16, num_heads=2, ffn_size=24, score_residual="sum"
@@ -49,17 +50,11 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
-def _flip(path: Path, place: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[place] ^= 1
-    path.write_bytes(bytes(content))
-
-
 @pytest.mark.parametrize("reader", READERS)
 def test_a_flipped_bit_of_a_weight_is_named_by_every_reader(reader: str, folder: Path) -> None:
     read = READERS[reader]
     read(folder)
-    _flip(folder / "model.safetensors", -5)
+    flip(folder / "model.safetensors", -5)
     with pytest.raises(CheckpointError, match=r"model\.safetensors is not as it was written") as at:
         read(folder)
     assert at.value.exit_code == EXIT_FAILED_DO_NOT_RETRY
@@ -117,7 +112,7 @@ def test_other_values_and_versions_are_told(folder: Path, caplog: pytest.LogCapt
 
 def test_a_damaged_checkpoint_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     earlier, damaged = (make_checkpoint(tmp_path, step) for step in (10, 20))
-    _flip(damaged / state_file(0, 1), -5)
+    flip(damaged / state_file(0, 1), -5)
     assert newest(tmp_path) == earlier
     assert "state/rank-00000-of-00001.safetensors is damaged, its sha256 differs" in caplog.text
     assert "step-00000010 is taken in its place" in caplog.text

@@ -22,11 +22,9 @@ from pipeline.use.model import Model, load
 from pipeline.use.source import load_source
 
 TEXTS = ["The assert statement.", "", "A class is a kind of object, and functions are objects too."]
-BERT = {
-    "norm": "layernorm", "norm_affine": True, "bias": True, "mlm_head": "bert", "init": "bert",
-    "embedding_dropout": "after_norm", "activation": "gelu", "positions": "learned",
-    "max_positions": 64, "score_residual": "none",
-}  # fmt: skip
+BERT = {"norm": "layernorm", "norm_affine": True, "bias": True, "mlm_head": "bert", "init": "bert",
+        "embedding_dropout": "after_norm", "activation": "gelu", "positions": "learned",
+        "max_positions": 64, "score_residual": "none"}  # fmt: skip
 
 
 def write(path: Path, dataset: DatasetIndex, **changes: Any) -> Path:
@@ -66,7 +64,6 @@ def many() -> list[str]:
 
 
 def _ids(model: Model, text: str) -> torch.Tensor:
-    assert model.tokenizer is not None
     return torch.tensor([[CLS_ID, *model.tokenizer.encode(text), SEP_ID]])
 
 
@@ -176,8 +173,7 @@ def test_pooled_is_of_the_first_token(bert: Path) -> None:
     weights = dict(model.module.state_dict())
     first = output.hidden[:, 3] @ weights["encoder.pooler.weight"].T
     assert output.pooled is not None
-    expected = torch.tanh(first + weights["encoder.pooler.bias"])
-    torch.testing.assert_close(output.pooled, expected)
+    torch.testing.assert_close(output.pooled, torch.tanh(first + weights["encoder.pooler.bias"]))
     assert load(bert).encode(["x " * 200]).shape == (1, 32)
 
 

@@ -60,10 +60,9 @@ def test_runs_in_sequence(dataset: DatasetIndex, tmp_path: Path, start_ranks: ty
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert [row[:3] for row in found["results"]] == [
-        [str(tmp_path / "first"), 0, 12], [str(tmp_path / "second"), 0, 12],
-        [str(tmp_path / "first"), 0, 15],
-    ]  # fmt: skip
+    assert [row[:3] for row in found["results"]] == [[str(tmp_path / "first"), 0, 12],
+                                                     [str(tmp_path / "second"), 0, 12],
+                                                     [str(tmp_path / "first"), 0, 15]]  # fmt: skip
     assert "model" in found["refused"]
     # The same numbers as the command has, which is a process of its own.
     steps = ("train.num_steps=12", "checkpoint.every_steps=6")
@@ -119,6 +118,5 @@ def test_mistakes_are_named_and_the_process_is_left_as_it_was(tmp_path: Path) ->
     thread.start()
     thread.join()
     assert "signals reach only the main thread" in str(errors[0])
-    assert before == (
-        dict(os.environ), logging.getLogger().handlers[:], signal.getsignal(signal.SIGINT)
-    )  # fmt: skip
+    assert before == (dict(os.environ), logging.getLogger().handlers[:],
+                      signal.getsignal(signal.SIGINT))  # fmt: skip

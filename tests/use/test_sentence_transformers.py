@@ -31,10 +31,8 @@ class Exported(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=CASES)
-def exported(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, dataset: DatasetIndex,
-    processes: None,
-) -> Exported:  # fmt: skip
+def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory,
+             dataset: DatasetIndex, processes: None) -> Exported:  # fmt: skip
     path = tmp_path_factory.mktemp("exported")
     changes, pooling, length, size = CASES[request.param]
     source = write(path / "ours", dataset, **changes)

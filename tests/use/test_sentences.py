@@ -34,10 +34,8 @@ def test_both_forms_give_the_models_vectors(model: Any) -> None:
     # mteb 2 gives an iterable of batches, a mapping of columns each.
     batches = [{"text": TEXTS[:2], "id": ["0", "1"]}, {"text": TEXTS[2:], "id": ["2"]}]
     names = SimpleNamespace(name="STSB", type="STS")
-    two = encoder.encode(
-        iter(batches), task_metadata=names, hf_split="test", hf_subset="default", prompt_type=None,
-        batch_size=2,
-    )  # fmt: skip
+    two = encoder.encode(iter(batches), task_metadata=names, hf_split="test", hf_subset="default",
+                         prompt_type=None, batch_size=2)  # fmt: skip
     for found in (one, two, encoder.encode([{"text": text} for text in TEXTS])):
         assert type(found) is np.ndarray
         np.testing.assert_allclose(found, expected, atol=1e-5)

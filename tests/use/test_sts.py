@@ -57,8 +57,7 @@ def _write(path: Path, form: str, label: str = "label", rows: list[Any] = ROWS) 
 
 
 def _run(*words: object) -> None:
-    parser = cli.parser_of("pipeline", "", {"": VERBS})
-    arguments = cli.parse(parser, [str(word) for word in words])
+    arguments = cli.parse(cli.parser_of("pipeline", "", {"": VERBS}), [str(word) for word in words])
     arguments.run(arguments)
 
 
@@ -190,8 +189,7 @@ def test_the_commands(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     whitened = found["scores"][3]
     assert (whitened["whitening"], whitened["size"]) == ("texts.txt", 31)
     model, whitening = load(folder), Whitening.load(tmp_path / "w.npz")
-    sides = [model.encode(side, whitening=whitening) for side in (first, second)]
-    expected = cosines(*sides)[0]
+    expected = cosines(*[model.encode(side, whitening=whitening) for side in (first, second)])[0]
     assert whitened["auc"] == pytest.approx(roc_auc_score(gold, expected.round(6)), abs=1e-9)
     _run("sts", folder, pairs, "--whiten-on-pairs", 20)
     lines = capsys.readouterr().out.splitlines()

@@ -21,10 +21,9 @@ from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.use.train_dataset import Item, TrainDataset
 from tests.support.grids import first_in_ci
 
-OPTIONS: dict[str, Any] = {
-    "seq_len": 64, "window_blocks": 2, "masking": "span", "mask_selection": "exact",
-    "mask_prob": 0.3, "mask_prob_end": 0.1, "mask_prob_steps": 4,
-}  # fmt: skip
+OPTIONS: dict[str, Any] = {"seq_len": 64, "window_blocks": 2, "masking": "span",
+                           "mask_selection": "exact", "mask_prob": 0.3, "mask_prob_end": 0.1,
+                           "mask_prob_steps": 4}  # fmt: skip
 
 
 def _trainer_s(
@@ -40,11 +39,9 @@ def _trainer_s(
     inputs = MaskedLanguageModeling().train_inputs(train, dataset)
     for batches in TrainLoader(dataset, train, inputs, DataRank(rank, 2)).steps_from(cursor):
         for batch in batches:
-            yield {
-                "input_ids": batch.input_ids, "positions": batch.positions,
-                "segments": torch.zeros_like(batch.input_ids), "documents": batch.documents,
-                "cu_seqlens": batch.cu_seqlens, **batch.inputs,
-            }  # fmt: skip
+            yield {"input_ids": batch.input_ids, "positions": batch.positions,
+                   "segments": torch.zeros_like(batch.input_ids), "documents": batch.documents,
+                   "cu_seqlens": batch.cu_seqlens, **batch.inputs}  # fmt: skip
 
 
 def _data(dataset: DatasetIndex, rank: int = 0, **changes: Any) -> TrainDataset:
@@ -64,9 +61,7 @@ def _require_equal(found: Iterator[Item], expected: Iterator[Item], count: int) 
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("micro_batch", [1, 2, 4])
-def test_items_are_the_trainer_s(
-    rank: int, micro_batch: int, dataset: DatasetIndex, tmp_path: Path
-) -> None:
+def test_same_items(rank: int, micro_batch: int, dataset: DatasetIndex, tmp_path: Path) -> None:
     data = _data(dataset, rank, micro_batch=micro_batch)
     _require_equal(iter(data), _trainer_s(dataset, tmp_path, rank, micro_batch), 24)
     assert data.num_sequences > 100

@@ -52,22 +52,21 @@ def save(folder: str, prefix: str, tensors: dict[str, np.ndarray], **options: ob
 
 def mixed(rng: np.random.Generator) -> dict[str, np.ndarray]:
     special = np.array([np.nan, -np.inf, np.inf, -0.0, 1e-40, 3.4e38], np.float32)
-    tensors = {
-        "float32/special": special,
-        "float32/matrix": rng.standard_normal((5, 7)).astype(np.float32),
-        "float64/cube": rng.standard_normal((2, 3, 4)),
-        "float16/matrix": rng.standard_normal((3, 3)).astype(np.float16),
-        "bfloat16/matrix": rng.standard_normal((4, 3)).astype(BFLOAT16),
-        "bfloat16/special": special.astype(BFLOAT16),
-        "int32/vector": np.array([0, 1, -1, 2**31 - 1, -(2**31)], np.int32),
-        "int64/scalar": np.array(-(2**63), np.int64),
-        "int64/vector": rng.integers(-(2**62), 2**62, 9),
-        "bool/vector": np.array([True, False, False, True]), "bool/scalar": np.array(True),
-        "float32/scalar": np.array(0.1, np.float32),
-        "float32/empty": np.zeros((3, 0, 2), np.float32), "int32/empty": np.zeros((0,), np.int32),
-        "refused/uint8": np.arange(5, dtype=np.uint8),
-        "refused/string": np.array([b"one", b"two"], object),
-    }  # fmt: skip
+    tensors = {"float32/special": special,
+               "float32/matrix": rng.standard_normal((5, 7)).astype(np.float32),
+               "float64/cube": rng.standard_normal((2, 3, 4)),
+               "float16/matrix": rng.standard_normal((3, 3)).astype(np.float16),
+               "bfloat16/matrix": rng.standard_normal((4, 3)).astype(BFLOAT16),
+               "bfloat16/special": special.astype(BFLOAT16),
+               "int32/vector": np.array([0, 1, -1, 2**31 - 1, -(2**31)], np.int32),
+               "int64/scalar": np.array(-(2**63), np.int64),
+               "int64/vector": rng.integers(-(2**62), 2**62, 9),
+               "bool/vector": np.array([True, False, False, True]), "bool/scalar": np.array(True),
+               "float32/scalar": np.array(0.1, np.float32),
+               "float32/empty": np.zeros((3, 0, 2), np.float32),
+               "int32/empty": np.zeros((0,), np.int32),
+               "refused/uint8": np.arange(5, dtype=np.uint8),
+               "refused/string": np.array([b"one", b"two"], object)}  # fmt: skip
     prefix = "a_rather_long_scope/shared_by_many_variables/layer"
     for layer in range(20):  # more than the 16 keys between two restart points
         tensors[f"{prefix}_{layer}/kernel"] = rng.standard_normal((2, 3)).astype(np.float32)
