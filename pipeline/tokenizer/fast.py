@@ -424,12 +424,13 @@ def _template(cls: str, sep: str, vocabulary: dict[str, int]) -> processors.Temp
 
 
 def build_from_sentencepiece(
-    definition: Definition, *, breaks: str, merges: list[tuple[str, str]]
+    definition: Definition, *, breaks: str, unknown: str, merges: list[tuple[str, str]]
 ) -> str:
     """Build a tokenizer.json that splits text as a sentencepiece model does.
 
     `breaks` is a regex of the places before characters that NFKC might compose with the text before
-    them, but the model's rules do not; `merges` of a bpe model come in their order.
+    them, but the model's rules do not; `unknown` is one of a character that no piece has; `merges`
+    of a bpe model come in their order.
     """
     vocabulary = {piece: token for token, piece in enumerate(definition.pieces)}
     unk = SPECIAL_TOKENS[UNK_ID]
@@ -449,6 +450,9 @@ def build_from_sentencepiece(
             pre_tokenizers.Metaspace(_BREAK, prepend_scheme="first", split=False),
             pre_tokenizers.Split(tokenizers.Regex(f"{_BREAK}{_SPACE}?"), "removed"),
             pre_tokenizers.Metaspace(_SPACE, prepend_scheme="never"),
+            # No piece crosses such a character. Side by side, Unigram takes several for one, whose
+            # bytes would all begin and end where the row of them does.
+            pre_tokenizers.Split(tokenizers.Regex(unknown), "isolated"),
         ]
     )
     spaces, strip = decoders.Replace(_SPACE, " "), decoders.Strip(" ", left=1, right=0)

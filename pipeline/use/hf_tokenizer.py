@@ -6,6 +6,7 @@ tokenizers 0.23.3 do:
 
     Unigram         among splits of the same score, as of a row of 23 "-" into 16 + 7 or 7 + 16;
                     sentencepiece adds up float32 over the whole text, tokenizers float64 by word
+    spaces          of several side by side the token covers the first alone
     new letters     that Unicode 15 or later composes with a mark stay two characters
     special tokens  are found in plain text, as always in transformers (split_special_tokens=True
                     there splits them like sentencepiece, if their letters are pieces)
@@ -76,10 +77,15 @@ def write_hf_tokenizer(
     """
     if isinstance(tokenizer, Tokenizer):
         definition = tokenizer.definition()
-        breaks = _break_pattern(definition.charsmap)
-        text = build_from_sentencepiece(definition, breaks=breaks, merges=_merges(definition))
         rows = zip(definition.pieces, definition.in_text, strict=True)
         probes = [piece for piece, in_text in rows if in_text]
+        characters = {ord(character) for piece in probes for character in piece}
+        text = build_from_sentencepiece(
+            definition,
+            breaks=_break_pattern(definition.charsmap),
+            unknown=f"[^{_ranges(characters)}]",
+            merges=_merges(definition),
+        )
         if definition.keeps_breaks:
             probes += ["\n", " \r\n", "\u2028\n\t\n"] * (len(probes) // 30)
     else:

@@ -5,6 +5,7 @@ import json
 import os
 import pydoc_data.topics
 import random
+import re
 import unicodedata
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,24 @@ def test_ids_on_odd_unicode_are_those_of_sentencepiece(exported: tuple[Tokenizer
     names = ["<0x41>", "a<0x00>b", "[SEP]", "a [CLS] b"]
     assert not _differing(exported, [*texts, *_synthetic(500), *names])
     assert min(token for text in names for token in exported[0].encode(text)) > MASK_ID
+
+
+def test_offsets_are_those_of_our_own_tokenizer(exported: tuple[Tokenizer, Path]) -> None:
+    """Spans of an exported model's answers stand where they stood in training."""
+    tokenizer, folder = exported
+    written, rng, differing = FastTokenizer(folder / "tokenizer.json"), random.Random(0), []
+    # Characters without a piece, alone and side by side, beside some with one.
+    kinds = ["the list of a", "北京上海的字", "😀👍🏽", "éüñ", " ", ",.()"]
+    drawn = ["".join(rng.choice(rng.choice(kinds)) for _ in range(rng.randint(1, 20)))
+             for _ in range(2000)]  # fmt: skip
+    texts = ["ab 北京 cd", "北京", *drawn, *PARAGRAPHS[::40]]
+    # Of several spaces side by side the exported token has the first.
+    for text in (re.sub(r"\s+", " ", text) for text in texts):
+        ids, offsets = tokenizer.encode_with_offsets(text)
+        found, places = written.encode_with_offsets(text)
+        if ids == found and offsets != places:
+            differing.append(text)
+    assert differing == []
 
 
 @pytest.fixture(scope="module")
