@@ -156,6 +156,8 @@ class PostnormModel(PostnormPreTrainedModel):
             layout = layout._replace(positions=position_ids.expand(tokens.shape[:2]))
         attentions = _first(output_attentions, config.output_attentions)
         hidden = _first(output_hidden_states, config.output_hidden_states)
+        if token_type_ids is None:  # called as a module, the embedding may lie elsewhere (below)
+            token_type_ids = torch.zeros(tokens.shape[:2], dtype=torch.long, device=tokens.device)
         # Without a trace, training may recompute layers.
         trace = Trace(keep_probabilities=attentions) if attentions or hidden else None
         x_BSD = self.encoder(tokens, layout, segments=token_type_ids, trace=trace)
@@ -244,7 +246,13 @@ class PostnormForMaskedLM(PostnormWithHead, MaskedHead):
 
     def head_logits(self, states: Any, mask_BS: Tensor | None) -> Tensor:
         """Return logits of every token."""
-        return self.project(states.last_hidden_state, self._encoder.token_embedding.weight)
+        embedding = self._encoder.token_embedding
+        # accelerate offloads weights: they come when their module is called, which this is not.
+        hook = getattr(embedding, "_hf_hook", None)
+        if hook is not None:
+            hook.pre_forward(embedding)
+        logits = self.project(states.last_hidden_state, embedding.weight)
+        return logits if hook is None else hook.post_forward(embedding, logits)  # type: ignore[no-any-return]
 
     def resize_token_embeddings(self, *arguments: Any, **options: Any) -> nn.Module:
         """Resize the token embedding, and the bias of logits with it: 0 for new tokens."""

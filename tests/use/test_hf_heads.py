@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import torch.nn.functional as F
@@ -92,6 +93,17 @@ def test_masks_of_who_sees_whom(modeling: ModuleType, kind: str) -> None:
         classifier = _model(modeling, "ForSequenceClassification", _config(modeling, pool="mean"))
         with pytest.raises(ValueError, match="which tokens are padding"):
             classifier(ids, attention_mask=allowed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["ForMaskedLM", "ForSequenceClassification"])
+def test_weights_may_lie_elsewhere(modeling: ModuleType, kind: str, name: str) -> None:
+    model, ids = _model(modeling, name, _config(modeling, kind)), _ids(2, 7)
+    with torch.no_grad():
+        expected = model(ids).logits
+        accelerate.cpu_offload(model, execution_device="cpu")
+        assert model._encoder.token_embedding.weight.device.type == "meta"
+        assert torch.equal(model(ids).logits, expected)
 
 
 def test_a_classifier_s_matrix_is_where_peft_looks_for_it(modeling: ModuleType) -> None:
