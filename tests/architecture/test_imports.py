@@ -29,8 +29,8 @@ TORCH_FREE = {"pipeline.errors", "pipeline.config", "pipeline.checkpoints.comman
               "pipeline.data.ledger", "pipeline.data.record", "pipeline.inspect",
               "pipeline.use.pretrain", "pipeline.data.reader", "pipeline.tokenizer",
               "pipeline.tasks", "pipeline.finetune.commands", "pipeline.finetune.result",
-              "pipeline.finetune.can", "pipeline.finetune.rescore_command",
-              "pipeline.finetune.submission", "pipeline.multitask.balance",
+              "pipeline.finetune.can",
+              "pipeline.multitask.balance",
               "pipeline.multitask.config", "pipeline.multitask.draws",
               "pipeline.train.deepspeed"}  # fmt: skip
 DOORS = {"deepspeed": {"pipeline.train.engine"}, "triton": {"pipeline.kernels"},

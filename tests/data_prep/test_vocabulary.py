@@ -15,6 +15,7 @@ from data_prep.tokenizer.vocabulary import allot, script
 from pipeline.config.load import load
 from pipeline.data.format import DatasetIndex, read_index
 from pipeline.errors import ConfigError, DataError
+from pipeline.tokenizer.fast import FastTokenizer
 from tests.support import bert_vocabulary, near_texts
 from tests.support.prepare import config_of, write_texts
 
@@ -85,9 +86,14 @@ def test_unusable_files(prep_config: Path, corpus: Path, tmp_path: Path, content
 def test_missing_and_foreign_files(vocab: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"tokenizer\.file = .*nothing"):
         read_given(TokenizerConfig(file=str(tmp_path / "nothing")))
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "RoFormerTokenizer"}')
-    with pytest.raises(DataError, match="splits words with jieba"):
+    beside = tmp_path / "tokenizer_config.json"
+    beside.write_text('{"tokenizer_class": "BertJapaneseTokenizer"}')
+    with pytest.raises(DataError, match="splits words with MeCab"):
         read_given(TokenizerConfig(file=str(vocab)))
+    beside.write_text('{"tokenizer_class": "RoFormerTokenizer"}')
+    given = read_given(TokenizerConfig(file=str(vocab)))
+    assert given is not None
+    assert FastTokenizer(vocab, given.content).words == "jieba"
 
 
 @pytest.mark.parametrize(("options", "message"), [

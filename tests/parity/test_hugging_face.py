@@ -53,7 +53,8 @@ def make(name: str) -> nn.Module:
     cls = getattr(transformers, model_name)
     model = cls(cls.config_class(**{**SIZES, **config})).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        # RoFormer's table of sinusoids is frozen.
+        for parameter in (each for each in model.parameters() if each.requires_grad):
             scale = 0.3 * parameter.std() if parameter.ndim > 1 else 0.2
             parameter.add_(scale * torch.randn_like(parameter))
     return model
