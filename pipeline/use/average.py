@@ -3,9 +3,11 @@
 Means of the last checkpoints of a run at a high rate come near to what a decay of the rate gives
 (Sanyal et al. 2023, "Early Weight Averaging meets High Learning Rates"; Izmailov et al. 2018,
 "Averaging Weights Leads to Wider Optima"); means of fine-tunings are model soups (Wortsman et al.
-2022). The models must come from one start: weights of two random starts have nothing in common.
+2022), here of their encoders alone. The models must come from one start: weights of two random
+starts have nothing in common.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,11 +15,21 @@ from typing import Any
 
 from torch import Tensor
 
-from pipeline.checkpoints.manifest import folder_of, published, step_of
+from pipeline.checkpoints.manifest import folder_of, published, split_step, step_of
 from pipeline.errors import CheckpointError, ConfigError
+from pipeline.model.architecture import HEAD_FILE
 from pipeline.tokenizer.wordpiece import difference_of_ids
 from pipeline.use.export import load_for_export
-from pipeline.use.folder import MADE_NEW, TrainedModel, publishing, write_model, write_tokenizer
+from pipeline.use.folder import (
+    MADE_NEW,
+    TrainedModel,
+    fine_tuned,
+    publishing,
+    write_model,
+    write_tokenizer,
+)
+
+logger = logging.getLogger(__name__)
 
 _FREE_TO_DIFFER = ("dropout", "attention_dropout", "embedding_dropout", "init")
 """Settings that a model in use does not have."""
@@ -52,6 +64,8 @@ def average(sources: Sequence[str | Path], out: Path, *, last: int | None = None
     for name in names:
         trained = load_for_export(name)
         first = first or trained
+        if (fine_tuned(split_step(name)[0]) / HEAD_FILE).is_file():
+            logger.warning("%s: the head of its task is left out of the mean", name)
         _require_same(first, trained, (names[0], name))
         for key, tensor in trained.model.state_dict().items():
             # In double precision: the mean of equal weights is these weights, to the bit.

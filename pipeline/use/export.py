@@ -1,6 +1,5 @@
 """A model as a folder, whose logits are compared with those of the model that it was made of."""
 
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,16 +7,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipeline.checkpoints.manifest import split_step
 from pipeline.data.format import NUM_SPECIAL
 from pipeline.errors import CheckpointError
-from pipeline.model.architecture import HEAD_FILE, TASK_FILE
 from pipeline.model.encoder import EncoderModel
 from pipeline.model.layout import Layout, rows
 from pipeline.use.folder import (
     LARGEST_DIFFERENCE,
     TrainedModel,
-    fine_tuned,
+    copy_head,
     load_model,
     publishing,
     require_full_alpha,
@@ -56,13 +53,11 @@ def export(source: str | Path, out: Path) -> ExportReport:
         CheckpointError: there is nothing good to export, `out` is not empty, or the exported logits
             differ from the trainer's; nothing is left behind then.
     """
-    trained, beside = load_for_export(source), fine_tuned(split_step(source)[0])
+    trained = load_for_export(source)
     weights = dict(trained.model.state_dict())
     with publishing(out) as folder:
         write_tokenizer(trained, folder)
-        for name in (HEAD_FILE, TASK_FILE):
-            if (beside / name).is_file():
-                shutil.copyfile(beside / name, folder / name)
+        copy_head(source, folder)
         write_model(folder, trained.model.config, weights, trained.facts)
         exported = load_model(folder).model
         report = compare(trained.model, exported)

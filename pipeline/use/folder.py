@@ -25,6 +25,7 @@ from pipeline.checkpoints.manifest import (
     folder_of,
     newest_good,
     read_manifest,
+    split_step,
     verify,
 )
 from pipeline.checkpoints.state import read_weights
@@ -41,6 +42,7 @@ from pipeline.model.architecture import (
     INTEGRITY,
     SENTENCEPIECE_FILE,
     SIGNATURE,
+    TASK_FILE,
     TASK_HEADS,
     TOKENIZERS_FILE,
     WEIGHTS_FILE,
@@ -235,6 +237,14 @@ def write_tokenizer(trained: TrainedModel, folder: Path) -> None:
     if tokenizer is not None:
         name = SENTENCEPIECE_FILE if isinstance(tokenizer, Tokenizer) else TOKENIZERS_FILE
         write_atomic(folder / name, tokenizer.content)
+
+
+def copy_head(source: str | Path, folder: Path) -> None:
+    """Copy the head and the task of a fine-tuned model, if `source` names one."""
+    model = fine_tuned(split_step(source)[0])
+    for name in (HEAD_FILE, TASK_FILE):
+        if (model / name).is_file():
+            shutil.copyfile(model / name, folder / name)
 
 
 def load_model(folder: Path) -> TrainedModel:

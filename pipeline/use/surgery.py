@@ -8,6 +8,8 @@ mean). Logits of the old pieces stay as they were, on text without new ones.
 A table of learned positions is cut, or extended by hierarchical decomposition (Su 2020,
 kexue.fm/archives/7947): with p the n rows that there are and u = (p - a p_0) / (1 - a), row i n + j
 is a u_i + (1 - a) u_j, which for i = 0 is p_j itself; a = 0.4.
+
+Shapes: an embedding is (V, E), rows by width, the output bias (V,), a table of positions (n, E).
 """
 
 import json
@@ -31,6 +33,7 @@ from pipeline.use.export import load_for_export
 from pipeline.use.folder import (
     TrainedModel,
     build_model,
+    copy_head,
     publishing,
     write_model,
     write_tokenizer,
@@ -106,6 +109,7 @@ def convert(
     trained, changes = operate(read.trained, surgery)
     with publishing(out) as unfinished:
         write_tokenizer(trained, unfinished)
+        copy_head(source, unfinished)  # it reads the encoder's states, whatever the vocabulary
         weights = dict(trained.model.state_dict())
         write_model(unfinished, trained.model.config, weights, trained.facts)
     return ConvertReport(replace(read, trained=trained), changes)

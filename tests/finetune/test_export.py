@@ -12,18 +12,19 @@ import torch
 
 from pipeline.config.model import ModelConfig
 from pipeline.errors import CheckpointError
-from pipeline.finetune.answer import predict
+from pipeline.finetune.answer import load_fine_tuned, predict
 from pipeline.finetune.export import export_hf
 from pipeline.finetune.run import finetune
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.tasks.scores import decode_tags
 from pipeline.tasks.task import load_task
 from pipeline.use import hf
+from pipeline.use.average import average
 from pipeline.use.export import export
 from pipeline.use.folder import load_model, write_model, write_tokenizer
 from pipeline.use.model import load
 from pipeline.use.source import load_source
-from pipeline.use.surgery import convert
+from pipeline.use.surgery import Surgery, convert
 from tests.support import warm
 from tests.support.tiny_tasks import rows_of, write_rows
 
@@ -268,6 +269,24 @@ def test_this_project_reads_it_back(
     assert found.require_tokenizer().encode("张伟去了北京") == (
         load(folder / "tuned" / kind).tokenizer.encode("张伟去了北京")  # type: ignore[union-attr]
     )
+
+
+def test_a_head_goes_with_its_model_and_not_into_a_mean(
+    exported: dict[str, Any], folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tuned = folder / "tuned/classify"
+    changes = convert(tuned, tmp_path / "out", surgery=Surgery(vocabulary=tuned / "model")).changes
+    assert " 0 moved, 0 are new, 0 dropped" in changes[0]
+    before, after = load_fine_tuned(tuned), load_fine_tuned(tmp_path / "out")
+    states = [each.model.state_dict() for each in (before, after)]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+    assert before.config == after.config
+    average([tuned, tmp_path / "out"], tmp_path / "mean")
+    assert caplog.text.count("the head of its task is left out of the mean") == 2
+    assert not (tmp_path / "mean/head.safetensors").exists()
+    with pytest.raises(CheckpointError, match="has no head of a task"):
+        load_fine_tuned(tmp_path / "mean")
 
 
 def test_a_model_without_a_head(exported: dict[str, Any], folder: Path, tmp_path: Path) -> None:
