@@ -51,12 +51,12 @@ from launch.submit import (
     summary_text,
 )
 from launch.supervise import STEPS, JobStart, next_order
-from pipeline.checkpoints.manifest import FOLDER, published
 from pipeline.config.load import warn_of_unusual
 from pipeline.config.runs import PretrainConfig, load_run
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, ConfigError, PostnormError
 from pipeline.multitask.config import MultiTaskConfig, TaskMix, is_mix, load_mix, require_split
 from pipeline.runtime import cli, env
+from pipeline.runtime.checkpoints import FOLDER, published
 from pipeline.runtime.cli import CONFIG, OVERRIDES, RUN, Verb, argument, at_least, option, verb
 from pipeline.runtime.run_folder import RunFolder
 from pipeline.runtime.summary import FolderSummary

@@ -26,7 +26,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from launch.cluster import ClusterConfig
-from pipeline.checkpoints.manifest import split_step
 from pipeline.config.data import DataConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.runs import PretrainConfig, RunConfig, TaskRunConfig, load_run
@@ -38,6 +37,7 @@ from pipeline.model import cost
 from pipeline.model.architecture import is_model_folder, read_architecture
 from pipeline.multitask.config import MLM, TaskMix, require_split
 from pipeline.multitask.draws import shares
+from pipeline.runtime.checkpoints import split_step
 from pipeline.runtime.run_folder import RunFolder
 from pipeline.runtime.summary import table
 

@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoints.manifest import FOLDER as CHECKPOINTS
-from pipeline.checkpoints.manifest import LATEST_FILE
 from pipeline.config.load import REVISION_FILE, git_revision
 from pipeline.errors import DataError, PostnormError
+from pipeline.runtime.checkpoints import FOLDER as CHECKPOINTS
+from pipeline.runtime.checkpoints import LATEST_FILE
 from pipeline.runtime.files import (
     AppendedFile,
     read_json_lines,

@@ -38,7 +38,6 @@ from launch.records import (
 )
 from launch.script import Job, render
 from launch.slurm import withheld_line
-from pipeline.checkpoints.manifest import split_step
 from pipeline.config.load import git_revision, resolved_text, to_yaml
 from pipeline.config.runs import PretrainConfig, load_run
 from pipeline.data.format import INDEX_FILE
@@ -53,6 +52,7 @@ from pipeline.multitask.config import (
     mix_text,
     require_split,
 )
+from pipeline.runtime.checkpoints import split_step
 from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.runtime.remote import is_address
 from pipeline.runtime.run_folder import RunFolder

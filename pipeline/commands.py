@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.checkpoints.commands import CHECKPOINT
-from pipeline.checkpoints.manifest import at_step, split_step, step_of
 from pipeline.config.runs import PretrainConfig, load_run
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, ConfigError
 from pipeline.finetune.commands import TASKS
 from pipeline.runtime import cli, env
+from pipeline.runtime.checkpoints import at_step, split_step, step_of
 from pipeline.runtime.cli import (
     CONFIG,
     JSON,

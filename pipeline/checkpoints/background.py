@@ -26,6 +26,7 @@ from torch import Tensor
 from pipeline.checkpoints import manifest
 from pipeline.checkpoints.state import TensorShard, unsound_value, write_part
 from pipeline.errors import CheckpointError, ConfigError
+from pipeline.runtime import checkpoints
 from pipeline.runtime.files import sha256_file, sync_path, write_atomic, write_json_atomic
 from pipeline.runtime.run_folder import RunFolder
 
@@ -161,7 +162,7 @@ class Mirror:
             ConfigError: the folder has copies of another run's checkpoints.
         """
         self._run_dir, self._target, self._rule = run_dir, target, rule
-        self._source, self._folder = run_dir / manifest.FOLDER, target / manifest.FOLDER
+        self._source, self._folder = run_dir / checkpoints.FOLDER, target / checkpoints.FOLDER
         self._task: BackgroundTask[None] | None = None
         self._is_due = False
         self.busy_with: Path | None = None
@@ -213,7 +214,7 @@ class Mirror:
                 for path in self._folder.glob(f"{prefix}*"):
                     shutil.rmtree(path)
             # The newest first. A checkpoint that the run has removed meanwhile is skipped.
-            for path in manifest.published(self._source):
+            for path in checkpoints.published(self._source):
                 self.busy_with = path
                 try:
                     if path.exists() and not self._is_copied(path):
@@ -223,24 +224,26 @@ class Mirror:
                     logger.warning(
                         "%s could not be copied to %s: %s; %s", path, self._folder, error, _LATER
                     )
-            copies = manifest.published(self._folder)
+            copies = checkpoints.published(self._folder)
             if copies:
                 manifest.remove(manifest.superseded(self._folder, self._rule, copies[0]))
 
     def _is_copied(self, path: Path) -> bool:
         # Not by name alone: a copy of the same step may be from before a rewind.
-        copy = self._folder / path.name / manifest.MANIFEST_FILE
-        return copy.is_file() and copy.read_bytes() == (path / manifest.MANIFEST_FILE).read_bytes()
+        copy = self._folder / path.name / checkpoints.MANIFEST_FILE
+        return (
+            copy.is_file() and copy.read_bytes() == (path / checkpoints.MANIFEST_FILE).read_bytes()
+        )
 
     def _copy(self, path: Path) -> None:
         final = self._folder / path.name
         unfinished = self._unfinished(path)
-        for name, entry in manifest.read_manifest(path).files.items():
+        for name, entry in checkpoints.read_manifest(path).files.items():
             (unfinished / name).parent.mkdir(parents=True, exist_ok=True)
             if _copy_file(path / name, unfinished / name) != entry["sha256"]:
                 raise CheckpointError(f"{path / name} does not match its manifest")
         write_atomic(
-            unfinished / manifest.MANIFEST_FILE, (path / manifest.MANIFEST_FILE).read_bytes()
+            unfinished / checkpoints.MANIFEST_FILE, (path / checkpoints.MANIFEST_FILE).read_bytes()
         )
         for folder in [unfinished, *(p for p in unfinished.rglob("*") if p.is_dir())]:
             sync_path(folder)
@@ -248,8 +251,8 @@ class Mirror:
         unfinished.rename(final)
         sync_path(self._folder)
         # Not this one: the newest is copied first, older ones after it.
-        newest = max(manifest.published(self._folder), key=manifest.step_of)
-        write_atomic(self._folder / manifest.LATEST_FILE, f"{newest.name}\n".encode())
+        newest = max(checkpoints.published(self._folder), key=checkpoints.step_of)
+        write_atomic(self._folder / checkpoints.LATEST_FILE, f"{newest.name}\n".encode())
         logger.info("copied %s to %s", path.name, final)
 
     def _unfinished(self, path: Path) -> Path:

@@ -12,23 +12,26 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoints.manifest import (
-    MANIFEST_FILE,
     REJECTED,
     REMOVING,
-    Manifest,
     Retention,
-    at_step,
-    folder_of,
+    cursors_of,
     newest_good,
     problems,
-    published,
-    read_manifest,
     remove,
-    step_of,
     superseded,
 )
 from pipeline.config.runs import load_run
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, BusyError, CheckpointError
+from pipeline.runtime.checkpoints import (
+    MANIFEST_FILE,
+    Manifest,
+    at_step,
+    folder_of,
+    published,
+    read_manifest,
+    step_of,
+)
 from pipeline.runtime.cli import argument, at_least, family, option, verb
 from pipeline.runtime.run_folder import RunFolder
 from pipeline.runtime.summary import duration, progress, table
@@ -116,7 +119,10 @@ class CheckpointRow:
 def retention_of(run: Path) -> Retention | None:
     """Return the rule of a run's config; None if the folder has none, as one of copies."""
     path = RunFolder(run).resolved
-    return Retention.of(load_run(path).config.checkpoint) if path.is_file() else None
+    if not path.is_file():
+        return None
+    config = load_run(path).config
+    return Retention.of(config.checkpoint, config.timeline.borders)
 
 
 def rows(run: Path, *, verify: bool = False) -> list[CheckpointRow]:
@@ -134,7 +140,9 @@ def rows(run: Path, *, verify: bool = False) -> list[CheckpointRow]:
         for path in paths
         if resumed is not None and step_of(path) <= step_of(resumed)
     }
-    reasons = rule.reasons(counted) if rule else {}
+    reasons = {}
+    if rule is not None:
+        reasons = rule.reasons(counted, cursors_of({step_of(path): path for path in paths}))
     return [
         CheckpointRow(
             path=str(path),

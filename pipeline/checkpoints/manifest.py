@@ -9,30 +9,27 @@ RUN/checkpoints/.saving-*, .removing-*         unfinished work of a running or k
 RUN/checkpoints/.rejected-*                    found unusable by a probe (`checkpoints.probe`)
 """
 
-import json
 import math
-import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 from pipeline.config.train import CheckpointConfig
 from pipeline.errors import CheckpointError
-from pipeline.runtime import files
+from pipeline.runtime.checkpoints import (
+    MANIFEST_FILE,
+    STATE_FOLDER,
+    Manifest,
+    own_loss,
+    published,
+    read_manifest,
+    step_of,
+)
 from pipeline.runtime.files import sha256_file, sync_path
-from pipeline.runtime.run_folder import A_STARTED_RUN, RunFolder
 
-FOLDER = RunFolder(Path()).checkpoints.name
-"""In a run's folder, and in that of copies (`checkpoint.copy_to`)."""
-LATEST_FILE = "latest"
-MANIFEST_FILE = "manifest.json"
-PREFIX = "step-"
-STATE_FOLDER = "state"
 REJECTED = ".rejected-"
-_NAME = re.compile(rf"{PREFIX}\d{{8,}}")
-_SIGNATURE = "manifest_sha256"
 
 CONTENTS = {
     "weights": "master, fp32",
@@ -46,78 +43,6 @@ COUNTERS = (
     *("left_out", "rewinds"),
 )
 """Fields that a manifest has from `state.TrainState`, where they are explained."""
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """Description of a checkpoint: counters, the run that it fits, and its files."""
-
-    step: int
-    cursor: int
-    skipped: int
-    alpha: float
-    """The residual's alpha that the next step would use; below 1 in the warm-up."""
-    fingerprint: str
-    identity: dict[str, Any]
-    """Config values that a resumed run must share: see `resume.identity`."""
-    config_sha256: str
-    world_size: int
-    created_unix_s: float
-    provenance: dict[str, str]
-    files: dict[str, dict[str, Any]]
-    """path below the checkpoint -> {"bytes", "sha256"}."""
-    # Manifests of earlier versions lack the following fields.
-    elapsed_s: float = 0.0
-    zero_stage: int | None = None
-    """ZeRO stage that saved it; any stage can load it."""
-    held_out_loss: float | None = None
-    held_out_step: int | None = None
-    left_out: int = 0
-    rewinds: int = 0
-    losses: dict[str, Any] = field(default_factory=dict)
-    """`state.LossHistory`: the losses that the next decision about a spike needs."""
-    weights: dict[str, dict[str, float]] = field(default_factory=dict)
-    """`state.TrainState.weights`."""
-    contents: dict[str, str] | None = None
-    """`CONTENTS` of the version that wrote it."""
-    is_sound: bool = False
-    """Whether it was made sure before writing that every value is finite."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of its files without the manifest."""
-        return sum(int(entry["bytes"]) for entry in self.files.values())
-
-    @property
-    def own_held_out_loss(self) -> float | None:
-        """Held-out loss of exactly these weights; None if they were not evaluated."""
-        return self.held_out_loss if self.held_out_step == self.step else None
-
-
-def signed(body: dict[str, Any]) -> dict[str, Any]:
-    """Add a sha256 of the manifest to itself."""
-    return files.signed(body, _SIGNATURE)
-
-
-def read_manifest(path: Path) -> Manifest:
-    """Read a checkpoint's manifest.
-
-    Raises:
-        CheckpointError: it is missing, damaged, or for another step than the folder's name says.
-    """
-    try:
-        body = json.loads((path / MANIFEST_FILE).read_bytes())
-        unsigned = {name: value for name, value in body.items() if name != _SIGNATURE}
-        if body != signed(unsigned):
-            raise CheckpointError(f"{path}: {MANIFEST_FILE} is damaged, its own sha256 differs")
-        manifest = Manifest(**unsigned)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} has no readable {MANIFEST_FILE}: {error}") from error
-    if _NAME.fullmatch(path.name) and step_of(path) != manifest.step:
-        raise CheckpointError(
-            f"{path}: {MANIFEST_FILE} is for step {manifest.step}, expected {step_of(path)}"
-        )
-    return manifest
 
 
 def newest_readable(folder: Path) -> tuple[Path, Manifest] | None:
@@ -162,13 +87,6 @@ def verify(path: Path, on_bytes: Callable[[int], object] = lambda _: None) -> No
         raise CheckpointError(text)
 
 
-def published(folder: Path) -> list[Path]:
-    """List the checkpoints in a run's `FOLDER`, newest first by their names."""
-    paths = [path for path in folder.glob(f"{PREFIX}*") if _NAME.fullmatch(path.name)]
-    # By number: from 100 million steps on names have nine digits.
-    return sorted(paths, key=step_of, reverse=True)
-
-
 def newest_good(
     folder: Path,
     also: Callable[[Path], object] = lambda _: None,
@@ -188,16 +106,6 @@ def newest_good(
         else:
             return path, rejected
     return None, rejected
-
-
-def name_of(step: int) -> str:
-    """Return the name of a step's checkpoint."""
-    return f"{PREFIX}{step:08d}"
-
-
-def step_of(path: Path) -> int:
-    """Return the step that a checkpoint's folder is named after."""
-    return int(path.name.removeprefix(PREFIX))
 
 
 def state_file(rank: int, world_size: int) -> str:
@@ -233,16 +141,22 @@ class Retention:
     """Number of checkpoints with the lowest held-out loss, measured at their own step."""
     keep_first: bool = False
     """That of step 0 is kept."""
+    borders: frozenset[int] = frozenset()
+    """Cursors at which a stage ends: these checkpoints are kept, so that other stages can begin
+    from them."""
 
     @classmethod
-    def of(cls, config: CheckpointConfig) -> "Retention":
-        """Return the rule of a run's config."""
-        return cls(config.keep, config.keep_every_steps, config.keep_best, config.keep_first)
+    def of(cls, config: CheckpointConfig, borders: Iterable[int] = ()) -> "Retention":
+        """Return the rule of a run's config, whose stages end at `borders`."""
+        given = config.keep, config.keep_every_steps, config.keep_best, config.keep_first
+        return cls(*given, frozenset(borders))
 
-    def reasons(self, losses: dict[int, float | None]) -> dict[int, list[str]]:
+    def reasons(
+        self, losses: dict[int, float | None], cursors: Mapping[int, int] | None = None
+    ) -> dict[int, list[str]]:
         """Return why each checkpoint is kept; an empty list if it is not kept.
 
-        `losses` are held-out losses by step; None without an evaluation.
+        `losses` are held-out losses by step; None without an evaluation. `cursors` are by step.
         """
         steps = sorted(losses, reverse=True)
         scored = [(loss, step) for step, loss in losses.items() if loss is not None]
@@ -255,6 +169,8 @@ class Retention:
                 reasons[step].append("newest" if place == 0 else f"newest {place + 1}")
             if self.keep_first and step == 0:
                 reasons[step].append("first")
+            if cursors and cursors.get(step) in self.borders:
+                reasons[step].append("end of a stage")
             if self.keep_every_steps and step and step % self.keep_every_steps == 0:
                 reasons[step].append(f"every {self.keep_every_steps}")
             if step in best:
@@ -268,9 +184,19 @@ def superseded(folder: Path, rule: Retention, good: Path) -> list[Path]:
     Checkpoints newer than the newest good one are neither counted nor removed.
     """
     paths = {step_of(path): path for path in published(folder)}
-    losses = {step: _loss(path) for step, path in paths.items() if step <= step_of(good)}
-    reasons = rule.reasons(losses)
+    paths = {step: path for step, path in paths.items() if step <= step_of(good)}
+    losses = {step: own_loss(path) for step, path in paths.items()}
+    reasons = rule.reasons(losses, cursors_of(paths))
     return [paths[step] for step in sorted(losses) if not reasons[step] and paths[step] != good]
+
+
+def cursors_of(paths: Mapping[int, Path]) -> dict[int, int]:
+    """Read the cursors of checkpoints, by step; without those whose manifest is damaged."""
+    found = {}
+    for step, path in paths.items():
+        with suppress(CheckpointError):
+            found[step] = read_manifest(path).cursor
+    return found
 
 
 def remove(paths: Iterable[Path]) -> None:
@@ -286,74 +212,3 @@ def remove(paths: Iterable[Path]) -> None:
         path.rename(hidden)
         sync_path(path.parent)
         shutil.rmtree(hidden)
-
-
-def _loss(path: Path) -> float | None:
-    try:
-        return read_manifest(path).own_held_out_loss
-    except CheckpointError:
-        return None  # a damaged checkpoint is never among the best
-
-
-A_RUN_OR_ITS_COPY = f"{A_STARTED_RUN}, or its checkpoint.copy_to"
-
-
-def folder_of(run: Path, expected: str = A_RUN_OR_ITS_COPY) -> Path:
-    """Find a run's folder of checkpoints.
-
-    Raises:
-        RunFolderError: this is neither.
-        CheckpointError: the run has not saved yet.
-    """
-    opened = RunFolder(run)
-    folder = opened.checkpoints
-    if published(folder):
-        return folder
-    if not opened.has_started:
-        raise opened.refusal(expected)
-    raise CheckpointError(
-        f"{run} has no checkpoints yet: {folder} has no {PREFIX}N. Wait for the run's first save "
-        f"(checkpoint.every_steps), or ask for one with `touch {opened.save}`."
-    )
-
-
-Step = int | Literal["best"]
-"""A checkpoint of a run; the best one has the lowest held-out loss, measured at its own step."""
-
-
-def split_step(source: str | Path) -> tuple[Path, Step | None]:
-    """Read `RUN@STEP` or `RUN@best`; the step is None where the words name a folder alone."""
-    run, at, step = str(source).rpartition("@")
-    step = step.replace("_", "").replace(",", "")
-    if not at or Path(source).exists() or not (step == "best" or step.isdecimal()):
-        return Path(source), None
-    return Path(run), "best" if step == "best" else int(step)
-
-
-def at_step(run: Path, step: Step) -> Path:
-    """Return the checkpoint of a run at a step.
-
-    Raises:
-        RunFolderError: this is not a run.
-        CheckpointError: there is none of that step, or none with a held-out loss; says which there
-            are.
-    """
-    paths = {step_of(path): path for path in published(folder_of(run))}
-    if step == "best":
-        measured = {number: _loss(path) for number, path in paths.items()}
-        losses = {
-            number: loss
-            for number, loss in measured.items()
-            if loss is not None and math.isfinite(loss)
-        }
-        if not losses:
-            raise CheckpointError(
-                f"{run}: none of the checkpoints of steps {', '.join(map(str, sorted(paths)))} has "
-                "a held-out loss of its own step; name one of them, RUN@STEP, or save where the "
-                "run evaluates (checkpoint.keep_best)"
-            )
-        return paths[min(losses, key=lambda number: (losses[number], -number))]
-    if step not in paths:
-        steps = ", ".join(map(str, sorted(paths)))
-        raise CheckpointError(f"{run} has no checkpoint of step {step}; it has those of {steps}")
-    return paths[step]

@@ -17,14 +17,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.checkpoints.manifest import (
-    LATEST_FILE,
-    MANIFEST_FILE,
-    REJECTED,
-    published,
-    read_manifest,
-    verify,
-)
+from pipeline.checkpoints.manifest import REJECTED, verify
 from pipeline.checkpoints.state import SavedState
 from pipeline.errors import (
     EXIT_FAILED_DO_NOT_RETRY,
@@ -36,6 +29,7 @@ from pipeline.errors import (
 from pipeline.model.architecture import TASK_HEADS, read_config
 from pipeline.objectives.choose import make_objective, read_objective
 from pipeline.runtime import env
+from pipeline.runtime.checkpoints import LATEST_FILE, MANIFEST_FILE, published, read_manifest
 from pipeline.runtime.files import forget_cached, sync_path, write_atomic
 
 logger = logging.getLogger(__name__)

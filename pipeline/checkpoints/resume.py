@@ -6,20 +6,12 @@ resume on other data names the shards, tokenizer or sources that changed instead
 
 import json
 import logging
+from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoints.manifest import (
-    COUNTERS,
-    FOLDER,
-    STATE_FOLDER,
-    Manifest,
-    newest_good,
-    published,
-    read_manifest,
-    remove,
-)
+from pipeline.checkpoints.manifest import COUNTERS, newest_good, remove, verify
 from pipeline.checkpoints.state import (
     Checkpointable,
     LossHistory,
@@ -27,11 +19,14 @@ from pipeline.checkpoints.state import (
     TrainState,
     state_paths,
 )
+from pipeline.config.load import build, plain_values
 from pipeline.config.runs import RunConfig
+from pipeline.config.schedule import alpha
 from pipeline.data.format import FORMAT_VERSION, INDEX_FILE, DataIdentity
 from pipeline.data.ledger import Ledger, read_ledger
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, ConfigError
 from pipeline.runtime import dist
+from pipeline.runtime.checkpoints import FOLDER, STATE_FOLDER, Manifest, published, read_manifest
 from pipeline.runtime.env import ProcessInfo
 
 _MOST_NAMES = 5
@@ -162,22 +157,76 @@ def _shown(value: Any) -> str:
     return str(value[:_SHOWN_DIGITS]) if is_sha256 else repr(value)
 
 
+def changes(manifest: Manifest, config: RunConfig) -> list[str]:
+    """List the settings that differ from those of a checkpoint, with old and new value.
+
+    Empty for a checkpoint of an earlier version, which does not hold them.
+    """
+    if not manifest.config:
+        return []
+    return value_differences(manifest.config, json.loads(json.dumps(plain_values(config))))
+
+
+def refuse_jumps(path: Path, manifest: Manifest, config: RunConfig) -> None:
+    """Refuse a config under which alpha falls, or the learning rate rises without a word of it.
+
+    Raises:
+        CheckpointError: it is so.
+    """
+    step, train = manifest.step, config.train
+    reached = alpha(step, train.alpha_warmup_steps)
+    if reached < manifest.alpha:
+        raise CheckpointError(
+            f"{path}: train.alpha_warmup_steps={train.alpha_warmup_steps} takes alpha from "
+            f"{manifest.alpha:g} back to {reached:g} at step {step}, and the model would be another"
+            " one; give the value that the run began with"
+        )
+    before = manifest.config
+    if not before or config.origin == path or before["train"]["lr"] != train.lr:
+        return
+    try:
+        old = build(type(config), before, str(path)).timeline
+    except ConfigError:
+        return  # it has settings that are none any more
+    stage, elapsed_s = config.timeline.at(manifest.cursor), manifest.elapsed_s
+    rates = [
+        each.learning_rate(step, min(stage.number, len(each.stages) - 1), elapsed_s)
+        for each in (old, config.timeline)
+    ]
+    is_said = stage.says_lr or "time_budget" in (train.schedule, before["train"]["schedule"])
+    if is_said or rates[1] <= rates[0] * (1 + _SAME_RATE):
+        return
+    left = max(1, train.num_steps - step)
+    raise CheckpointError(
+        f"{path}: the learning rate would rise from {rates[0]:.4g} to {rates[1]:.4g} at step "
+        f"{step}, because of {'; '.join(changes(manifest, config))}. If that is meant, say so: "
+        "without train.schedule, `stages: [{name: before, steps: "
+        f"{config.timeline.batches.at(manifest.cursor).number}}}, {{name: after, steps: {left}, "
+        f"train: {{lr: {rates[1]:.4g}, decay: linear}}}}]`; or set another train.lr"
+    )
+
+
+_SAME_RATE = 1e-6
 logger = logging.getLogger(__name__)
 
 
 class CheckpointStore:
     """Find and restore the checkpoints of one run. Methods are collective."""
 
-    def __init__(self, config: RunConfig, index: DataIdentity, process: ProcessInfo) -> None:
+    def __init__(
+        self, config: RunConfig, indexes: Sequence[DataIdentity], process: ProcessInfo
+    ) -> None:
+        """`indexes` are those of the data of the run's stages."""
         self.folder = config.folder.checkpoints
         self._config = config
-        self._index = index
+        self._indexes = indexes
         self._process = process
 
     def newest(self) -> Path | None:
         """Return the newest checkpoint that verifies; None if there are no checkpoints.
 
-        If the run's folder has none, copies in `checkpoint.copy_to` are used.
+        If the run's folder has none, copies in `checkpoint.copy_to` are used; if there are none
+        either, and the run continues another one, that one's checkpoint.
 
         Raises:
             CheckpointError: checkpoints exist but none verifies, or an earlier version wrote the
@@ -208,6 +257,8 @@ class CheckpointStore:
                 self._process.world_size,
             )
         counters = {name: getattr(manifest, name) for name in COUNTERS}
+        if path == self._config.origin:
+            counters["rewinds"] = 0  # they are in the other run's ledger
         losses = LossHistory.from_dict(manifest.losses)
         return TrainState(**counters, losses=losses, weights=manifest.weights)
 
@@ -233,6 +284,12 @@ class CheckpointStore:
                 # Refuses a checkpoint of an earlier version now, before the data is opened.
                 state_paths(good)
                 return good
+        origin = self._config.origin
+        if origin is not None and not problems:
+            verify(origin, lambda _: dist.heartbeat_all("verifying checkpoints"))
+            require_usable(origin)
+            state_paths(origin)
+            return origin
         # Not a new start: over a damaged run that is a person's choice.
         if problems:
             raise CheckpointError(
@@ -244,23 +301,41 @@ class CheckpointStore:
 
     def _require_fit(self, path: Path, manifest: Manifest) -> None:
         problems, remedy = [], "Continue with the values of the checkpoint"
-        if manifest.fingerprint != self._index.fingerprint:
+        timeline = self._config.timeline
+        stage = timeline.trained(manifest.cursor)
+        trained = [*manifest.fingerprints, manifest.fingerprint]
+        if len(trained) != stage.number + 1:
+            number = timeline.batches.at(manifest.cursor).number
+            raise CheckpointError(
+                f"{path} does not fit this run: it was trained on {number} batches in "
+                f"{len(trained)} stages, and by the config these are of {stage.number + 1}. What "
+                f"has begun stays as it was: let stages.{len(trained) - 1} end at batch {number} "
+                "or later, or choose another run_dir"
+            )
+        for number, (fingerprint, index) in enumerate(zip(trained, self._indexes, strict=False)):
+            if fingerprint == index.fingerprint:
+                continue
+            field = f"stages.{number}.data.dir" if timeline.has_stages else "data.dir"
             problems.append(
-                f"dataset fingerprint: checkpoint {manifest.fingerprint}, data.dir "
-                f"{self._index.location} has {self._index.fingerprint}"
+                f"dataset fingerprint: checkpoint {fingerprint}, {field} {index.location} has "
+                f"{index.fingerprint}"
             )
-            saved = json.loads((path / INDEX_FILE).read_bytes())
-            problems += dataset_differences(saved, json.loads(self._index.content))
-            remedy = (
-                f"Restore the data that {path / INDEX_FILE} lists, or correct data.dir, and "
-                "continue with the values of the checkpoint"
-            )
-        problems += value_differences(manifest.identity, self._config.identity)
+            remedy = f"Restore the data, or correct {field}, and continue with the values of the "
+            remedy += "checkpoint"
+            if number == stage.number:
+                saved = json.loads((path / INDEX_FILE).read_bytes())
+                problems += dataset_differences(saved, json.loads(index.content))
+                remedy = (
+                    f"Restore the data that {path / INDEX_FILE} lists, or correct {field}, and "
+                    "continue with the values of the checkpoint"
+                )
+        problems += value_differences(manifest.identity, self._config.identity_at(manifest.cursor))
         if problems:
             raise CheckpointError(
                 f"{path} does not fit this run: {'; '.join(problems)}. {remedy}, or choose another "
                 "run_dir"
             )
+        refuse_jumps(path, manifest, self._config)
 
 
 def _remove_spoiled(folder: Path, ledger: Ledger) -> None:

@@ -10,6 +10,7 @@ import hashlib
 import logging
 import shutil
 import time
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,20 +26,14 @@ from pipeline.checkpoints.background import (
 from pipeline.checkpoints.manifest import (
     CONTENTS,
     COUNTERS,
-    LATEST_FILE,
-    MANIFEST_FILE,
     REMOVING,
-    Manifest,
     Retention,
-    name_of,
-    published,
     remove,
-    signed,
     superseded,
 )
 from pipeline.checkpoints.probe import ProbeRunner
 from pipeline.checkpoints.state import Checkpointable, TrainState, expected_files
-from pipeline.config.load import digest, provenance
+from pipeline.config.load import digest, plain_values, provenance
 from pipeline.config.runs import RunConfig
 from pipeline.config.schedule import alpha
 from pipeline.data.format import INDEX_FILE, DataIdentity
@@ -50,6 +45,14 @@ from pipeline.errors import (
     UnsoundStateError,
 )
 from pipeline.runtime import dist
+from pipeline.runtime.checkpoints import (
+    LATEST_FILE,
+    MANIFEST_FILE,
+    Manifest,
+    name_of,
+    published,
+    signed,
+)
 from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.files import sync_path, write_atomic, write_json_atomic
 
@@ -86,9 +89,15 @@ class Saver:
     """Save the checkpoints of one run, at most one at a time. Methods are collective."""
 
     def __init__(
-        self, config: RunConfig, index: DataIdentity, process: ProcessInfo, num_parameters: int
+        self,
+        config: RunConfig,
+        indexes: Sequence[DataIdentity],
+        process: ProcessInfo,
+        num_parameters: int,
     ) -> None:
         """Make the folder and remove what killed processes left behind.
+
+        `indexes` are those of the data of the run's stages.
 
         Raises:
             DataError: the dataset's tokenizer is missing or damaged.
@@ -96,13 +105,15 @@ class Saver:
         """
         self.folder = config.folder.checkpoints
         self._config = config
-        self._index = index
+        self._indexes = indexes
         # Read now: the dataset's folder may be replaced while the run goes on.
-        self._tokenizer = _read_tokenizer(index)
+        self._tokenizers = [
+            _read_tokenizer(index) if index.tokenizer_file else b"" for index in indexes
+        ]
         self._process = process
         self._least_bytes = num_parameters * _BYTES_PER_PARAMETER
         self._provenance = provenance()
-        self._rule = Retention.of(config.checkpoint)
+        self._rule = Retention.of(config.checkpoint, config.timeline.borders)
         self._host = HostCopy()
         self._writing: _Writing | None = None
         self._tidying_step: int | None = None
@@ -135,7 +146,9 @@ class Saver:
             parts = self._host.take(parts)
         # So that a refusal names what differs, and an export needs no dataset: 2.1 MB for 80,000
         # blocks.
-        others = {self._index.tokenizer_file: self._tokenizer, INDEX_FILE: self._index.content}
+        stage = self._config.timeline.trained(state.cursor).number
+        index = self._indexes[stage]
+        others = {index.tokenizer_file: self._tokenizers[stage], INDEX_FILE: index.content}
         files = RankFiles(
             folder=unfinished,
             rank=self._process.rank,
@@ -197,11 +210,15 @@ class Saver:
             self._mirror.request()  # copies that the previous attempt did not finish
 
     def _manifest(self, state: TrainState) -> Manifest:
+        stage = self._config.timeline.trained(state.cursor).number
+        *before, fingerprint = [index.fingerprint for index in self._indexes[: stage + 1]]
         return Manifest(
             **{name: getattr(state, name) for name in COUNTERS},
             alpha=alpha(state.step, self._config.train.alpha_warmup_steps),
-            fingerprint=self._index.fingerprint,
-            identity=self._config.identity,
+            fingerprint=fingerprint,
+            fingerprints=before,
+            identity=self._config.identity_at(state.cursor),
+            config=plain_values(self._config),
             config_sha256=digest(self._config),
             world_size=self._process.world_size,
             created_unix_s=time.time(),

@@ -23,9 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.checkpoints.manifest import STATE_FOLDER, state_file
+from pipeline.checkpoints.manifest import state_file
 from pipeline.config.train import SpikeConfig
 from pipeline.errors import CheckpointError
+from pipeline.runtime.checkpoints import STATE_FOLDER
 from pipeline.runtime.tensors import SlicedFile, write_file
 
 MASTER = "master"

@@ -5,8 +5,9 @@ in all batches before it. Neither knows of ranks, so the same cursor means the s
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from pipeline.config.objective import MLM, ObjectiveConfig
@@ -58,18 +59,38 @@ class BatchSpec(NamedTuple):
     micro_batch: int
     seq_len: int
     """Slots of its sequences."""
+    stage: int = 0
+    """Place of its stage in `stages`, from 0."""
+
+
+class StageBatches(NamedTuple):
+    """The equal batches of a stage."""
+
+    steps: int
+    seq_len: int
+    global_batch: int
+    micro_batch: int
 
 
 class BatchPlan:
     """All batches of a run, without end."""
 
     def __init__(
-        self, phases: tuple[PhaseConfig, ...], *, seq_len: int, global_batch: int, micro_batch: int
+        self,
+        phases: tuple[PhaseConfig, ...],
+        *,
+        seq_len: int,
+        global_batch: int,
+        micro_batch: int,
+        stages: Sequence[StageBatches] = (),
     ) -> None:
-        """Lay the phases one after another; the values given hold for the rest of the run.
+        """Lay phases and stages one after another.
+
+        The values given hold for the rest of the run, or of its first stage, which has the phases.
 
         Raises:
-            ConfigError: a ramp does not fit its ends, or a batch its micro-batch.
+            ConfigError: a ramp does not fit its ends, a batch its micro-batch, or the phases the
+                first stage.
         """
         self._firsts: list[BatchSpec] = []
         """First batch of each stretch of equal batches."""
@@ -91,6 +112,21 @@ class BatchPlan:
                 number, cursor = number + count, cursor + count * size
         names = f"train.global_batch={global_batch}", f"train.micro_batch={micro_batch}"
         self._add(BatchSpec(number, cursor, global_batch, micro_batch, seq_len), names)
+        stage_ends = 0
+        for which, (before, stage) in enumerate(pairwise(stages), 1):
+            stage_ends += before.steps
+            if number >= stage_ends:
+                raise ConfigError(
+                    f"phases have {number} batches, and stages.0 ends after {stage_ends}: phases "
+                    "are the beginning of the first stage; lengthen it, or shorten them"
+                )
+            cursor += (stage_ends - number) * before.global_batch
+            number, size, micro = stage_ends, stage.global_batch, stage.micro_batch
+            names = (
+                f"stages.{which}: train.global_batch={size}",
+                f"stages.{which}: train.micro_batch={micro}",
+            )
+            self._add(BatchSpec(number, cursor, size, micro, stage.seq_len, which), names)
         self._cursors = [first.cursor for first in self._firsts]
 
     def _add(self, first: BatchSpec, names: tuple[str, str]) -> None:
@@ -106,6 +142,12 @@ class BatchPlan:
     def stretches(self) -> list[BatchSpec]:
         """The first batch of each stretch of equal batches, in order."""
         return list(self._firsts)
+
+    @property
+    def firsts_of_stages(self) -> list[BatchSpec]:
+        """The first batch of each stage; of a run without stages, its first batch."""
+        first_of = {first.stage: first for first in reversed(self._firsts)}
+        return [first_of[stage] for stage in sorted(first_of)]
 
     @property
     def seq_lens(self) -> list[int]:

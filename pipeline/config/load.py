@@ -66,7 +66,7 @@ def load(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> Loade
     except ConfigError as error:
         strict_yaml.refuse([*mistakes, str(error)])
         raise
-    root = _overridden(root, overrides, mistakes)
+    root = _completed(cls, _overridden(root, overrides, mistakes), mistakes)
     config = schema.build(cls, root, mistakes=mistakes)
     return Loaded(config, dict(_leaf_origins(root, "")))
 
@@ -75,7 +75,7 @@ def build(cls: type[T], values: dict[str, Any], origin: str, overrides: Sequence
     """Return a config from plain values in place of a file (ConfigError: see `schema.build`)."""
     root = strict_yaml.parse(json.dumps(values), origin, with_lines=False)
     mistakes: list[str] = []
-    root = _overridden(root, overrides, mistakes)
+    root = _completed(cls, _overridden(root, overrides, mistakes), mistakes)
     return schema.build(cls, root, mistakes=mistakes)
 
 
@@ -89,7 +89,7 @@ def explain(loaded: Loaded[Any]) -> str:
     """One block a field: path, value, unit, range, meaning, and where the value came from."""
     lines = []
     for path, field, value in schema.walk(loaded.config):
-        shown = "null" if value is None else json.dumps(_plain(value), ensure_ascii=False)
+        shown = "null" if value is None else json.dumps(plain_values(value), ensure_ascii=False)
         unit = f" {field.metadata['unit']}" if field.metadata.get("unit") else ""
         limits = f" [{schema.range_text(field)}]" if schema.range_text(field) else ""
         lines.append(f"{path} = {shown}{unit}")
@@ -100,12 +100,12 @@ def explain(loaded: Loaded[Any]) -> str:
 
 def to_yaml(config: Any) -> str:
     """Return the whole config as YAML that `load` reads back to an equal config."""
-    return strict_yaml.dump(_plain(config))
+    return strict_yaml.dump(plain_values(config))
 
 
 def digest(config: Any) -> str:
     """sha256 of a config's values, independent of file layout and comments."""
-    return hashlib.sha256(json.dumps(_plain(config), sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(plain_values(config), sort_keys=True).encode()).hexdigest()
 
 
 def provenance() -> dict[str, str]:
@@ -122,7 +122,11 @@ def provenance() -> dict[str, str]:
 def resolved_text(config: Any) -> str:
     """Text of `resolved.yaml`: provenance as comments, then every value; itself a valid config."""
     head = "".join(f"# {name}: {value}\n" for name, value in provenance().items())
-    return head + to_yaml(config)
+    tree = plain_values(config)
+    if tree.get("stages"):
+        # It follows from the stages, of which the next start may have others.
+        del tree["train"]["num_steps"]
+    return head + strict_yaml.dump(tree)
 
 
 def git_revision() -> str:
@@ -168,6 +172,15 @@ def find_config(text: str, kinds: Sequence[str], beside: Path = Path()) -> Path:
     )
 
 
+def _completed(cls: type[Any], root: YamlNode, mistakes: list[str]) -> YamlNode:
+    """Let a class fill in values that follow from others, once overrides are in."""
+    complete = getattr(cls, "completed", None)
+    if complete is None or mistakes:
+        return root
+    found: YamlNode = complete(root)
+    return found
+
+
 def _overridden(root: YamlNode, overrides: Sequence[str], mistakes: list[str]) -> YamlNode:
     for text in overrides:
         try:
@@ -177,11 +190,12 @@ def _overridden(root: YamlNode, overrides: Sequence[str], mistakes: list[str]) -
     return root
 
 
-def _plain(value: Any) -> Any:
+def plain_values(value: Any) -> Any:
+    """Return a config as plain dicts, lists and scalars."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {f.name: plain_values(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, tuple):
-        return [_plain(item) for item in value]
+        return [plain_values(item) for item in value]
     return value
 
 

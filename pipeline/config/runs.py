@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,7 +11,10 @@ from pipeline.config.data import BatchPlan, DataConfig, EvalDataConfig, PhaseCon
 from pipeline.config.load import Loaded, load
 from pipeline.config.model import ModelConfig
 from pipeline.config.objective import MLM, ObjectiveConfig
+from pipeline.config.origin import continued
 from pipeline.config.schema import REQUIRED, param, path_param, section
+from pipeline.config.stages import BY_STAGES, RunStage, StageConfig, Timeline, completed
+from pipeline.config.strict_yaml import YamlNode
 from pipeline.config.train import (
     CheckpointConfig,
     KernelsConfig,
@@ -23,6 +26,8 @@ from pipeline.config.train import (
 from pipeline.errors import ConfigError
 from pipeline.runtime.run_folder import RunFolder
 
+_EVAL_MASK_PROB = 0.15
+"""As ModernBERT, Ettin and mmBERT, which mask more in training."""
 _HOW_DATA_IS_READ = {
     "dir",
     "stage_dir",
@@ -79,48 +84,40 @@ class RunConfig:
             )
 
     @property
+    def origin(self) -> Path | None:
+        """The other run's checkpoint that this run begins from, if it does."""
+        of = [stage.of for stage in self.timeline.stages if stage.of]
+        return Path(of[-1]) if of else None
+
+    @property
     def folder(self) -> RunFolder:
         """The folder `run_dir`."""
         return RunFolder(Path(self.run_dir))
 
     @property
-    def batches(self) -> BatchPlan:
-        """The run's batches; reading this checks the phases."""
+    def timeline(self) -> Timeline:
+        """The run's stages; reading this checks phases and stages."""
         raise NotImplementedError
 
     @property
-    def identity(self) -> dict[str, Any]:
-        """Values that fix weights' shapes, order and masks, which a resume cannot change.
+    def batches(self) -> BatchPlan:
+        """The run's batches."""
+        return self.timeline.batches
 
-        Steps, learning rate, schedules, intervals and paths may change.
+    def identity_at(self, cursor: int = 0) -> dict[str, Any]:
+        """Values that fix weights' shapes, order and masks until a cursor: no resume changes them.
+
+        Steps, learning rate, schedules, intervals and paths may change, and stages not begun.
         """
         raise NotImplementedError
 
-    def _batches(self, data: DataConfig, phases: tuple[PhaseConfig, ...]) -> BatchPlan:
-        train = self.train
-        return BatchPlan(
-            phases,
-            seq_len=data.seq_len,
-            global_batch=train.global_batch,
-            micro_batch=train.micro_batch,
-        )
-
     def _identity(
-        self, data: DataConfig, phases: tuple[PhaseConfig, ...], objective: ObjectiveConfig
+        self, cursor: int, phases: tuple[PhaseConfig, ...], objective: ObjectiveConfig
     ) -> dict[str, Any]:
-        tree = asdict(self)
-        train = {name: tree["train"][name] for name in ("global_batch", "precision", "optimizer")}
-        # Checkpoints from before these switches do not have them, and computed as their default.
-        later = {"rotary_value": False}
-        # () is equal to no value of a field, so that all other names stay.
-        model = {
-            name: value for name, value in tree["model"].items() if later.get(name, ()) != value
-        }
-        values = {
+        trained = self.timeline.trained(cursor)
+        values: dict[str, Any] = {
             "seed": self.seed,
-            "model": model,
-            "data": data_identity(data),
-            "train": train,
+            **_stage_identity(trained),
             "phases": [
                 # Accumulation changes no sample of a step, so a resume may change it with the
                 # number of ranks.
@@ -130,6 +127,12 @@ class RunConfig:
         }
         if objective != MLM:  # checkpoints from before there were others say nothing of it
             values["objective"] = asdict(objective)
+        if trained.number:
+            values["stages_before"] = [
+                _stage_identity(stage) | {"end": self.timeline.end(stage)}
+                for stage in self.timeline.stages[: trained.number]
+            ]
+            values["continues"] = self.timeline.continues(trained.number)
         # Compared with a manifest's, and JSON turns tuples into lists.
         as_read: dict[str, Any] = json.loads(json.dumps(values))
         return as_read
@@ -144,14 +147,13 @@ class TaskRunConfig(RunConfig):
 
     # It writes to `__dict__`, past the frozen dataclass; the plan is asked for at every step.
     @cached_property
-    def batches(self) -> BatchPlan:
-        """See `RunConfig.batches`."""
-        return self._batches(self.data, ())
+    def timeline(self) -> Timeline:
+        """See `RunConfig.timeline`."""
+        return Timeline(self.data, self.model, self.train)
 
-    @property
-    def identity(self) -> dict[str, Any]:
-        """See `RunConfig.identity`."""
-        return self._identity(self.data, (), MLM)
+    def identity_at(self, cursor: int = 0) -> dict[str, Any]:
+        """See `RunConfig.identity_at`."""
+        return self._identity(cursor, (), MLM)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,9 +169,30 @@ class PretrainConfig(RunConfig):
         "what comes first, with other lengths of sequences or batches; train and data hold for "
         "the rest",
     )
+    stages: tuple[StageConfig, ...] = param(
+        (),
+        "parts of the run, in order; each holds what differs from the sections data, model and "
+        "train, for its steps",
+    )
+    continue_from: str | None = path_param(
+        None,
+        "run, RUN@STEP or RUN@best that this run goes on from, optimizer's state included; its "
+        "sections and stages hold here, but for steps and schedule, and `stages` lists what comes "
+        "next",
+    )
+
+    @classmethod
+    def completed(cls, root: YamlNode) -> YamlNode:
+        """Fill in what follows from `continue_from` and `stages`."""
+        return completed(continued(root, cls))
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.train.schedule == BY_STAGES and not self.stages:
+            raise ConfigError(
+                "train.schedule=stages, and the run has no stages: list them, or choose another "
+                "schedule"
+            )
         changes = self.data.replace_random_prob > 0 or self.data.similar is not None
         if self.objective.kind == "rtd" and changes:
             raise ConfigError(
@@ -193,31 +216,66 @@ class PretrainConfig(RunConfig):
             )
 
     @cached_property
-    def batches(self) -> BatchPlan:
-        """See `RunConfig.batches`."""
-        return self._batches(self.data, self.phases)
+    def timeline(self) -> Timeline:
+        """See `RunConfig.timeline`."""
+        given = self.data, self.model, self.train
+        return Timeline(*given, stages=self.stages, phases=self.phases)
 
-    @property
-    def identity(self) -> dict[str, Any]:
-        """See `RunConfig.identity`."""
-        return self._identity(self.data, self.phases, self.objective)
+    def identity_at(self, cursor: int = 0) -> dict[str, Any]:
+        """See `RunConfig.identity_at`."""
+        return self._identity(cursor, self.phases, self.objective)
+
+    def train_data_of(self, stage: RunStage) -> TrainDataConfig:
+        """What a training loader needs of this config for a stage."""
+        return TrainDataConfig(
+            seed=self.seed, data=stage.data, batches=self.batches, objective=self.objective
+        )
 
     @property
     def train_data(self) -> TrainDataConfig:
-        """What a training loader needs of this config."""
-        return TrainDataConfig(
-            seed=self.seed, data=self.data, batches=self.batches, objective=self.objective
+        """What a training loader needs of this config, in the first stage."""
+        return self.train_data_of(self.timeline.stages[0])
+
+    def eval_data_of(self, stage: RunStage) -> EvalDataConfig:
+        """What a loader of held-out text needs of this config for a stage's data.
+
+        The masks are those of the first stage and the share of `monitor.eval_mask_prob`, whatever
+        the stage trains with: losses of one text are comparable from the first step to the last.
+        """
+        data, share = self.timeline.stages[0].data, self.monitor.eval_mask_prob
+        if share is None:
+            share = _EVAL_MASK_PROB if self.timeline.has_stages else data.mask_prob
+        return EvalDataConfig(
+            data=replace(
+                data,
+                dir=stage.data.dir,
+                seq_len=stage.data.seq_len,
+                mix=stage.data.mix,
+                mask_prob=share,
+                mask_prob_end=None,
+                mask_prob_steps=0,
+            ),
+            objective=self.objective,
+            sequences=self.monitor.eval_sequences,
+            micro_batch=self.timeline.stages[0].train.micro_batch,
         )
 
     @property
     def eval_data(self) -> EvalDataConfig:
-        """What a loader of held-out text needs of this config."""
-        return EvalDataConfig(
-            data=self.data,
-            objective=self.objective,
-            sequences=self.monitor.eval_sequences,
-            micro_batch=self.train.micro_batch,
-        )
+        """What a loader of held-out text needs of this config, in the first stage."""
+        return self.eval_data_of(self.timeline.stages[0])
+
+
+def _stage_identity(stage: RunStage) -> dict[str, Any]:
+    train, model = asdict(stage.train), asdict(stage.model)
+    # Checkpoints from before these switches do not have them, and computed as their default.
+    later = {"rotary_value": False}
+    return {
+        # () is equal to no value of a field, so that all other names stay.
+        "model": {name: value for name, value in model.items() if later.get(name, ()) != value},
+        "data": data_identity(stage.data),
+        "train": {name: train[name] for name in ("global_batch", "precision", "optimizer")},
+    }
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> Loaded[PretrainConfig]:

@@ -93,6 +93,20 @@ def dump(tree: dict[str, Any]) -> str:
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, default_flow_style=None)
 
 
+def of_plain(value: Any, origin: str, known: YamlNode | None = None) -> YamlNode:
+    """Return plain values as nodes of one origin; what is the same in `known` keeps its own."""
+    if known is not None and known.plain() == value:
+        return known
+    inner = known.value if known is not None else None
+    if isinstance(value, dict):
+        of = inner if isinstance(inner, dict) else {}
+        items = {key: of_plain(item, origin, of.get(key)) for key, item in value.items()}
+        return YamlNode(items, origin)
+    if isinstance(value, (list, tuple)):
+        return YamlNode([of_plain(item, origin) for item in value], origin)
+    return YamlNode(value, origin)
+
+
 @dataclass(frozen=True)
 class _Converter:
     """Makes nodes of PyYAML's; after a mistake it goes on with what was probably meant."""

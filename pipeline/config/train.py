@@ -12,7 +12,7 @@ from pipeline.config.schema import REQUIRED, param, path_param
 from pipeline.errors import ConfigError
 
 Optimizer = Literal["adamw", "lamb"]
-Schedule = Literal["linear", "cosine", "wsd", "piecewise", "time_budget"]
+Schedule = Literal["linear", "cosine", "wsd", "piecewise", "time_budget", "stages"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,8 @@ class TrainConfig:
         "linear",
         "learning rate after the warm-up: linear or cosine down to min_lr_ratio at num_steps; wsd: "
         "constant, then down in decay_steps; piecewise: through lr_points; time_budget: linear in "
-        "steps or in time, whichever is nearer its end, and the run ends with either",
+        "steps or in time, whichever is nearer its end, and the run ends with either; stages: as "
+        "each stage says, what a run with stages has unless another is written",
     )
     decay_steps: int | None = param(
         None, "wsd: steps of the decay at the end of the run", unit="steps", ge=1
@@ -287,6 +288,12 @@ class MonitorConfig:
     eval_every_steps: int = param(1000, "held-out evaluation", unit="steps", ge=1)
     eval_sequences: int = param(
         2048, "at most this many held-out sequences", unit="sequences", ge=1
+    )
+    eval_mask_prob: float | None = param(
+        None,
+        "share of the held-out tokens to predict; null: data.mask_prob, in a run with stages 0.15",
+        gt=0,
+        lt=1,
     )
     sinks: tuple[str, ...] = param(
         ("tensorboard",),

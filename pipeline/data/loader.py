@@ -1,7 +1,7 @@
 """Micro-batches of a run as tensors, made ahead by a thread or by worker processes."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
@@ -19,7 +19,7 @@ from pipeline.data.dataset import Batch, Inputs, PackedSplit
 from pipeline.data.format import DatasetIndex
 from pipeline.data.jit import kernel
 from pipeline.data.order import Ints, Locations
-from pipeline.data.run_order import DataRank, TrainSteps
+from pipeline.data.run_order import DataRank, StageData, TrainSteps
 from pipeline.data.workers import Workers
 from pipeline.errors import DataError, StorageError
 
@@ -111,8 +111,9 @@ class TrainLoader:
         inputs: Inputs,
         share: DataRank,
         counts: Mapping[int, Ints] | None = None,
+        stages: Sequence[StageData] = (),
     ) -> None:
-        """Open the training split; see `TrainSteps` for `counts` and what can fail.
+        """Open the training split; see `TrainSteps` for `counts`, `stages` and what can fail.
 
         Raises:
             ConfigError: a batch does not split evenly over the ranks.
@@ -122,21 +123,19 @@ class TrainLoader:
             counts = sequences_at(index, config.batches.seq_lens, None, config.objective)
         # With workers these make the steps.
         sharing = share.world_size > 1 and not config.data.workers
-        self.steps = TrainSteps(index, config, inputs, counts, sharing=sharing)
+        self.steps = TrainSteps(index, config, inputs, counts, stages=stages, sharing=sharing)
         self._share = share
         self._data = config.data
         self._start_workers: Callable[[], Workers] | None = None
         if config.data.workers:
             self._start_workers = partial(
-                Workers, config.data.workers, index, config, inputs, share, counts
+                Workers, config.data.workers, index, config, inputs, share, counts, stages
             )
 
     @property
     def description(self) -> str:
         """Its size in words."""
-        seq_len = self.steps.plan.seq_lens[-1]
-        num_sequences = self.steps.split.counts[seq_len].sum()
-        return f"{num_sequences:,} sequences of {seq_len} an epoch"
+        return "; then ".join(self.steps.descriptions)
 
     def samples(self, place: BatchSpec) -> list[list[int]]:
         """Return [epoch, sample id] of each sequence of a batch, over all ranks."""
@@ -149,7 +148,7 @@ class TrainLoader:
 
     def epochs(self, cursor: int) -> dict[str, float]:
         """Return how often each group of sources was seen before a cursor."""
-        return self.steps.order.epochs(cursor)
+        return self.steps.epochs(cursor)
 
     def step_batches(self, cursor: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of the step that starts at `cursor` sequences."""

@@ -6,6 +6,8 @@ batches.tsv has one line for every batch, including skipped ones:
     0      0       256        512      1        2b6821d6e7253864
     1      256     256        512      skipped  90c3f1b28d6a417e
 
+In a run with stages each line ends with the place of its stage in `stages`, from 0.
+
 Runs that saw the same data have files that `diff` finds equal, whatever their ranks and
 micro-batches. `pipeline.train.batch_log` writes it.
 
@@ -129,6 +131,8 @@ def _hash_batch(
 
 
 HEADER = b"batch\tcursor\tsequences\tseq_len\tstep\thash\n"
+STAGE_HEADER = HEADER[:-1] + b"\tstage\n"
+"""Of a run with stages."""
 _SKIPPED = -1
 _SKIPPED_WORD = tuple(b"skipped")
 _S = _SKIPPED_WORD[0]
@@ -151,6 +155,7 @@ class BatchRecord(NamedTuple):
     """Number of the optimizer step from 1; None if the batch was skipped."""
     hash: int
     """Hash of the batch, below 2^64; in `BatchLog.add` that of this rank's part."""
+    stage: int = 0
 
 
 def read_batches(run_dir: Path) -> list[BatchRecord]:
@@ -168,12 +173,12 @@ def read_batches(run_dir: Path) -> list[BatchRecord]:
             f"{path} is missing, which every run writes from its first start; check the folder"
         )
     text = path.read_bytes()
-    if HEADER.startswith(text):
+    if is_empty(text):
         return []
     numbers, hashes, _ = parse(path, text)
-    batch, cursor, sequences, seq_len, step = (column.tolist() for column in numbers.T)
+    batch, cursor, sequences, seq_len, step, stage = (column.tolist() for column in numbers.T)
     steps = [None if number == _SKIPPED else number for number in step]
-    rows = zip(batch, cursor, sequences, seq_len, steps, hashes.tolist(), strict=True)
+    rows = zip(batch, cursor, sequences, seq_len, steps, hashes.tolist(), stage, strict=True)
     return [BatchRecord(*row) for row in rows]
 
 
@@ -181,7 +186,7 @@ class CompleteLines(NamedTuple):
     """The complete lines of a file."""
 
     numbers: npt.NDArray[np.int64]
-    """(n, 5) batch, cursor, sequences, seq_len, step, which is -1 for skipped ones."""
+    """(n, 6) batch, cursor, sequences, seq_len, step, which is -1 for skipped ones, and stage."""
     hashes: npt.NDArray[np.uint64]
     """(n,)"""
     ends: npt.NDArray[np.int64]
@@ -190,18 +195,19 @@ class CompleteLines(NamedTuple):
 
 def parse(path: Path, text: bytes) -> CompleteLines:
     """Read and check the complete lines (DataError: names the first line that is wrong)."""
-    if not text.startswith(HEADER):
+    header = STAGE_HEADER if has_stages(text) else HEADER
+    if not text.startswith(header):
         line = text[: len(HEADER)].split(b"\n")[0]
         raise DataError(f"{path}, line 1: {line!r}, expected {HEADER!r}. {how_to_fix(path)}")
     count = text.count(b"\n") - 1
     lines = CompleteLines(
-        np.empty((count, 5), np.int64), np.empty(count, np.uint64), np.empty(count, np.int64)
+        np.zeros((count, 6), np.int64), np.empty(count, np.uint64), np.empty(count, np.int64)
     )
-    good = _read_lines(np.frombuffer(text, np.uint8), len(HEADER), *lines)
+    good = _read_lines(np.frombuffer(text, np.uint8), len(header), header == STAGE_HEADER, *lines)
     if good < count:
-        start = int(lines.ends[good - 1]) if good else len(HEADER)
+        start = int(lines.ends[good - 1]) if good else len(header)
         line = text[start : text.index(b"\n", start)]
-        expected = "six values between tabs, as the header names them"
+        expected = "values between tabs, as the header names them"
         if good:
             batch, cursor, sequences = lines.numbers[good - 1, :3].tolist()
             expected += f", batch {batch + 1} at cursor {cursor + sequences}"
@@ -215,6 +221,7 @@ def parse(path: Path, text: bytes) -> CompleteLines:
 def _read_lines(
     text: npt.NDArray[np.uint8],
     at: int,
+    staged: bool,
     numbers: npt.NDArray[np.int64],
     hashes: npt.NDArray[np.uint64],
     ends: npt.NDArray[np.int64],
@@ -255,6 +262,17 @@ def _read_lines(
                 return row
             value_hash = (value_hash << np.uint64(4)) | np.uint64(digit)
             at += 1
+        if staged:
+            if text[at] != _TAB:
+                return row
+            stage, first = np.int64(0), at + 1
+            at += 1
+            while _ZERO <= text[at] <= _NINE:
+                stage = 10 * stage + np.int64(text[at]) - _ZERO
+                at += 1
+            if not 0 < at - first <= _MOST_DIGITS:
+                return row
+            numbers[row, 5] = stage
         if text[at] != _NEWLINE:
             return row
         at += 1
@@ -269,21 +287,44 @@ def _read_lines(
     return len(ends)
 
 
-def line_of(record: BatchRecord) -> bytes:
+def is_empty(text: bytes) -> bool:
+    """Return whether a file has no line yet, or only a part of its header."""
+    return HEADER.startswith(text) or STAGE_HEADER.startswith(text)
+
+
+def has_stages(text: bytes) -> bool:
+    """Return whether the lines of a file have a stage."""
+    return text.startswith(STAGE_HEADER)
+
+
+def with_stages(text: bytes) -> bytes:
+    """Return a file of a run without stages as that of one that has got some."""
+    complete = text[len(HEADER) : text.rindex(b"\n") + 1]
+    return STAGE_HEADER + complete.replace(b"\n", b"\t0\n")
+
+
+def line_of(record: BatchRecord, *, staged: bool = False) -> bytes:
     """Format a record as a line of the file."""
     step = "skipped" if record.step is None else record.step
     return (
         f"{record.batch}\t{record.cursor}\t{record.sequences}\t{record.seq_len}\t{step}\t"
-        f"{record.hash:016x}\n"
+        f"{record.hash:016x}{f'{chr(9)}{record.stage}' if staged else ''}\n"
     ).encode()
 
 
 def record_of(line: bytes) -> BatchRecord:
     """Parse a line that was checked."""
-    *numbers, step, digest = line.split()
-    batch, cursor, sequences, seq_len = map(int, numbers)
+    batch, cursor, sequences, seq_len, step, digest, *stage = line.split()
     made = None if step == b"skipped" else int(step)
-    return BatchRecord(batch, cursor, sequences, seq_len, made, int(digest, 16))
+    return BatchRecord(
+        batch=int(batch),
+        cursor=int(cursor),
+        sequences=int(sequences),
+        seq_len=int(seq_len),
+        step=made,
+        hash=int(digest, 16),
+        stage=int(stage[0]) if stage else 0,
+    )
 
 
 def how_to_fix(path: Path) -> str:

@@ -220,10 +220,30 @@ class Segment:
 
 
 class RunOrder:
-    """All places of a run, which has no end here."""
+    """All places of a stage, which has no end here; a run without stages is one."""
 
-    def __init__(self, index: DatasetIndex, config: TrainDataConfig, split: PackedSplit) -> None:
+    def __init__(
+        self,
+        index: DatasetIndex,
+        config: TrainDataConfig,
+        split: PackedSplit,
+        *,
+        stage: int = 0,
+        after: "RunOrder | None" = None,
+        same_mix: bool = True,
+        segments_before: int = 0,
+    ) -> None:
         """Find the segments; where one begins within a window, read its documents' ends.
+
+        Args:
+            index: of the stage's data.
+            config: with the stage's data.
+            split: of the index.
+            stage: place of the stage in the run.
+            after: order of the stage before, if that has the same data: where its sources are
+                grouped as before, they go on where they stood.
+            same_mix: whether that has the same mix.
+            segments_before: number of segments of earlier stages.
 
         Raises:
             ConfigError: the mix does not fit the dataset.
@@ -238,8 +258,18 @@ class RunOrder:
             max(1, round(config.data.window_blocks * part / sum(tokens))) for part in tokens
         ]
         self.segments: list[Segment] = []
+        goes_on = after is not None and _same_groups(self.groups, after.groups)
+        if after is not None and goes_on:
+            # A window's number means the same blocks only if windows are as large as before.
+            self._windows = after._windows
+            self.segments.append(after.segments[-1])
+            segments_before -= 1
+        self._before = segments_before
         for place in config.batches.stretches:
-            if not self.segments or self.segments[-1].seq_len != place.seq_len:
+            if place.stage != stage:
+                continue
+            is_new = not self.segments or self.segments[-1].seq_len != place.seq_len
+            if is_new or (place == config.batches.firsts_of_stages[stage] and not same_mix):
                 self.segments.append(self._segment(place.cursor, place.seq_len))
 
     def segment(self, place: int) -> Segment:
@@ -283,7 +313,7 @@ class RunOrder:
             yield from sorted(in_segment)
 
     def _segment(self, first: int, seq_len: int) -> Segment:
-        number = len(self.segments)
+        number = self._before + len(self.segments)
         counts = self._split.counts[seq_len]
         # Even for a segment's own sequences, odd for its leftovers: an id never means two sequences
         # of an epoch, so no two get the same masks.
@@ -291,7 +321,7 @@ class RunOrder:
         amounts = [group.weight * int(counts[group.blocks].sum()) for group in self.groups]
         starts = [OrderStart()] * len(self.groups)
         leftovers: dict[int, Packing] = {}
-        if number:
+        if self.segments:
             starts, leftovers = self._starts(first, seq_len)
         orders = tuple(
             Order(
@@ -312,7 +342,7 @@ class RunOrder:
     def _starts(self, first: int, seq_len: int) -> tuple[list[OrderStart], dict[int, Packing]]:
         """Find where each group continues when the length changes, and the rest of its window."""
         before = self.segments[-1]
-        next_id = (2 * len(self.segments) - 1) << _ID_BITS
+        next_id = (2 * (self._before + len(self.segments)) - 1) << _ID_BITS
         starts: list[OrderStart] = []
         leftovers: dict[int, Packing] = {}
         counts = before.mix.counts(first - before.first)
@@ -339,6 +369,13 @@ class RunOrder:
         else:
             packing = self._split.packing(block, before.seq_len)
         return repack(packing, rest.sequences[mine], seq_len, self._split.specials)
+
+
+def _same_groups(groups: list[Group], others: list[Group]) -> bool:
+    """Return whether sources are shuffled together as before; their weights may differ."""
+    return len(groups) == len(others) and all(
+        np.array_equal(one.blocks, other.blocks) for one, other in zip(groups, others, strict=True)
+    )
 
 
 def _groups(index: DatasetIndex, config: TrainDataConfig, split: PackedSplit) -> list[Group]:
@@ -373,8 +410,37 @@ class DataRank:
     world_size: int
 
 
+@dataclass(frozen=True)
+class StageData:
+    """What the batches of a stage are made of; picklable, for worker processes."""
+
+    index: DatasetIndex
+    config: TrainDataConfig
+    """With the stage's data."""
+    inputs: Inputs
+    counts: Mapping[int, Ints]
+    """(b,) sequences of each block by length, for all lengths of stages with this data."""
+    number: int = 0
+    """Place of the stage in the run."""
+    continues: bool = False
+    """Whether its data is that of the stage before."""
+    same_mix: bool = True
+    """Whether it also has that stage's mix."""
+    segments_before: int = 0
+    """Segments of the stages before it."""
+
+
+class _StageSteps(NamedTuple):
+    """The open data of a stage."""
+
+    of: StageData
+    first: BatchSpec
+    split: PackedSplit
+    order: RunOrder
+
+
 class TrainSteps:
-    """Training batches."""
+    """Training batches, of all stages."""
 
     def __init__(
         self,
@@ -383,21 +449,83 @@ class TrainSteps:
         inputs: Inputs,
         counts: Mapping[int, Ints] | None = None,
         *,
+        stages: Sequence[StageData] = (),
         sharing: bool = False,
     ) -> None:
         """Open the training split; see `PackedSplit` and `RunOrder` for what can fail.
 
-        With `sharing`, what is read and drawn is shared with other processes of the node.
+        With `sharing`, what is read and drawn is shared with other processes of the node. `stages`
+        are those of a run that has some, the first of which has the other arguments.
         """
         if counts is None:
             counts = sequences_at(index, config.batches.seq_lens, None, config.objective)
         self.plan = config.batches
-        self._data = config.data
-        self.split = PackedSplit(index, "train", config.data, counts, inputs.pairs)
-        if sharing:
-            self.split.share(repr((config.seed, config.data, config.batches.stretches)))
-        self.order = RunOrder(index, config, self.split)
-        self._inputs = inputs
+        self._stages: list[_StageSteps] = []
+        for stage in stages or (StageData(index, config, inputs, counts),):
+            self._open(stage, sharing=sharing)
+        self.split, self.order = self._stages[0].split, self._stages[0].order
+
+    def _open(self, stage: StageData, *, sharing: bool) -> None:
+        index, config = stage.index, stage.config
+        before = self._stages[-1] if self._stages else None
+        if before is not None and stage.continues:
+            split = before.split
+        else:
+            split = PackedSplit(index, "train", config.data, stage.counts, stage.inputs.pairs)
+            if sharing:
+                split.share(repr((config.seed, config.data, self.plan.stretches)))
+        order = RunOrder(
+            index,
+            config,
+            split,
+            stage=stage.number,
+            after=before.order if before is not None and stage.continues else None,
+            same_mix=stage.same_mix,
+            segments_before=stage.segments_before,
+        )
+        first = self.plan.firsts_of_stages[stage.number]
+        self._stages.append(_StageSteps(stage, first, split, order))
+
+    def of(self, cursor: int) -> _StageSteps:
+        """Return the stage of a cursor, or the nearest one that is open."""
+        number = self.plan.at(cursor).stage
+        opened = [one for one in self._stages if one.of.number <= number]
+        return (opened or self._stages)[-1 if opened else 0]
+
+    @property
+    def splits(self) -> list[PackedSplit]:
+        """The training splits of all stages' data, each once."""
+        return list({id(one.split): one.split for one in self._stages}.values())
+
+    @property
+    def descriptions(self) -> list[str]:
+        """The size of each stage's data in words."""
+        return [
+            f"{one.split.counts[seq_len].sum():,} sequences of {seq_len} an epoch"
+            for one in self._stages
+            for seq_len in [one.order.segments[-1].seq_len]
+        ]
+
+    def places(self, split: PackedSplit, block: int, pieces: range, stop: int) -> Iterator[int]:
+        """Yield the places of the run before `stop` at which tokens of a block of a split are seen.
+
+        A place counts if any of the tokens `pieces` is seen there.
+        """
+        for number, stage in enumerate(self._stages):
+            after = self._stages[number + 1 : number + 2]
+            end = min(stop, after[0].first.cursor) if after else stop
+            if stage.split is split:
+                for place in stage.order.places(block, pieces, end):
+                    if place >= stage.first.cursor:
+                        yield place
+
+    def segment(self, cursor: int) -> Segment:
+        """Return the segment of a cursor."""
+        return self.of(cursor).order.segment(cursor)
+
+    def epochs(self, cursor: int) -> dict[str, float]:
+        """Return how often each group of sources was seen before a cursor, in its stage's data."""
+        return self.of(self.plan.holding(max(0, cursor - 1)).cursor).order.epochs(cursor)
 
     def located(self, cursor: int, share: DataRank, steps: int = 1) -> tuple[Locations, Ints]:
         """Find a rank's sequences of equal steps, the first of which starts at a cursor.
@@ -405,7 +533,7 @@ class TrainSteps:
         Returns:
             Their locations in the order of its micro-batches, and (B,) their places in their steps.
         """
-        size, segment = self.plan.at(cursor).size, self.order.segment(cursor)
+        size, segment = self.plan.at(cursor).size, self.segment(cursor)
         if share.world_size == 1:
             return segment.locate(cursor, size * steps), np.tile(np.arange(size), steps)
         each = size // share.world_size
@@ -420,11 +548,15 @@ class TrainSteps:
         more = islice(places, max(0, min(_MOST_TOGETHER, _SLOTS_TOGETHER // slots) - 1))
         return 1 + sum(1 for _ in takewhile(lambda one: self._is_alike(one, first), more))
 
+    def mask_ratio(self, place: BatchSpec) -> float:
+        """Return the share of a batch's tokens to predict."""
+        stage = self.of(place.cursor)
+        return mask_ratio(place.number - stage.first.number, stage.of.config.data)
+
     def _is_alike(self, one: BatchSpec, other: BatchSpec) -> bool:
-        ratios = {mask_ratio(place.number, self._data) for place in (one, other)}
         # All but number and cursor, which differ from step to step and matter by the mask ratio
         # alone.
-        return len(ratios) == 1 and one[2:] == other[2:]
+        return one[2:] == other[2:] and self.mask_ratio(one) == self.mask_ratio(other)
 
     def micro_batches(
         self, cursor: int, share: DataRank, only: int | None = None, steps: int = 1
@@ -433,13 +565,15 @@ class TrainSteps:
 
         `only` is its number, from 0. With `steps`, at most `together`, return those of several.
         """
-        place = self.plan.at(cursor)
-        segment = self.order.segment(cursor)
+        place, stage = self.plan.at(cursor), self.of(cursor)
+        segment = stage.order.segment(cursor)
         locations, places = self.located(cursor, share, steps)
         if only is not None:
             one = slice(only * place.micro_batch, (only + 1) * place.micro_batch)
             locations, places = locations.rows(one.start, one.stop), places[one]
-        slots = self.split.slots(locations, segment.seq_len, segment.leftovers)
-        return self._inputs(
-            slots, locations, place.number, micro_batch=place.micro_batch, places=places
+        slots = stage.split.slots(locations, segment.seq_len, segment.leftovers)
+        # The mask ratio's schedule begins anew with the stage.
+        number = place.number - stage.first.number
+        return stage.of.inputs(
+            slots, locations, number, micro_batch=place.micro_batch, places=places
         )

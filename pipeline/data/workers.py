@@ -24,7 +24,7 @@ import signal
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle, send_handle
@@ -37,7 +37,7 @@ from pipeline.config.data import TrainDataConfig
 from pipeline.data.dataset import Batch, Inputs
 from pipeline.data.format import DatasetIndex
 from pipeline.data.order import Ints
-from pipeline.data.run_order import DataRank, TrainSteps
+from pipeline.data.run_order import DataRank, StageData, TrainSteps
 from pipeline.errors import PostnormError, WorkerError
 from pipeline.runtime.stop import kept_from_children
 
@@ -60,6 +60,7 @@ class Workers:
         inputs: Inputs,
         share: DataRank,
         counts: Mapping[int, Ints],
+        stages: Sequence[StageData] = (),
     ) -> None:
         # Not forked: the parent has threads, and CUDA does not work in a forked process.
         context = multiprocessing.get_context("spawn")
@@ -76,7 +77,7 @@ class Workers:
                 ours, theirs = context.Pipe()
                 process = context.Process(
                     target=_serve,
-                    args=(theirs, index, config, inputs, share, counts),
+                    args=(theirs, index, config, inputs, share, counts, stages),
                     name=f"data worker {worker} of rank {share.rank}",
                 )
                 process.start()
@@ -170,6 +171,7 @@ def _serve(
     inputs: Inputs,
     share: DataRank,
     counts: Mapping[int, Ints],
+    stages: Sequence[StageData],
 ) -> None:
     """Make batches until the pipe is closed."""
     steps: TrainSteps | None = None
@@ -182,7 +184,7 @@ def _serve(
             try:
                 # Within the request, so that an error of opening the data is an answer, too.
                 if steps is None:
-                    steps = TrainSteps(index, config, inputs, counts, sharing=True)
+                    steps = TrainSteps(index, config, inputs, counts, stages=stages, sharing=True)
                 batches = steps.micro_batches(cursor, share, steps=count)
             except PostnormError as error:
                 answer = error

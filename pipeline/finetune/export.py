@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.checkpoints.manifest import split_step
 from pipeline.data.format import NUM_SPECIAL
 from pipeline.errors import CheckpointError, DataError
 from pipeline.finetune.answer import FineTuned, load_fine_tuned
 from pipeline.finetune.result import RESULT, read_result
 from pipeline.model.architecture import is_model_folder, read_architecture
 from pipeline.model.layout import rows
+from pipeline.runtime.checkpoints import split_step
 from pipeline.runtime.files import write_atomic
 from pipeline.tasks.readers import encode, read_file
 from pipeline.tasks.task import TaskConfig

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.checkpoints.manifest import FOLDER, published, read_manifest, verify
+from pipeline.checkpoints.manifest import verify
 from pipeline.checkpoints.state import TrainState, read_weights
 from pipeline.config.data import DataConfig
 from pipeline.config.load import git_revision, to_yaml
@@ -58,6 +58,7 @@ from pipeline.model.architecture import (
 from pipeline.model.cost import flops_per_token
 from pipeline.model.encoder import EncoderModel, MaskedLanguageModel
 from pipeline.runtime import dist, env, tensors
+from pipeline.runtime.checkpoints import FOLDER, published, read_manifest
 from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.runtime.rank import Rank
 from pipeline.tasks.task import TaskConfig, load_task
@@ -257,13 +258,14 @@ class TaskWork:
             # So that a run is not continued with another model or other settings.
             "protocol": {name: it for name, it in protocol.items() if it != ADAM.get(name, ...)},
         }
-        self.index = TaskIdentity(
+        identity = TaskIdentity(
             folder,
             hash_of(content),
             json.dumps(content).encode(),
             prepared.tokenizer_file,
             content["tokenizer_sha256"],  # type: ignore[arg-type]
         )
+        self.indexes = (identity,)
         self._prepared, self._config = prepared, config
 
     def open(self, share: DataRank) -> TaskStream:

@@ -16,21 +16,21 @@ import numpy as np
 
 from pipeline.config.data import BatchSpec, TrainDataConfig
 from pipeline.config.runs import load_run
-from pipeline.config.schedule import mask_ratio
+from pipeline.config.stages import Timeline
 from pipeline.config.train import BatchRange
 from pipeline.data.counts import sequences_at
-from pipeline.data.dataset import Batch
+from pipeline.data.dataset import Batch, PackedSplit
 from pipeline.data.format import DatasetIndex
 from pipeline.data.ledger import Ledger, read_ledger
-from pipeline.data.objects import open_index
 from pipeline.data.order import Locations
 from pipeline.data.packing import Packing
 from pipeline.data.pairs import Pair
 from pipeline.data.reader import Block
 from pipeline.data.record import BatchRecord, number_of_step, read_batches
-from pipeline.data.run_order import DataRank, TrainSteps
+from pipeline.data.run_order import DataRank, StageData, TrainSteps
+from pipeline.data.stages import Counts, open_indexes, stage_data
 from pipeline.errors import DataError
-from pipeline.objectives.inputs import train_steps
+from pipeline.objectives.inputs import train_inputs
 from pipeline.runtime.files import read_json_lines
 from pipeline.runtime.run_folder import RunFolder
 from pipeline.runtime.summary import progress
@@ -51,6 +51,10 @@ class OpenedRun:
     skip_batches: tuple[BatchRange, ...]
     """`train.skip_batches`."""
     index: DatasetIndex
+    """Of the data of the first stage that is there."""
+    timeline: Timeline
+    stages: list[StageData]
+    """The stages whose data is there."""
     records: list[BatchRecord]
     """Batches that were computed, as far as the run has logged them."""
     world_size: int | None
@@ -59,9 +63,8 @@ class OpenedRun:
     @cached_property
     def steps(self) -> TrainSteps:
         """The run's batches, made as training makes them."""
-        lengths, objective = self.config.batches.seq_lens, self.config.objective
-        counts = sequences_at(self.index, lengths, self.folder, objective)
-        return train_steps(self.index, self.config, counts)
+        first = self.stages[0]
+        return TrainSteps(first.index, first.config, first.inputs, first.counts, stages=self.stages)
 
     @cached_property
     def tokenizer(self) -> DatasetTokenizer:
@@ -107,20 +110,36 @@ def open_run(folder: Path, overrides: Sequence[str] = ()) -> OpenedRun:
     run = RunFolder.started(folder)
     newest = read_json_lines(run.attempts)[-1]
     config = load_run(run.resolved, overrides).config
-    index = open_index(replace(config.data, dir=run.as_started(config.data.dir)))
-    expected = newest.get("fingerprint", index.fingerprint)
-    if expected != index.fingerprint:
-        raise DataError(
-            f"{index.folder} has fingerprint {index.fingerprint}, the run was started with "
-            f"{expected}; give the folder of that dataset as data.dir=FOLDER"
-        )
+    stages = [
+        replace(stage, data=replace(stage.data, dir=run.as_started(stage.data.dir)))
+        for stage in config.timeline.stages
+    ]
+    newest_fingerprints = newest.get("fingerprints", [newest.get("fingerprint")])
+    records = read_batches(folder) if run.batches.is_file() else []
+    current = records[-1].stage if records else 0
+    timeline = config.timeline.at_home(stages)
+    indexes = open_indexes(timeline, current, newest_fingerprints)
+    for stage, index, expected in zip(stages, indexes, newest_fingerprints, strict=False):
+        if expected not in (None, index.fingerprint):
+            field = f"stages.{stage.number}.data.dir" if config.stages else "data.dir"
+            raise DataError(
+                f"{index.folder} has fingerprint {index.fingerprint}, the run was started with "
+                f"{expected}; give the folder of that dataset as {field}=FOLDER"
+            )
+
+    def opened(index: DatasetIndex, lengths: Sequence[int]) -> tuple[DatasetIndex, Counts]:
+        return index, sequences_at(index, lengths, folder, config.objective)
+
+    data = stage_data(timeline, indexes, config.train_data_of, train_inputs, opened)
     return OpenedRun(
         folder=folder,
-        config=config.train_data,
+        config=data[0].config,
         num_steps=config.train.num_steps,
         skip_batches=config.train.skip_batches,
-        index=index,
-        records=read_batches(folder) if run.batches.is_file() else [],
+        index=data[0].index,
+        timeline=timeline,
+        stages=data,
+        records=records,
         world_size=newest.get("world_size"),
     )
 
@@ -131,9 +150,8 @@ def find_text(run: OpenedRun, document_id: str) -> Iterator[str]:
     Raises:
         DataError: the training split has no such document.
     """
-    block, tokens = find(run, document_id)
-    index, split, order = run.index, run.steps.split, run.steps.order
-    row = int(split.rows[block])
+    split, block, tokens = find(run, document_id)
+    index, row = split.reader.index, int(split.rows[block])
     yield (
         f"document {document_id}: {len(tokens)} tokens, source "
         f"{index.sources[int(index.block_source[row])].name}, block {index.block_key(row)} of "
@@ -144,7 +162,7 @@ def find_text(run: OpenedRun, document_id: str) -> Iterator[str]:
     done = run.records[-1].batch if run.records else -1
     skipped = sum(record.step is None for record in run.records)
     count = 0
-    for place in order.places(block, tokens, stop):
+    for place in run.steps.places(split, block, tokens, stop):
         batch = plan.holding(place)
         record = run.record(batch.number)
         if record is not None:
@@ -153,9 +171,9 @@ def find_text(run: OpenedRun, document_id: str) -> Iterator[str]:
             when = f"step {batch.number + 1 - skipped}, to come"
         else:
             when = "a step that the run did not log"
-        segment = order.segment(place)
-        epoch = int(segment.locate(place, 1).epochs[0])
-        yield f"  batch {batch.number} ({when}), place {place - batch.cursor}, epoch {epoch}"
+        epoch = int(run.steps.segment(place).locate(place, 1).epochs[0])
+        where = f", {run.timeline.stages[batch.stage].title}" if run.timeline.has_stages else ""
+        yield f"  batch {batch.number} ({when}{where}), place {place - batch.cursor}, epoch {epoch}"
         count += 1
     if count:
         yield f"seen {count} times in {num_batches:,} batches"
@@ -165,17 +183,28 @@ def find_text(run: OpenedRun, document_id: str) -> Iterator[str]:
         yield f"not seen in the {num_batches:,} batches of the run"
 
 
-def find(run: OpenedRun, document_id: str) -> tuple[int, range]:
-    """Look up a document's block in the training split, and its tokens there.
+def find(run: OpenedRun, document_id: str) -> tuple[PackedSplit, int, range]:
+    """Look up a document's training split, its block there, and its tokens in that.
 
     Reads the ids of all blocks until it is found.
 
     Raises:
         DataError: the training split has no such document.
     """
-    split = run.steps.split
     # As it stands in the block's JSON: most blocks need not be parsed.
     needle = json.dumps(document_id, ensure_ascii=False).encode()
+    for split in run.steps.splits:
+        if found := _find_in(split, document_id, needle):
+            return split, *found
+    example = run.steps.split.block(0).document_ids[0]
+    folders = " and ".join(str(split.reader.index.folder) for split in run.steps.splits)
+    raise DataError(
+        f"no document of the training split of {folders} has the id {document_id!r}; ids "
+        f"look like {example!r}"
+    )
+
+
+def _find_in(split: PackedSplit, document_id: str, needle: bytes) -> tuple[int, range] | None:
     total = len(split.rows)
     with ThreadPoolExecutor(_THREADS) as pool, progress("find", total, "block") as advance:
         metas = pool.map(lambda row: split.reader.meta_json(int(row)), split.rows)
@@ -192,11 +221,7 @@ def find(run: OpenedRun, document_id: str) -> tuple[int, range]:
                     return block, range(first, int(ends[row]))
         finally:
             pool.shutdown(cancel_futures=True)
-    example = split.block(0).document_ids[0]
-    raise DataError(
-        f"no document of the training split of {run.index.folder} has the id {document_id!r}; ids "
-        f"look like {example!r}"
-    )
+    return None
 
 
 def skipped_text(run: OpenedRun) -> Iterator[str]:
@@ -210,7 +235,7 @@ def skipped_text(run: OpenedRun) -> Iterator[str]:
     ledger = read_ledger(run.folder)
     skipped = [record for record in run.records if record.step is None]
     for record in skipped:
-        places = run.steps.order.segment(record.cursor).locate(record.cursor, record.sequences)
+        places = run.steps.segment(record.cursor).locate(record.cursor, record.sequences)
         pairs = zip(places.epochs.tolist(), places.sample_ids.tolist(), strict=True)
         samples = ", ".join(f"{epoch}/{sample}" for epoch, sample in pairs)
         yield (
@@ -344,9 +369,10 @@ def _head(run: OpenedRun, place: BatchSpec, found: int, share: Collection[int]) 
     yield (
         f"batch {place.number} of {run.folder}: sequences {place.cursor:,} to "
         f"{place.cursor + place.size - 1:,} of the run, {place.size} x {place.seq_len} slots, mask "
-        f"ratio {mask_ratio(place.number, run.config.data):g}"
+        f"ratio {run.steps.mask_ratio(place):g}"
+        + (f", {run.timeline.stages[place.stage].title}" if run.timeline.has_stages else "")
     )
-    epochs = run.steps.order.epochs(place.cursor)
+    epochs = run.steps.epochs(place.cursor)
     yield "epochs before it: " + ", ".join(f"{name} {value:.4f}" for name, value in epochs.items())
     if record is None:
         yield f"hash {found:016x}; the run has not logged this batch"
@@ -361,7 +387,7 @@ def _head(run: OpenedRun, place: BatchSpec, found: int, share: Collection[int]) 
 
 
 def _sequences(run: OpenedRun, place: BatchSpec, batches: list[Batch]) -> Iterator[StepSequence]:
-    segment = run.steps.order.segment(place.cursor)
+    segment, split = run.steps.segment(place.cursor), run.steps.of(place.cursor).split
     places = segment.locate(place.cursor, place.size)
     number = 0
     for batch in batches:
@@ -371,15 +397,15 @@ def _sequences(run: OpenedRun, place: BatchSpec, batches: list[Batch]) -> Iterat
             if one.leftover[0]:
                 packing = segment.leftovers[block]
             else:
-                packing = run.steps.split.packing(block, place.seq_len)
-            yield _sequence(run, number, one, packing, batch, row)
+                packing = split.packing(block, place.seq_len)
+            yield _sequence(split, number, one, packing, batch, row)
             number += 1
 
 
 def _sequence(
-    run: OpenedRun, number: int, one: Locations, packing: Packing, batch: Batch, row: int
+    split: PackedSplit, number: int, one: Locations, packing: Packing, batch: Batch, row: int
 ) -> StepSequence:
-    index, split = run.index, run.steps.split
+    index = split.reader.index
     position = int(one.blocks[0])
     block, of_index = split.block(position), int(split.rows[position])
     seq_len = batch.input_ids.shape[1]

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoints.manifest import Manifest, newest_readable
+from pipeline.checkpoints.manifest import newest_readable
 from pipeline.config.runs import load_run
 from pipeline.config.schedule import budget_left_s
+from pipeline.config.stages import Timeline
 from pipeline.config.train import TrainConfig
 from pipeline.data.ledger import read_ledger
 from pipeline.errors import (
@@ -22,6 +23,7 @@ from pipeline.errors import (
     EXIT_PREEMPTED,
     EXIT_STOPPED,
 )
+from pipeline.runtime.checkpoints import Manifest
 from pipeline.runtime.files import read_json_lines
 from pipeline.runtime.run_folder import RunFolder
 from pipeline.runtime.summary import FolderSummary, Line, date, duration, number, progress_bar
@@ -89,6 +91,8 @@ class RunStatus:
     state: str
     step: int
     num_steps: int
+    stage: str | None
+    """Which stage, how far it is, and what comes; None: the run has none."""
     loss: float | None
     held_out_loss: float | None
     held_out_step: int | None
@@ -150,6 +154,7 @@ def run_status(folder: Path, now_s: float | None = None) -> RunStatus:
         state=state,
         step=step,
         num_steps=config.train.num_steps,
+        stage=_stage(config.timeline, train, step),
         loss=train[-1]["loss"] if train else None,
         held_out_loss=held_out[-1]["loss"] if held_out else None,
         held_out_step=held_out[-1]["step"] if held_out else None,
@@ -166,6 +171,18 @@ def run_status(folder: Path, now_s: float | None = None) -> RunStatus:
         dev=_by_task(held_out, "dev_"),
         result=_result(run),
     )
+
+
+def _stage(timeline: Timeline, train: list[dict[str, Any]], step: int) -> str | None:
+    if not timeline.has_stages:
+        return None
+    # The stage of the last batch; without one that of the first to come.
+    number = int(train[-1].get("stage", 0)) if train else timeline.step(step).number
+    stage, total = timeline.stages[number], len(timeline.stages)
+    begun = max(0, step - stage.first_batch)
+    text = f"{stage.name}, {number + 1} of {total}, step {begun:,} of {stage.steps:,}"
+    coming = timeline.stages[number + 1 : number + 2]
+    return text + "".join(f"; {each.name} follows step {each.first_batch:,}" for each in coming)
 
 
 def valid_lines(run: RunFolder, attempts: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -368,6 +385,8 @@ def summary(folder: Path, status: RunStatus) -> FolderSummary:
 def progress_lines(status: RunStatus) -> Iterator[Line]:
     """Describe how far the run is, and how good the model."""
     yield progress_bar(status.step, status.num_steps, "step")
+    if status.stage is not None:
+        yield "stage", status.stage
     held_out = ""
     if status.held_out_loss is not None:
         held_out = f"   held-out {status.held_out_loss:.4f} at step {status.held_out_step:,}"

@@ -19,6 +19,7 @@ the normal it is cut from.
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from pipeline.kernels.choose import require_residual_norm
 from pipeline.kernels.loss import vocabulary_loss
 from pipeline.model.layers import (
     Layer,
+    SelfAttention,
     SharedInputs,
     Trace,
     activate,
@@ -295,6 +297,26 @@ class EncoderModel(nn.Module):
         """Set the alpha of all encoders, as `Encoder.set_alpha`."""
         for encoder in self.encoders:
             encoder.set_alpha(value)
+
+    def go_on_with(self, config: ModelConfig) -> None:
+        """Take over the rotary base and the dropouts of a config, which shape no parameter."""
+
+        def changed(own: ModelConfig) -> ModelConfig:
+            return replace(
+                own,
+                rotary_base=config.rotary_base,
+                dropout=config.dropout,
+                attention_dropout=config.attention_dropout,
+            )
+
+        self.config = changed(self.config)
+        for encoder in self.encoders:
+            encoder.config = changed(encoder.config)
+        for module in self.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = config.dropout
+            elif isinstance(module, SelfAttention):
+                module.dropout = config.attention_dropout
 
     def fuse_loss(self) -> None:
         """Compute losses over the vocabulary by the fused kernel."""

@@ -79,7 +79,7 @@ def multitask(mix: TaskMix, rank: Rank) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     work, config = open_work(mix)
     if rank.process.is_first:
-        write_atomic(folder / work.index.tokenizer_file, work.tokenizer)
+        write_atomic(folder / work.indexes[0].tokenizer_file, work.tokenizer)
         write_atomic(folder / MIX_FILE, mix_text(mix).encode())
         write_json_atomic(folder / LEFT_OUT_FILE, work.left_out)
     return train_run(config, rank, work)
@@ -187,9 +187,8 @@ class MultiTaskWork:
             },
         }
         folder = config.folder.path
-        self.index = TaskIdentity(
-            folder, hash_of(content), json.dumps(content).encode(), file, sha256
-        )
+        identity = folder, hash_of(content), json.dumps(content).encode(), file, sha256
+        self.indexes = (TaskIdentity(*identity),)
 
     def _known_of(self, name: str, factor: float) -> LossBaseline:
         if name != MLM:

@@ -153,6 +153,11 @@ class RunFolder:
 
     resolved = _Inside("resolved.yaml")
     """The config in full, with versions."""
+
+    def resolved_of(self, attempt: int) -> Path:
+        """Return the config of an attempt, 1 for the first, as `resolved` was then."""
+        return self.path / "starts" / f"{attempt:04d}.yaml"
+
     deepspeed = _Inside("deepspeed.json")
     """The config that DeepSpeed gets; absent at ZeRO stage 0."""
     attempts = _Inside("attempts.jsonl")

@@ -14,7 +14,18 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.data.record import HEADER, BatchRecord, how_to_fix, line_of, parse, record_of
+from pipeline.data.record import (
+    HEADER,
+    STAGE_HEADER,
+    BatchRecord,
+    has_stages,
+    how_to_fix,
+    is_empty,
+    line_of,
+    parse,
+    record_of,
+    with_stages,
+)
 from pipeline.errors import DataError, StorageError
 from pipeline.runtime import dist
 from pipeline.runtime.files import write_atomic
@@ -26,8 +37,10 @@ logger = logging.getLogger(__name__)
 class BatchLog:
     """Logs the batches of one attempt. Every rank has one; rank 0 reads and writes the file."""
 
-    def __init__(self, run_dir: Path, cursor: int, is_first: bool) -> None:
+    def __init__(self, run_dir: Path, cursor: int, is_first: bool, *, staged: bool = False) -> None:
         """Open the file or start a new one. Collective.
+
+        With `staged` its lines have a stage.
 
         Raises:
             DataError: the file is damaged or ends before the cursor.
@@ -36,7 +49,8 @@ class BatchLog:
         self._path = RunFolder(run_dir).batches
         self._is_first = is_first
         self._pending: list[BatchRecord] = []
-        self._end = len(HEADER)
+        self._staged = staged
+        self._end = len(STAGE_HEADER if staged else HEADER)
         """Bytes of the file that this attempt has written or found equal."""
         self._earlier: deque[bytes] = deque()
         """Complete lines of earlier attempts after these bytes."""
@@ -90,7 +104,12 @@ class BatchLog:
     # 0.6 CPU-seconds, since nothing is copied.
     def _open(self, cursor: int) -> None:
         text = self._path.read_bytes() if self._path.exists() else b""
-        lines = None if HEADER.startswith(text) else parse(self._path, text)
+        lines = None if is_empty(text) else parse(self._path, text)
+        if lines is not None and self._staged and not has_stages(text):
+            # The run got stages after it had begun.
+            text = with_stages(text)
+            write_atomic(self._path, text)
+            lines = parse(self._path, text)
         if lines is None or (len(lines.ends) and lines.numbers[0, 1] > cursor):
             if cursor:
                 logger.warning(
@@ -100,8 +119,9 @@ class BatchLog:
                     "begins later" if lines else "is missing",
                     cursor,
                 )
-            write_atomic(self._path, HEADER)
+            write_atomic(self._path, STAGE_HEADER if self._staged else HEADER)
             return
+        self._staged = has_stages(text)
         if not len(lines.ends):
             return
         # The cursor after the header and after each line.
@@ -114,13 +134,15 @@ class BatchLog:
                 f"is: line {known + 1} ends at sequence {reached[known]}, followed by {after}. "
                 f"{how_to_fix(self._path)}"
             )
-        ends = np.append(len(HEADER), lines.ends).tolist()
+        ends = np.append(len(STAGE_HEADER if self._staged else HEADER), lines.ends).tolist()
         self._end = ends[known]
         self._earlier.extend(text[self._end : ends[-1]].splitlines(keepends=True))
 
     def _write(self, records: list[BatchRecord]) -> None:
         """Compare lines with those of earlier attempts, then append new ones."""
-        lines = [line_of(record) for record in records]
+        if not self._staged:
+            records = [record._replace(stage=0) for record in records]
+        lines = [line_of(record, staged=self._staged) for record in records]
         old = [self._earlier[i] for i in range(min(len(lines), len(self._earlier)))]
         for record, line in zip(records, old, strict=False):
             self._require_same(record_of(line), record)

@@ -7,22 +7,24 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 
-from pipeline.checkpoints.resume import CheckpointStore
+from pipeline.checkpoints.resume import CheckpointStore, changes
 from pipeline.checkpoints.save import Saver
 from pipeline.checkpoints.state import TrainState
 from pipeline.config.data import DataConfig, EvalDataConfig, TrainDataConfig
 from pipeline.config.load import provenance, resolved_text
+from pipeline.config.model import ModelConfig
 from pipeline.config.runs import RunConfig
 from pipeline.config.schedule import alpha, is_over
 from pipeline.data.counts import sequences_at
+from pipeline.data.dataset import PackedSplit
 from pipeline.data.format import DatasetIndex
 from pipeline.data.ledger import Rewind, read_ledger
 from pipeline.data.loader import EvalLoader, TrainLoader
@@ -31,13 +33,14 @@ from pipeline.data.record import read_batches
 from pipeline.data.run_order import DataRank
 from pipeline.data.staging import stage
 from pipeline.errors import EXIT_FINISHED, EXIT_PREEMPTED, BusyError, DataError
-from pipeline.kernels.choose import choose
+from pipeline.kernels.choose import Choice, choose
 from pipeline.model.compiled import CompiledLayer, require_compiler
 from pipeline.model.encoder import EncoderModel
 from pipeline.objectives.base import Objective, TextObjective
 from pipeline.runtime import dist, env, log, watchdog
+from pipeline.runtime.checkpoints import MANIFEST_FILE, read_manifest
 from pipeline.runtime.env import ProcessInfo
-from pipeline.runtime.files import write_atomic, write_json_atomic
+from pipeline.runtime.files import sha256_file, write_atomic, write_json_atomic
 from pipeline.runtime.notify import FAILED, FINISHED, STARTED, STOPPED, WENT_BACK, Notifier
 from pipeline.runtime.rank import Rank, leaving
 from pipeline.runtime.run_folder import RunFolder
@@ -161,7 +164,7 @@ def make_model(config: RunConfig, objective: Objective, device: torch.device) ->
         if config.train.activation_checkpoint_layers is not None:
             encoder.checkpoint_activations(config.train.activation_checkpoint_layers)
         # By encoder: a narrower one may have a width that a kernel does not take.
-        chosen = choose(config.kernels, encoder.config, config.train.precision, device)
+        chosen = _kernels(config, encoder.config, device)
         if chosen.attention:
             encoder.fuse_attention()
         if chosen.residual_norm:
@@ -171,6 +174,22 @@ def make_model(config: RunConfig, objective: Objective, device: torch.device) ->
     if chosen.loss:
         model.fuse_loss()
     return model
+
+
+def _kernels(config: RunConfig, model: ModelConfig, device: torch.device) -> Choice:
+    """Choose the kernels of an encoder: those that can compute all stages."""
+    stages = [stage.model for stage in config.timeline.stages]
+    dropouts = dict.fromkeys((stage.dropout, stage.attention_dropout) for stage in stages)
+    found = [
+        choose(
+            config.kernels,
+            replace(model, dropout=dropout, attention_dropout=attention_dropout),
+            config.train.precision,
+            device,
+        )
+        for dropout, attention_dropout in dropouts
+    ]
+    return Choice(*map(all, zip(*found, strict=True)))
 
 
 def open_data(
@@ -186,7 +205,7 @@ def open_data(
     Raises:
         PostnormError: on all ranks, if one finds damage.
     """
-    index = _where_shards_are_read(train.data, index, share)
+    index = where_shards_are_read(train.data, index, share)
     counts = dist.on_first(
         lambda: sequences_at(index, train.batches.seq_lens, run_dir, train.objective),
         "counting sequences",
@@ -197,18 +216,27 @@ def open_data(
             TrainLoader(index, train, objective.train_inputs(train, index), share, counts),
             EvalLoader(index, held_out, objective.eval_inputs(held_out, index), share, counts),
         )
-        total_bytes = sum(shard.num_bytes for shard in index.shards)
-        # Larger sets are hashed block by block, when they are read: 280 GB at each start would cost
-        # more than the failures that it finds.
-        if total_bytes <= train.data.verify_at_start_gib * 2**30:
-            for split in (loaders[0].steps.split, loaders[1].split):
-                # Each rank a part: together they hash every block once.
-                split.reader.check_all(split.rows[share.rank :: share.world_size].tolist())
+        verify_at_start(train.data, [loaders[0].steps.split, loaders[1].split], share)
     return loaders
 
 
-def _where_shards_are_read(data: DataConfig, index: DatasetIndex, share: DataRank) -> DatasetIndex:
-    """Copy the shards to this node if the config asks for it. Collective."""
+def verify_at_start(data: DataConfig, splits: Sequence[PackedSplit], share: DataRank) -> None:
+    """Hash all blocks of small datasets (DataError: one is damaged)."""
+    for split in splits:
+        total_bytes = sum(shard.num_bytes for shard in split.reader.index.shards)
+        # Larger sets are hashed block by block, when they are read: 280 GB at each start would cost
+        # more than the failures that it finds.
+        if total_bytes <= data.verify_at_start_gib * 2**30:
+            # Each rank a part: together they hash every block once.
+            split.reader.check_all(split.rows[share.rank :: share.world_size].tolist())
+
+
+def where_shards_are_read(data: DataConfig, index: DatasetIndex, share: DataRank) -> DatasetIndex:
+    """Copy the shards to this node if the config asks for it. Collective.
+
+    Returns:
+        The index with the place where they are read.
+    """
     staging = data.stage_dir is not None and index.store is None
     with dist.raise_on_all_ranks(range(share.world_size if staging else 0), "staging shards"):
         if share.rank == 0:
@@ -233,12 +261,12 @@ def _run(
     run_dir = config.folder.path
     model = make_model(config, work.objective, device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    store = CheckpointStore(config, work.index, process)
+    store = CheckpointStore(config, work.indexes, process)
     # Before the data is opened, which may take minutes: it may be another run's.
     resumed_from = store.newest()
     if requests.ends_before_training():
         return EXIT_PREEMPTED
-    saver = Saver(config, work.index, process, num_parameters)
+    saver = Saver(config, work.indexes, process, num_parameters)
     data = work.open(DataRank(process.rank, process.world_size))
     if requests.ends_before_training():
         return EXIT_PREEMPTED
@@ -295,17 +323,22 @@ def _attempt(run: RunContext, resumed_from: Path | None, *, rewound: bool) -> in
         run.folder.ledger.unlink(missing_ok=True)
     rewinds = dist.on_first(lambda: _rewinds(run.folder, state), "reading the ledger")
     state.rewinds = len(rewinds)
-    batch_log = BatchLog(run.folder.path, state.cursor, process.is_first)
+    staged = config.timeline.has_stages
+    batch_log = BatchLog(run.folder.path, state.cursor, process.is_first, staged=staged)
     if process.is_first and config.train.skip_batches:
         _warn_of_trained(config, state)
     sinks = None
     if process.is_first:
         if not is_over(state.step, config.train, state.elapsed_s):
             run.folder.done.unlink(missing_ok=True)  # the run was made longer
-        write_atomic(run.folder.resolved, resolved_text(config).encode())
+        number = _record_attempt(run, state, resumed_from, rewound=rewound)
+        resolved = resolved_text(config).encode()
+        write_atomic(run.folder.resolved, resolved)
+        if not rewound:
+            run.folder.resolved_of(number).parent.mkdir(exist_ok=True)
+            write_atomic(run.folder.resolved_of(number), resolved)
         _write_deepspeed_config(run)
         resumed_step = state.step if resumed_from else None
-        number = _record_attempt(run, resumed_step, rewound=rewound)
         start = SinkContext(run.folder.path, number, resumed_step, config)
         sinks = Sinks(start, find_sinks(config.monitor.sinks))
     watch = RunLogger(run, sinks)
@@ -377,16 +410,23 @@ def _write_deepspeed_config(run: RunContext) -> None:
         write_json_atomic(path, deepspeed_config(config))
 
 
-def _record_attempt(run: RunContext, resumed_step: int | None, *, rewound: bool) -> int:
-    """Add a line to attempts.jsonl and return this attempt's number, 1 for the first."""
+def _record_attempt(
+    run: RunContext, state: TrainState, resumed_from: Path | None, *, rewound: bool
+) -> int:
+    """Add a line to attempts.jsonl and return this attempt's number, 1 for the first.
+
+    With it go the settings that differ from those of the checkpoint, which are logged, too.
+    """
     process, attempt = run.process, _next_attempt(run.folder)
     record = {
         "attempt": attempt,
-        "resumed_from_step": resumed_step,
+        "resumed_from_step": state.step if resumed_from else None,
         "rewound": rewound,
+        **_origin_and_changes(run, resumed_from),
         "unix_s": time.time(),
         "world_size": process.world_size,
-        "fingerprint": run.work.index.fingerprint,
+        "fingerprint": run.work.indexes[0].fingerprint,
+        "fingerprints": [index.fingerprint for index in run.work.indexes],
         "host": process.host,
         "job": process.job,
         "cwd": os.getcwd(),
@@ -395,6 +435,39 @@ def _record_attempt(run: RunContext, resumed_step: int | None, *, rewound: bool)
     with run.folder.attempts.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
     return attempt
+
+
+def _origin_and_changes(run: RunContext, resumed_from: Path | None) -> dict[str, Any]:
+    """Return the checkpoint of another run that this one begins from, or what has changed."""
+    if resumed_from is None:
+        return {}
+    manifest, config = read_manifest(resumed_from), run.config
+    if resumed_from == config.origin:
+        logger.info(
+            "this run continues another one: weights, optimizer's state, alpha, seed, the counts of"
+            " steps and tokens, and the order of its data are those of %s; no loss is repeated",
+            resumed_from,
+        )
+        manifest_file = resumed_from / MANIFEST_FILE
+        return {
+            "continued_from": {
+                "checkpoint": str(resumed_from),
+                "step": manifest.step,
+                "cursor": manifest.cursor,
+                "manifest_sha256": sha256_file(manifest_file),
+                "fingerprints": [*manifest.fingerprints, manifest.fingerprint],
+            }
+        }
+    found = changes(manifest, config)
+    for text in found:
+        logger.info("changed since that checkpoint: %s", text)
+    if any(text.startswith("init_from:") for text in found):
+        logger.warning(
+            "init_from=%s counts for a new run alone, and this one goes on from its checkpoint; for"
+            " other weights choose another run_dir",
+            config.init_from,
+        )
+    return {"changes": found} if found else {}
 
 
 def _next_attempt(folder: RunFolder) -> int:

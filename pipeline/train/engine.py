@@ -196,6 +196,18 @@ class Engine:
         """The optimizer that updates this rank's partitions; for its hooks around a step."""
         return self._optimizer
 
+    def go_on_with(self, config: TrainConfig) -> None:
+        """Take over the weight decay and the clipping of another stage of the run."""
+        for group in self._optimizer.param_groups:
+            if group["decays"]:
+                group["weight_decay"] = config.weight_decay
+        if self._engine.zero_optimization_stage() == 0:
+            self._engine.grad_clip = config.grad_clip
+        else:
+            # What its update reads; its config alone says it to nobody after the start.
+            self._engine.optimizer.clip_grad = config.grad_clip
+            self._engine._config.gradient_clipping = config.grad_clip
+
     def partitions(self) -> list[tuple[Tensor, dict[str, tuple[int, int]]]]:
         """Return this rank's flat fp32 master weights, each with (start, stop) of its parameters.
 

@@ -12,14 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from pipeline.checkpoints.background import unsound_parts
-from pipeline.checkpoints.manifest import (
-    FOLDER,
-    Manifest,
-    published,
-    read_manifest,
-    step_of,
-    verify,
-)
+from pipeline.checkpoints.manifest import verify
 from pipeline.checkpoints.resume import require_usable
 from pipeline.checkpoints.save import Saver
 from pipeline.checkpoints.state import Checkpointable, TrainState
@@ -36,6 +29,7 @@ from pipeline.errors import (
     UnsoundStateError,
 )
 from pipeline.runtime import dist
+from pipeline.runtime.checkpoints import FOLDER, Manifest, published, read_manifest, step_of
 from pipeline.train.batch_log import BatchLog
 from pipeline.train.engine import StepResult
 from pipeline.train.metrics import LogInterval

@@ -81,6 +81,12 @@ def start_from(
         logger.warning("left out, as this run's model has no such part: %s", ", ".join(unexpected))
 
 
+def tokenizer_of(index: DatasetIndex) -> Tokenizer | FastTokenizer:
+    """Load the tokenizer of a dataset."""
+    path = index.folder / index.tokenizer_file
+    return FastTokenizer(path) if path.suffix == ".json" else Tokenizer(path)
+
+
 def tokenizer_differences(
     theirs: Tokenizer | FastTokenizer | None, index: DatasetIndex
 ) -> tuple[list[str], list[str]]:
@@ -95,7 +101,7 @@ def tokenizer_differences(
     # Equal files need no look inside; different ones may still be one vocabulary.
     if hashlib.sha256(theirs.content).hexdigest() == index.tokenizer_sha256:
         return [], []
-    ours = FastTokenizer(path) if path.suffix == ".json" else Tokenizer(path)
+    ours = tokenizer_of(index)
     # Piece by piece: a vocab.txt and the tokenizer.json made of it are one vocabulary, and so are a
     # sentencepiece model and its export for transformers.
     other_ids = difference_of_ids(theirs.pieces(), ours.pieces())

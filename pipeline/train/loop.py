@@ -3,12 +3,15 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from pipeline.checkpoints.state import TrainState
 from pipeline.config import schedule
 from pipeline.config.data import BatchSpec
+from pipeline.config.runs import RunConfig
+from pipeline.config.stages import RunStage
 from pipeline.data.loader import MicroBatch
 from pipeline.data.record import BatchRecord
 from pipeline.errors import EXIT_FINISHED, DivergedError, UnsoundStateError
@@ -63,29 +66,30 @@ def train(attempt: Attempt, state: TrainState) -> int | None:
 
 def _train(attempt: Attempt, state: TrainState) -> int | None:
     run = attempt.run
-    config, intervals = run.config.train, run.config.monitor
-    meter = Meter(run.engine, run.objective, config.grad_clip)
+    config = run.config.train
+    # Where a stage ends the weights are of that one, until the first step of the next.
+    stage = run.config.timeline.trained(state.cursor)
+    meter = Meter(run.engine, run.objective, stage.train.grad_clip)
     clock = Clock(state.elapsed_s)
+    _enter(attempt, stage, meter)
     if state.step == 0:
         _begin(attempt, state)
     steps = run.data.steps_from(state.cursor)
     while not schedule.is_over(state.step, config, state.elapsed_s):
         place = run.config.batches.at(state.cursor)
+        if place.stage != stage.number:
+            stage = _next_stage(attempt, state, place, meter)
         if place.number in attempt.left_out:
             _leave_out(attempt, state, place, next(steps))
             continue
-        next_step = state.step + 1
-        regular = next_step % intervals.log_every_steps == 0
-        save = next_step % run.config.checkpoint.every_steps == 0
-        # A checkpoint holds the losses of all steps before it.
-        log = regular or save or next_step == config.num_steps
+        due = _due(run.config, state.step + 1, place, stage)
         meter.begin_step()
-        watchdog.heartbeat("waiting for data", next_step)
+        watchdog.heartbeat("waiting for data", state.step + 1)
         batches = next(steps)
-        meter.have_data(measure_layers=log)
+        meter.have_data(measure_layers=due.log)
 
         alpha = _set_alpha(attempt, state)
-        lr = schedule.learning_rate(state.step, config, state.elapsed_s)
+        lr = run.config.timeline.learning_rate(state.step, stage.number, state.elapsed_s)
         result, more = _step(attempt, state, place, batches, lr)
         # Sums over the ranks: above 0 where any of them wants it.
         wanted = Wanted(*map(bool, result.notes))
@@ -97,16 +101,16 @@ def _train(attempt: Attempt, state: TrainState) -> int | None:
             continue
 
         last = False
-        if log or wanted.saves:
+        if due.log or wanted.saves:
             numbers = StepNumbers(alpha, lr, result.grad_norm, more)
             interval = _close_interval(attempt, state, place, numbers, meter, clock)
-            if attempt.rescue.detect_spike(state, interval, decide=regular):
+            if attempt.rescue.detect_spike(state, interval, decide=due.regular):
                 return None
             last = schedule.is_over(state.step, config, state.elapsed_s)
-        saves = save or last or wanted.saves
+        saves = due.save or last or wanted.saves
         # Before the evaluation and the save, which are worth nothing if copies differ.
         attempt.replicas.compare(state.step, before_save=saves)
-        if state.step % intervals.eval_every_steps == 0 or last:
+        if due.evaluation or last:
             _set_alpha(attempt, state)  # that of the next step, as a checkpoint here has it
             attempt.watch.evaluate(state)
         if saves:
@@ -130,6 +134,46 @@ def _begin(attempt: Attempt, state: TrainState) -> None:
     # A run that goes on from step 0 has it already.
     if attempt.run.config.checkpoint.keep_first and not attempt.run.saver.has(state.step):
         _save(attempt, state)
+
+
+class _Due(NamedTuple):
+    """What a step that is applied brings with it."""
+
+    regular: bool
+    """A line of the regular interval."""
+    log: bool
+    save: bool
+    evaluation: bool
+
+
+def _due(config: RunConfig, step: int, place: BatchSpec, stage: RunStage) -> _Due:
+    # So that other stages can begin where this one ends.
+    ends_stage = config.timeline.end(stage) == place.cursor + place.size
+    regular = step % config.monitor.log_every_steps == 0
+    save = step % config.checkpoint.every_steps == 0 or ends_stage
+    return _Due(
+        regular=regular,
+        # A checkpoint holds the losses of all steps before it.
+        log=regular or save or step == config.train.num_steps,
+        save=save,
+        evaluation=step % config.monitor.eval_every_steps == 0 or ends_stage,
+    )
+
+
+def _enter(attempt: Attempt, stage: RunStage, meter: Meter) -> None:
+    """Give model and optimizer what is a stage's own."""
+    run = attempt.run
+    run.model.go_on_with(stage.model)
+    run.engine.go_on_with(stage.train)
+    meter.clips_at(stage.train.grad_clip)
+
+
+def _next_stage(attempt: Attempt, state: TrainState, place: BatchSpec, meter: Meter) -> RunStage:
+    """Begin the stage of a batch."""
+    stage = attempt.run.config.timeline.stages[place.stage]
+    _enter(attempt, stage, meter)
+    attempt.watch.entered(state, stage)
+    return stage
 
 
 def _set_alpha(attempt: Attempt, state: TrainState) -> float:
@@ -199,6 +243,7 @@ def _log_batch(
             seq_len=place.seq_len,
             step=step,
             hash=sum(batch.hash for batch in batches) % 2**64,
+            stage=place.stage,
         )
     )
 

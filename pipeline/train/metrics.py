@@ -66,7 +66,7 @@ class LayerNorms:
         self.groups = sorted(names) if partitions else []
         self.sums = torch.zeros(len(self.groups), 3, dtype=torch.float64, device=engine.device)
         """(groups, 3) this rank's sums of squares: clipped gradient, update, weights before."""
-        self._grad_clip = grad_clip
+        self.grad_clip = grad_clip
         self._spans = {id(flat): self._group_spans(places) for flat, places in partitions}
         self._before: dict[int, Tensor] = {}
         self._wanted = False
@@ -86,7 +86,7 @@ class LayerNorms:
     def norms(self, sums: list[list[float]], grad_norm: float) -> dict[str, GroupNorms]:
         """Compute norms by group from `sums` over all ranks and the global norm before clipping."""
         # DeepSpeed divides the gradient by this if the norm is above the limit.
-        clipped = max(1.0, (grad_norm + 1e-6) / self._grad_clip) if self._grad_clip else 1.0
+        clipped = max(1.0, (grad_norm + 1e-6) / self.grad_clip) if self.grad_clip else 1.0
         return {
             group: GroupNorms(gradient**0.5 * clipped, (update / weights) ** 0.5 if weights else 0)
             for group, (gradient, update, weights) in zip(self.groups, sums, strict=True)
@@ -181,6 +181,10 @@ class Meter:
         self._counts = Counter[str]()
         self._wait_s = 0.0
         self._step_s: list[float] = []
+
+    def clips_at(self, grad_clip: float) -> None:
+        """Take note that gradients are clipped at another norm from now on."""
+        self._layers.grad_clip = grad_clip
 
     def begin_step(self) -> None:
         """Start the clock of a step; call it before data is asked for."""

@@ -281,7 +281,7 @@ def decay_groups(
     for name, parameter in model.named_parameters():
         groups[lr_scale(name), is_matrix(parameter)].append(parameter)
     return [
-        {"params": parameters, "weight_decay": weight_decay if decays else 0.0}
+        {"params": parameters, "weight_decay": weight_decay if decays else 0.0, "decays": decays}
         | ({"lr_scale": scale} if scale != 1.0 else {})
         for (scale, decays), parameters in groups.items()
         if parameters

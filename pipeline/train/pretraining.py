@@ -1,25 +1,27 @@
 """The work of a pre-training run: packed text, held-out text, and a look into the model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeline.checkpoints.state import TrainState
 from pipeline.config.runs import PretrainConfig
-from pipeline.data.format import DatasetIndex
+from pipeline.data.format import DataIdentity, DatasetIndex
 from pipeline.data.loader import EvalLoader, TrainLoader
-from pipeline.data.objects import open_index
 from pipeline.data.run_order import DataRank
+from pipeline.data.stages import is_there
 from pipeline.errors import ConfigError
 from pipeline.model.cost import flops_per_token
 from pipeline.model.encoder import EncoderModel
 from pipeline.objectives.choose import make_objective
+from pipeline.runtime import dist
 from pipeline.runtime.rank import Rank
 from pipeline.sinks.base import find_sinks
 from pipeline.tasks.task import probe_tasks
-from pipeline.train.build import open_data, train_run
+from pipeline.train.build import train_run, verify_at_start, where_shards_are_read
 from pipeline.train.deepspeed import deepspeed_config
 from pipeline.train.engine import Engine
 from pipeline.train.evaluate import evaluate
@@ -28,6 +30,7 @@ from pipeline.train.look import Observer, heat_map
 from pipeline.train.probes import Probes
 from pipeline.train.run import HeldOutResult
 from pipeline.train.run_logger import means_text
+from pipeline.train.stages import held_out_loaders, open_stages, train_stages
 
 
 def pretrain(
@@ -48,9 +51,10 @@ def pretrain(
     config.folder.refuse_foreign()
     deepspeed_config(config.train)
     find_sinks(config.monitor.sinks)
-    index = open_index(config.data)
-    config = with_vocabulary(config, index)
-    return train_run(config, rank, Pretraining(config, index, initial))
+    indexes = open_stages(config)
+    for index in filter(is_there, indexes):
+        config = with_vocabulary(config, index)
+    return train_run(config, rank, Pretraining(config, indexes, initial))
 
 
 def with_vocabulary(config: PretrainConfig, index: DatasetIndex) -> PretrainConfig:
@@ -74,30 +78,39 @@ class Pretraining:
     def __init__(
         self,
         config: PretrainConfig,
-        index: DatasetIndex,
+        indexes: Sequence[DataIdentity],
         initial: Callable[[], InitialWeights] | None,
     ) -> None:
-        self.index = index
+        """`indexes` are those of the stages, of `open_stages`."""
+        self.indexes = tuple(indexes)
         self.objective = make_objective(config.objective)
-        self.unigram_entropy: float | None = index.unigram_entropy_nats
+        # The first whose data is there: all have one tokenizer.
+        self._index = next(filter(is_there, indexes))
+        self.unigram_entropy: float | None = self._index.unigram_entropy_nats
         self._config = config
         self._initial = initial
         self._probed = probe_tasks(config.monitor)
-        self._held_out: EvalLoader
+        self._held_out: dict[str, EvalLoader]
         self._share: DataRank
 
     def open(self, share: DataRank) -> TrainLoader:
         """Open the dataset."""
         self._share, config = share, self._config
-        loader, self._held_out = open_data(
-            config.train_data, config.eval_data, config.run_dir, self.index, self.objective, share
-        )
+        where = partial(where_shards_are_read, config.data, share=share)
+        stages = train_stages(config, self.indexes, self.objective, where)
+        with dist.raise_on_all_ranks():
+            first = stages[0]
+            given = first.index, first.config, first.inputs, share, first.counts
+            loader = TrainLoader(*given, stages=stages)
+            self._held_out = held_out_loaders(config, stages, self.objective, share)
+            splits = [*loader.steps.splits, *(each.split for each in self._held_out.values())]
+            verify_at_start(config.data, splits, share)
         return loader
 
     def start(self, model: EncoderModel) -> None:
         """Load the weights of `init_from`."""
         if self._initial is not None:
-            start_from(model, self._initial(), self._config, self.index)
+            start_from(model, self._initial(), self._config, self._index)
 
     def flops_per_token(self, masked_share: float, document_len: float) -> float:
         """Count the FLOPs of the objective's models."""
@@ -115,8 +128,9 @@ class Pretraining:
 
     def evaluation(self, model: EncoderModel, engine: Engine) -> "HeldOut":
         """Take fixed sequences to look at, and the rows of probes."""
-        observer = Observer(model, self._held_out, self.index, engine.device)
-        given = self._config, self._probed, model, self.index, self._share, engine.device
+        watched = next(iter(self._held_out.values()))
+        observer = Observer(model, watched, self._index, engine.device)
+        given = self._config, self._probed, model, self._index, self._share, engine.device
         probes = Probes(*given) if self._probed else None
         return HeldOut(self._config, engine, self, self._held_out, observer, probes)
 
@@ -131,17 +145,23 @@ class HeldOut:
     config: PretrainConfig
     engine: Engine
     work: Pretraining
-    loader: EvalLoader
+    loaders: Mapping[str, EvalLoader]
+    """By stage; the first is the one that checkpoints are compared by."""
     observer: Observer
     probes: Probes | None
 
     def __call__(self, step: int, *, shows: bool) -> HeldOutResult:
         """Evaluate. Collective."""
         objective = self.work.objective
-        result = evaluate(self.engine.model, self.engine.device, objective, self.loader)
+        results = {
+            name: evaluate(self.engine.model, self.engine.device, objective, loader)
+            for name, loader in self.loaders.items()
+        }
+        (_, result), *others = results.items()
         total = result.total
         counts = ", ".join(f"{count:,} {name}" for name, count in total.counts.items())
         text = f"held-out {means_text(total.loss, total.means)}  ({counts})"
+        text += "".join(f"  {name} {other.total.loss:.4f}" for name, other in others)
         statistics = self.observer.attention()
         examples = self.observer.examples()
         probes = self.probes(step) if self.probes else {}
@@ -154,8 +174,10 @@ class HeldOut:
         }
         more = {
             "perplexity": total.perplexity,
-            "unigram_entropy": self.work.index.unigram_entropy_nats,
+            **{f"loss_of_{name}": other.total.loss for name, other in others},
         }
+        if self.work.unigram_entropy is not None:
+            more["unigram_entropy"] = self.work.unigram_entropy
         longest = max(self.config.batches.seq_lens)
         return HeldOutResult(
             total.loss,

@@ -1,6 +1,6 @@
 """A run as this process has opened it, and what differs between kinds of runs: their work."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -76,8 +76,8 @@ class Workload(Protocol):
     """What a run trains and on what; the loop, checkpoints, faults and figures know no more."""
 
     @property
-    def index(self) -> DataIdentity:
-        """The data."""
+    def indexes(self) -> Sequence[DataIdentity]:
+        """The data of each of the run's stages."""
 
     @property
     def objective(self) -> Objective:

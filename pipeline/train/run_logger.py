@@ -19,6 +19,7 @@ from pipeline.checkpoints.save import SaveNumbers
 from pipeline.checkpoints.state import TrainState
 from pipeline.config import schedule
 from pipeline.config.data import BatchSpec
+from pipeline.config.stages import RunStage
 from pipeline.model.cost import limits
 from pipeline.runtime import dist
 from pipeline.runtime.summary import duration
@@ -59,7 +60,7 @@ class RunLogger:
         entropy = run.work.unigram_entropy
         self._doctor = None
         if sinks and entropy is not None:
-            self._doctor = PlateauDoctor(config, entropy, run.work.index.location)
+            self._doctor = PlateauDoctor(config, entropy, run.work.indexes[0].location)
         hosts = dist.gather(socket.gethostname())
         self._stragglers = Stragglers(hosts)
         known = limits(device_name(device)) if config.train.precision == "bf16" else None
@@ -98,6 +99,15 @@ class RunLogger:
             numbers = plateau._asdict()
             self._sinks.write_text(state.step, "plateau", numbers.pop("advice"))
             self._sinks.write(state.step, "plateau", numbers)
+
+    def entered(self, state: TrainState, stage: RunStage) -> None:
+        """Show that a stage begins after a step."""
+        changes = "; ".join(self._config.timeline.changes(stage.number))
+        text = f"{stage.title} begins after step {state.step}: {changes}"
+        logger.info("%s", text)
+        if self._sinks:
+            self._sinks.write_text(state.step, "stage", text)
+            self._sinks.write(state.step, "stage", {"number": float(stage.number)})
 
     def _tell_stragglers(self, state: TrainState, interval: LogInterval) -> None:
         step_s = float(interval.step_s.mean())
@@ -160,6 +170,7 @@ class RunLogger:
             "rewinds": float(state.rewinds),
             "batch": float(place.size),
             "seq_len": float(place.seq_len),
+            **({"stage": float(place.stage)} if self._config.timeline.has_stages else {}),
             "elapsed_s": state.elapsed_s,
             **self._epochs(state),
             **self._speed(interval),

@@ -34,7 +34,7 @@ class Replicated(nn.Module):
         self.optimizer = optimizer
         self.global_steps = self.skipped_steps = 0
         self._num_ranks = num_ranks
-        self._grad_clip = config.grad_clip
+        self.grad_clip = config.grad_clip
         self._applied, self._norm = False, 0.0
         self._groups = [_Group(group) for group in optimizer.param_groups]
         self._tasks: TaskGradients | None = None
@@ -72,7 +72,7 @@ class Replicated(nn.Module):
         # All ranks see the same mean: if it is not finite, no rank changes anything.
         if self._applied:
             # The same factor as DeepSpeed's if the norm is above the limit.
-            too_long = (norm + 1e-6) / self._grad_clip if self._grad_clip else 0.0
+            too_long = (norm + 1e-6) / self.grad_clip if self.grad_clip else 0.0
             for group in self._groups:
                 group.master.grad = group.sums.div_(max(1.0, too_long))
             self.optimizer.step()

@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import Tensor
 
-from pipeline.checkpoints.manifest import folder_of, published, split_step, step_of
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.model.architecture import HEAD_FILE
+from pipeline.runtime.checkpoints import folder_of, published, split_step, step_of
 from pipeline.tokenizer.wordpiece import difference_of_ids
 from pipeline.use.export import load_for_export
 from pipeline.use.folder import (

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from pipeline.checkpoints.manifest import at_step, folder_of, published, step_of, verify
+from pipeline.checkpoints.manifest import verify
 from pipeline.config.data import DataConfig, EvalDataConfig
 from pipeline.config.load import build, provenance
 from pipeline.config.model import ModelConfig
@@ -44,6 +44,7 @@ from pipeline.errors import (
 from pipeline.model.architecture import is_model_folder, read_architecture
 from pipeline.objectives.choose import make_objective
 from pipeline.runtime import dist
+from pipeline.runtime.checkpoints import at_step, folder_of, published, step_of
 from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.files import AppendedFile, read_json_lines
 from pipeline.runtime.rank import AgreedStop, Rank, Stopped
@@ -139,7 +140,8 @@ def evaluate_config(arguments: EvaluateArguments) -> EvaluateConfig:
         run = load_run(origin).config
         model, train = run.model, run.train
         values = {"micro_batch": train.micro_batch, "precision": train.precision}
-        data = asdict(run.data) | {"dir": RunFolder(source).as_started(run.data.dir)}
+        held_out = run.eval_data.data
+        data = asdict(held_out) | {"dir": RunFolder(source).as_started(held_out.dir)}
         values |= {"data": data, "objective": asdict(run.objective)}
     # Options as overrides, so that their ranges are checked as in a config.
     options = {
@@ -251,7 +253,7 @@ class Evaluator:
         """
         if not is_run(source):
             trained = load_source(source)
-            self._require_fit(source, None, trained.tokenizer, other_data=True)
+            self._require_fit(source, (), trained.tokenizer, other_data=True)
             result = self._result(trained.model)
             yield TextEvaluation(source, trained.facts.get("step"), 1.0, result)
             return
@@ -263,27 +265,31 @@ class Evaluator:
                 except (CheckpointError, OSError) as error:
                     raise _reading_error(path, error) from error
             tokenizer = read_tokenizer(path)
-            self._require_fit(path, manifest.fingerprint, tokenizer, other_data=other_data)
+            seen = [manifest.fingerprint, *manifest.fingerprints]
+            self._require_fit(path, seen, tokenizer, other_data=other_data)
             result = self._result(model)
             yield TextEvaluation(path, manifest.step, manifest.alpha, result)
 
     def _require_fit(
         self,
         path: Path,
-        fingerprint: str | None,
+        seen: Sequence[str],
         tokenizer: Tokenizer | FastTokenizer | None,
         *,
         other_data: bool,
     ) -> None:
-        """Check that the model's ids mean the dataset's tokens."""
+        """Check that the model's ids mean the dataset's tokens.
+
+        `seen` are the fingerprints of the data that it was trained on, where they are known.
+        """
         folder = self.index.folder
-        if fingerprint == self.index.fingerprint:
+        if self.index.fingerprint in seen:
             return
-        if fingerprint is not None and not other_data:
+        if seen and not other_data:
             raise DataError(
                 f"{folder} has fingerprint {self.index.fingerprint}, {path} was trained on "
-                f"{fingerprint}; name the folder of that dataset with --data, or this one if you "
-                "mean it"
+                f"{' and '.join(seen)}; name the folder of that dataset with --data, or this one "
+                "if you mean it"
             )
         other_ids, other_text = tokenizer_differences(tokenizer, self.index)
         if other_ids:

@@ -17,17 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.checkpoints.manifest import (
-    A_RUN_OR_ITS_COPY,
-    Manifest,
-    Step,
-    at_step,
-    folder_of,
-    newest_good,
-    read_manifest,
-    split_step,
-    verify,
-)
+from pipeline.checkpoints.manifest import newest_good, verify
 from pipeline.checkpoints.state import read_weights
 from pipeline.config.load import provenance
 from pipeline.config.model import ModelConfig
@@ -56,6 +46,15 @@ from pipeline.model.layout import rows
 from pipeline.objectives.base import Objective
 from pipeline.objectives.choose import read_objective
 from pipeline.runtime import tensors
+from pipeline.runtime.checkpoints import (
+    A_RUN_OR_ITS_COPY,
+    Manifest,
+    Step,
+    at_step,
+    folder_of,
+    read_manifest,
+    split_step,
+)
 from pipeline.runtime.files import (
     read_json_lines,
     sha256_file,

@@ -16,12 +16,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pipeline.checkpoints.manifest import Step
 from pipeline.config.model import ModelConfig
 from pipeline.errors import CheckpointError, ConfigError, DataError
 from pipeline.model.heads import Pool, packed_documents, pool
 from pipeline.model.layers import Trace
 from pipeline.model.layout import masked, packed
+from pipeline.runtime.checkpoints import Step
 from pipeline.runtime.files import temporary_beside
 from pipeline.tokenizer.fast import FastTokenizer
 from pipeline.tokenizer.sentencepiece import Tokenizer

@@ -11,9 +11,9 @@ PREFIX              of a TensorFlow checkpoint
 import re
 from pathlib import Path
 
-from pipeline.checkpoints.manifest import Step, split_step
 from pipeline.errors import CheckpointError, RunFolderError
 from pipeline.model.architecture import CONFIG_FILE, is_model_folder
+from pipeline.runtime.checkpoints import Step, split_step
 from pipeline.train.initial import InitialWeights
 from pipeline.use.convert import is_foreign, is_own_hf, load_foreign, load_own_hf
 from pipeline.use.folder import (

@@ -20,7 +20,8 @@ LAYERS = [{"pipeline.errors"}, {"pipeline.config", "pipeline.runtime"}, {"pipeli
           {"pipeline.profile"}, {"pipeline.use"}, {"pipeline.finetune"}, {"pipeline.multitask"},
           {"pipeline.inspect"}, {"pipeline.commands"}, {"pipeline.__main__"}]  # fmt: skip
 TORCH_FREE = {"pipeline.errors", "pipeline.config", "pipeline.checkpoints.commands",
-              "pipeline.checkpoints.manifest", "pipeline.runtime.files", "pipeline.runtime.remote",
+              "pipeline.checkpoints.manifest", "pipeline.runtime.checkpoints",
+              "pipeline.runtime.files", "pipeline.runtime.remote",
               "pipeline.runtime.run_folder", "pipeline.runtime.log", "pipeline.runtime.summary",
               "pipeline.runtime.env", "pipeline.runtime.cli", "pipeline.runtime.notify",
               "pipeline.runtime.rank", "pipeline.runtime.stop", "pipeline.kernels.choose",

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.checkpoints.commands import CHECKPOINT
-from pipeline.checkpoints.manifest import FOLDER, state_file
+from pipeline.checkpoints.manifest import state_file
 from pipeline.errors import CheckpointError, RunFolderError
 from pipeline.runtime import cli
+from pipeline.runtime.checkpoints import FOLDER
 from tests.support.checkpoints import make_checkpoint
 from tests.support.processes import without
 

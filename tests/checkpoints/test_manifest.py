@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from pipeline.checkpoints import manifest as saved
-from pipeline.checkpoints.manifest import FOLDER, MANIFEST_FILE, newest_good, published, state_file
+from pipeline.checkpoints.manifest import newest_good, state_file
 from pipeline.checkpoints.resume import require_usable
 from pipeline.errors import CheckpointError
+from pipeline.runtime import checkpoints
+from pipeline.runtime.checkpoints import FOLDER, MANIFEST_FILE, published
 from pipeline.runtime.tensors import SlicedFile, write_file
 from tests.support.checkpoints import make_checkpoint, write_manifest
 from tests.support.damage import flip
@@ -35,7 +37,7 @@ def _of_another_step(path: Path, _: Path) -> None:
 def _changed_manifest(path: Path, **values: object) -> None:
     body = json.loads((path / MANIFEST_FILE).read_bytes())
     body.pop("manifest_sha256")
-    (path / MANIFEST_FILE).write_text(json.dumps(saved.signed({**body, **values})))
+    (path / MANIFEST_FILE).write_text(json.dumps(checkpoints.signed({**body, **values})))
 
 
 def _no_moment(path: Path, _: Path) -> None:

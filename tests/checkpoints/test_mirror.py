@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.checkpoints.background import Mirror
-from pipeline.checkpoints.manifest import FOLDER, Retention, published, state_file, verify
+from pipeline.checkpoints.manifest import Retention, state_file, verify
 from pipeline.errors import ConfigError
+from pipeline.runtime.checkpoints import FOLDER, published
 from tests.support.checkpoints import make_checkpoint
 
 

@@ -9,11 +9,12 @@ import pytest
 
 from pipeline.checkpoints import manifest
 from pipeline.checkpoints.commands import carry_out, plan
-from pipeline.checkpoints.manifest import FOLDER, Retention, published, state_file
+from pipeline.checkpoints.manifest import Retention, state_file
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.schema import build
 from pipeline.config.strict_yaml import parse
 from pipeline.errors import CheckpointError, ConfigError
+from pipeline.runtime.checkpoints import FOLDER, published
 from tests.support.checkpoints import make_checkpoint
 from tests.support.processes import python
 

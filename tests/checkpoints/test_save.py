@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from pipeline.checkpoints.background import BackgroundTask, HostCopy
-from pipeline.checkpoints.manifest import read_manifest, state_file
+from pipeline.checkpoints.manifest import state_file
 from pipeline.checkpoints.save import _require_files
 from pipeline.checkpoints.state import KINDS, TensorShard
 from pipeline.errors import CheckpointError
+from pipeline.runtime.checkpoints import read_manifest
 from tests.support.checkpoints import make_checkpoint
 
 

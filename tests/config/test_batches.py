@@ -23,7 +23,7 @@ def _all(plan: BatchPlan, count: int) -> list[tuple[int, int]]:
 def test_without_phases_all_batches_are_equal() -> None:
     plan = _plan()
     assert _all(plan, 5) == [(64, 512)] * 5
-    assert plan.at(640) == (10, 640, 64, 8, 512)
+    assert plan.at(640) == (10, 640, 64, 8, 512, 0)
     assert plan.seq_lens == [512]
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.checkpoints.commands import all_problems
-from pipeline.checkpoints.manifest import MANIFEST_FILE, published, read_manifest, signed
 from pipeline.checkpoints.state import SavedState
 from pipeline.data.format import DatasetIndex
 from pipeline.data.ledger import read_ledger
+from pipeline.runtime.checkpoints import MANIFEST_FILE, published, read_manifest, signed
 from pipeline.runtime.files import sha256_file
 from pipeline.runtime.tensors import SlicedFile, read_file, write_file
 from tests.distributed.conftest import Train

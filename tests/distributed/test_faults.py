@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.checkpoints.manifest import newest_good, read_manifest, verify
+from pipeline.checkpoints.manifest import newest_good, verify
 from pipeline.data.format import DatasetIndex
 from pipeline.data.ledger import read_ledger
 from pipeline.data.record import read_batches
+from pipeline.runtime.checkpoints import read_manifest
 from tests.distributed.conftest import Train
 from tests.support.damage import flip, needs_mount
 from tests.support.ranks import assert_same_bits, losses, newest_state, records

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoints.manifest import MANIFEST_FILE, read_manifest, signed, verify
+from pipeline.checkpoints.manifest import verify
 from pipeline.data.format import INDEX_FILE, DatasetIndex
+from pipeline.runtime.checkpoints import MANIFEST_FILE, read_manifest, signed
 from pipeline.runtime.files import sha256_file
 from tests.support.damage import flip
 from tests.support.ranks import Ranks

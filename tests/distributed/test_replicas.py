@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoints.manifest import published
 from pipeline.data.ledger import read_ledger
 from pipeline.data.record import read_batches
+from pipeline.runtime.checkpoints import published
 from tests.distributed.conftest import Train
 from tests.distributed.faulty_main import FLIPPED
 from tests.support import warm

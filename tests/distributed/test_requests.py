@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pipeline.checkpoints.manifest import newest_good, read_manifest
+from pipeline.checkpoints.manifest import newest_good
 from pipeline.errors import EXIT_PREEMPTED, EXIT_STOPPED
 from pipeline.inspect.status import run_status
+from pipeline.runtime.checkpoints import read_manifest
 from tests.distributed.conftest import Train
 from tests.distributed.faulty_main import FAST_S, SLOW_S
 from tests.support.processes import wait_until

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoints.manifest import newest_good, read_manifest
+from pipeline.checkpoints.manifest import newest_good
 from pipeline.errors import EXIT_PREEMPTED
 from pipeline.inspect.status import run_status
+from pipeline.runtime.checkpoints import read_manifest
 from tests.distributed.conftest import Train
 from tests.support.damage import flip
 from tests.support.grids import first_in_ci

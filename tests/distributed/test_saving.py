@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pipeline.checkpoints.manifest import FOLDER, newest_good, published, read_manifest, verify
+from pipeline.checkpoints.manifest import newest_good, verify
 from pipeline.errors import EXIT_PREEMPTED
+from pipeline.runtime.checkpoints import FOLDER, published, read_manifest
 from tests.distributed.conftest import Train
 from tests.support.ranks import assert_same_bits, losses, records
 

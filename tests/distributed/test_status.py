@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from benchmarks.training_report import long_run
-from pipeline.checkpoints.manifest import FOLDER, MANIFEST_FILE
 from pipeline.errors import RunFolderError
 from pipeline.inspect.status import run_status, summary
+from pipeline.runtime.checkpoints import FOLDER, MANIFEST_FILE
 from tests.distributed.conftest import Train
 from tests.support.processes import without
 from tests.support.ranks import records

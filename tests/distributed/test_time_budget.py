@@ -5,10 +5,10 @@ import re
 import signal
 from pathlib import Path
 
-from pipeline.checkpoints.manifest import read_manifest
 from pipeline.config import schedule
 from pipeline.config.train import TrainConfig
 from pipeline.errors import EXIT_PREEMPTED
+from pipeline.runtime.checkpoints import read_manifest
 from tests.distributed.conftest import Train
 from tests.support.ranks import records
 

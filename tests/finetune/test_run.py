@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.checkpoints.manifest import published
 from pipeline.config.data import BatchPlan
 from pipeline.data.format import DatasetIndex
 from pipeline.data.run_order import DataRank
@@ -30,6 +29,7 @@ from pipeline.finetune.result import read_runs
 from pipeline.finetune.run import DevScores, TaskWork, finetune, run_config
 from pipeline.inspect.status import run_status, summary
 from pipeline.model.encoder import MaskedLanguageModel
+from pipeline.runtime.checkpoints import published
 from pipeline.tasks.kinds.table import KINDS
 from pipeline.tasks.task import load_task
 from pipeline.use.folder import load_model, write_model

@@ -11,9 +11,9 @@ import postnorm
 from launch import jobs
 from launch.records import append_history
 from launch.slurm import NoSlurmError
-from pipeline.checkpoints.manifest import published
 from pipeline.data.format import DatasetIndex
 from pipeline.errors import ConfigError, PostnormError
+from pipeline.runtime.checkpoints import published
 from tests.launch.test_submit import Place
 from tests.support.ranks import CONFIG
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import yaml
 
-from pipeline.checkpoints.manifest import FOLDER, published
 from pipeline.checkpoints.state import read_weights
 from pipeline.errors import ConfigError
 from pipeline.inspect.status import run_status
 from pipeline.multitask.config import is_mix, load_mix
 from pipeline.multitask.run import multitask, step_lines
 from pipeline.runtime import env
+from pipeline.runtime.checkpoints import FOLDER, published
 from pipeline.runtime.rank import Rank
 from pipeline.use.model import load
 from pipeline.use.pretrain import own_process

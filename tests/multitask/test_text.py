@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.checkpoints.manifest import FOLDER, at_step, published
 from pipeline.config.data import BatchPlan, DataConfig, TrainDataConfig
 from pipeline.config.model import ModelConfig
 from pipeline.data.format import DatasetIndex
@@ -19,6 +18,7 @@ from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.multitask.run import step_lines
 from pipeline.objectives.inputs import train_steps
 from pipeline.objectives.mlm import MaskedLanguageModeling
+from pipeline.runtime.checkpoints import FOLDER, at_step, published
 from pipeline.use.folder import load_checkpoint, load_model, write_model
 from tests.multitask.test_run import furthest, run, weights, write_mix
 from tests.support.ranks import records

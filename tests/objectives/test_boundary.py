@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import postnorm
-from pipeline.checkpoints.manifest import FOLDER, published
 from pipeline.checkpoints.state import read_weights
 from pipeline.config.data import DataConfig
 from pipeline.config.load import load
@@ -35,6 +34,7 @@ from pipeline.objectives.choose import make_objective
 from pipeline.objectives.inputs import PARTS, MaskedInputs
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.objectives.parts import find_boundaries
+from pipeline.runtime.checkpoints import FOLDER, published
 from tests.support.mask_reference import VOCABULARY, batch_of
 from tests.support.ranks import CONFIG, records
 

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from pipeline.checkpoints import manifest
-from pipeline.checkpoints.manifest import FOLDER, MANIFEST_FILE, state_file
+from pipeline.checkpoints.manifest import state_file
 from pipeline.checkpoints.state import KINDS, Checkpointable, TensorShard, write_part
-from pipeline.runtime import dist
+from pipeline.runtime import checkpoints, dist
+from pipeline.runtime.checkpoints import FOLDER, MANIFEST_FILE
 from pipeline.runtime.files import sha256_file
 
 SHAPES = {"matrix": (3, 4), "gain": (5,)}
@@ -20,7 +21,7 @@ def make_checkpoint(run: Path, step: int, *, world_size: int = 1, seed: int = 0,
                     held_out_loss: float | None = None,
                     identity: dict[str, Any] | None = None) -> Path:  # fmt: skip
     """Writes one; ranks hold equal stretches, as far as they go."""
-    folder = run / FOLDER / manifest.name_of(step)
+    folder = run / FOLDER / checkpoints.name_of(step)
     generator = torch.Generator().manual_seed(seed)
     whole = {
         (kind, name): torch.rand(shape, generator=generator).flatten()
@@ -49,13 +50,13 @@ def write_manifest(folder: Path, step: int, world_size: int, held_out_loss: floa
         }
         for rank in range(world_size)
     }
-    body = manifest.Manifest(
+    body = checkpoints.Manifest(
         step=step, cursor=8 * step, skipped=0, alpha=1.0, fingerprint="f", identity=identity,
         config_sha256="c", world_size=world_size, created_unix_s=1e9 + step, provenance={},
         files=files, zero_stage=world_size, held_out_loss=held_out_loss,
         held_out_step=None if held_out_loss is None else step, contents=manifest.CONTENTS,
     )  # fmt: skip
-    (folder / MANIFEST_FILE).write_text(json.dumps(manifest.signed(asdict(body))))
+    (folder / MANIFEST_FILE).write_text(json.dumps(checkpoints.signed(asdict(body))))
 
 
 def save_state(engine: Checkpointable, folder: Path) -> None:

@@ -5,9 +5,9 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from pipeline.checkpoints.manifest import FOLDER, MANIFEST_FILE, Manifest, name_of, signed
 from pipeline.config.load import load, resolved_text
 from pipeline.config.runs import PretrainConfig
+from pipeline.runtime.checkpoints import FOLDER, MANIFEST_FILE, Manifest, name_of, signed
 
 ROOT = Path(__file__).parents[2]
 

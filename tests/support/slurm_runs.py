@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from launch.records import history, script_starts
-from pipeline.checkpoints.manifest import read_manifest
 from pipeline.data.format import DatasetIndex
+from pipeline.runtime.checkpoints import read_manifest
 from pipeline.runtime.files import read_json_lines
 from tests.support.processes import python, write_program
 from tests.support.ranks import CONFIG, assert_same_bits, records

@@ -8,10 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.checkpoints.manifest import newest_good, read_manifest
+from pipeline.checkpoints.manifest import newest_good
 from pipeline.data.format import CLS_ID, MASK_ID, SEP_ID, DatasetIndex
 from pipeline.errors import CheckpointError, DataError
 from pipeline.model.layout import rows
+from pipeline.runtime.checkpoints import read_manifest
 from pipeline.tokenizer.sentencepiece import Tokenizer
 from pipeline.use.export import export
 from pipeline.use.folder import load_model

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.checkpoints.manifest import FOLDER, name_of
 from pipeline.checkpoints.probe import probe
 from pipeline.checkpoints.state import KINDS, TensorShard, write_part
 from pipeline.config.model import ModelConfig
 from pipeline.errors import CheckpointError
 from pipeline.model.encoder import MaskedLanguageModel
+from pipeline.runtime.checkpoints import FOLDER, name_of
 from pipeline.use.export import export
 from pipeline.use.folder import (
     MADE_NEW,

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.checkpoints.manifest import at_step, split_step
 from pipeline.data.format import DatasetIndex
 from pipeline.errors import CheckpointError, PostnormError, RunFolderError
 from pipeline.runtime import env
+from pipeline.runtime.checkpoints import at_step, split_step
 from pipeline.train.initial import tokenizer_differences
 from pipeline.use.evaluate import EvaluateArguments, evaluate_config
 from pipeline.use.export import export

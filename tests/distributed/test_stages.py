@@ -1,0 +1,168 @@
+"""Runs in stages: killed, forked and lengthened, they are one run in one piece, bit for bit."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.runtime.checkpoints import name_of, published, read_manifest
+from tests.support.ranks import Ranks, assert_same_bits, records
+from tests.support.variants import Variants
+
+_BASE = ("train.warmup_steps=2", "train.alpha_warmup_steps=3", "checkpoint.every_steps=4",
+         "checkpoint.keep=1", "monitor.eval_every_steps=100", "model.dropout=0.1",
+         "data.mask_prob=0.3")  # fmt: skip
+_STABLE: dict[str, Any] = {"name": "stable", "steps": 6}
+_LONG: dict[str, Any] = {
+    "name": "long", "steps": 5, "data": {"seq_len": 128},
+    "model": {"rotary_base": 160000, "dropout": 0.0, "attention_dropout": 0.0},
+    "train": {"global_batch": 4, "weight_decay": 0.1, "grad_clip": 0.05}}  # fmt: skip
+
+
+class Runs:
+    """Runs in a folder, on one rank unless it is said."""
+
+    def __init__(self, folder: Path, variants: Variants, start: type[Ranks]) -> None:
+        self.folder, self._variants, self._start = folder, variants, start
+        self.decay: dict[str, Any] = {
+            "name": "decay", "steps": 5,
+            "model": {"rotary_base": 160000, "dropout": 0.0, "attention_dropout": 0.0},
+            "data": {"dir": str(variants["changed"].folder), "mask_prob": 0.15},
+            "train": {"decay": "1-sqrt"}}  # fmt: skip
+
+    @property
+    def stages(self) -> list[dict[str, Any]]:
+        return [_STABLE, _LONG, self.decay]
+
+    def start(self, name: str, stages: list[dict[str, Any]], *overrides: str,
+              total: int | None = None, **options: Any) -> Ranks:  # fmt: skip
+        total = total or sum(stage["steps"] for stage in stages)
+        options = {"world_size": 1, **options}
+        given = (*_BASE, f"train.num_steps={total}", f"stages={json.dumps(stages)}", *overrides)
+        return self._start(self.folder / name, self._variants["base"], *given, **options)
+
+    def __call__(self, name: str, *overrides: Any, code: int = 0, **options: Any) -> Path:
+        return self.start(name, *overrides, **options).ended(code).run_dir
+
+
+@pytest.fixture(scope="module")
+def shared(
+    tmp_path_factory: pytest.TempPathFactory, variants: Variants, start_ranks: type[Ranks]
+) -> Runs:
+    return Runs(tmp_path_factory.mktemp("staged"), variants, start_ranks)
+
+
+@pytest.fixture(scope="module")
+def whole(shared: Runs) -> Path:
+    """Three stages in one piece; tests must not change it."""
+    return shared("whole", shared.stages)
+
+
+@pytest.fixture
+def runs(tmp_path: Path, variants: Variants, start_ranks: type[Ranks]) -> Runs:
+    return Runs(tmp_path, variants, start_ranks)
+
+
+def _lines(run: Path) -> list[str]:
+    return (run / "batches.tsv").read_text().splitlines()
+
+
+def test_each_stage_has_its_own_batches_rates_and_model(whole: Path) -> None:
+    by_step = {record["step"]: record for record in records(whole)}
+    assert [by_step[step]["stage"] for step in (6, 7, 11, 12)] == [0, 1, 1, 2]
+    assert [by_step[step]["seq_len"] for step in (6, 7, 12)] == [64, 128, 64]
+    rates = [by_step[step]["lr"] for step in range(1, 17)]
+    assert rates[:12] == [1.5e-3, *[3e-3] * 11]
+    assert rates[12:] == pytest.approx([3e-3 * (1 - (k / 4) ** 0.5) for k in (1, 2, 3, 4)])
+    lines = [line.split("\t") for line in _lines(whole)]
+    assert lines[0][-1] == "stage"
+    assert [line[-1] for line in lines[1:]] == ["0"] * 6 + ["1"] * 5 + ["2"] * 5
+    # Every border has a checkpoint, which is kept, and says what its weights were trained with.
+    kept = {int(path.name[-8:]): read_manifest(path) for path in published(whole / "checkpoints")}
+    assert sorted(kept) == [6, 11, 16]
+    models = {step: manifest.identity["model"] for step, manifest in kept.items()}
+    assert [models[s]["rotary_base"] for s in (6, 11, 16)] == [10_000, 160_000, 160_000]
+    assert len(kept[16].fingerprints) == 2
+    assert kept[16].fingerprint not in kept[16].fingerprints
+    # All texts are evaluated at all borders, with one share of masks.
+    held_out = records(whole, "eval")
+    assert [record["step"] for record in held_out] == [0, 6, 11, 16]
+    assert {"loss", "loss_of_long", "loss_of_decay"} <= held_out[0].keys()
+    log = (whole / "logs/rank-00000.log").read_text()
+    assert "stage 1 (long) begins after step 6: data.seq_len 64 -> 128" in log
+
+
+def test_kills_around_borders_leave_one_run(runs: Runs, whole: Path) -> None:
+    for step in (5, 7, 12):
+        ranks = runs.start("run", runs.stages, "checkpoint.background=false")
+        ranks.wait_for_step(step)
+        ranks.kill()
+    run = runs("run", runs.stages)
+    assert _lines(run) == _lines(whole)
+    assert_same_bits(run, whole)
+
+
+def test_other_ranks_and_zero_stages_go_on_over_a_border(runs: Runs, whole: Path) -> None:
+    run = Path(shutil.copytree(whole, runs.folder / "run"))
+    for step in (11, 16):
+        shutil.rmtree(run / "checkpoints" / name_of(step))
+    runs("run", runs.stages, "train.zero_stage=2", world_size=2)
+    assert _lines(run) == _lines(whole)
+    found, wanted = (records(folder)[-1]["loss"] for folder in (run, whole))
+    assert found == pytest.approx(wanted, abs=2e-4)
+
+
+def test_a_fork_is_the_stage_of_one_run(runs: Runs, whole: Path) -> None:
+    decay = [runs.decay]
+    fork = runs("fork", decay, f"continue_from={whole}@11")
+    assert_same_bits(fork, whole)
+    assert _lines(fork) == [_lines(whole)[0], *_lines(whole)[12:]]
+    record = json.loads((fork / "attempts.jsonl").read_text())
+    assert record["continued_from"]["step"] == 11
+    assert len(record["continued_from"]["fingerprints"]) == 2
+    # Its record says the whole way, and the other run may be gone by then.
+    resumed = runs("fork", decay, f"continue_from={whole}@11")
+    assert _lines(resumed) == _lines(fork)
+    other = runs.start("fork", decay, f"continue_from={whole}@6").ended(2)
+    assert "began with continue_from=" in other.output
+
+
+def test_stages_are_added_to_a_finished_run_and_changed_before_they_begin(
+    runs: Runs, whole: Path
+) -> None:
+    run = runs("run", [_STABLE])
+    runs("run", [_STABLE, {**_LONG, "name": "another"}])
+    shutil.rmtree(run / "checkpoints" / name_of(11))
+    runs("run", runs.stages)
+    assert _lines(run) == _lines(whole)
+    assert_same_bits(run, whole)
+    changes = [json.loads(line).get("changes") for line in (run / "attempts.jsonl").open()]
+    assert any("stages" in text for text in changes[-1])
+    assert sorted(path.name for path in (run / "starts").iterdir()) == [
+        f"{number:04d}.yaml" for number in (1, 2, 3)
+    ]
+    begun = {**_LONG, "data": {"seq_len": 256}}
+    refused = runs.start("run", [_STABLE, begun, runs.decay]).ended(2)
+    assert "stages_before" in refused.output
+    assert "256" in refused.output
+
+
+def test_the_data_of_a_coming_stage_is_looked_at_before_the_run_starts(
+    runs: Runs, variants: Variants
+) -> None:
+    for folder, expected in (("/nowhere", "/nowhere"), (str(variants["tokenizer"].folder),
+                                                      "another tokenizer")):  # fmt: skip
+        decay = {**runs.decay, "data": {"dir": folder}}
+        refused = runs.start("run", [_STABLE, decay]).ended(2)
+        assert "stage 1 (decay)" in refused.output
+        assert expected in refused.output
+        assert not (runs.folder / "run/checkpoints").exists()
+
+
+def test_alpha_and_rate_do_not_jump_at_a_resume(runs: Runs, whole: Path) -> None:
+    run = Path(shutil.copytree(whole, runs.folder / "run"))
+    shutil.rmtree(run / "checkpoints" / name_of(16))
+    refused = runs.start("run", runs.stages, "train.alpha_warmup_steps=15").ended(2)
+    assert "takes alpha from 1 back to 0.73" in refused.output
