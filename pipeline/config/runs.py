@@ -144,12 +144,14 @@ class TaskRunConfig(RunConfig):
 
     data: DataConfig
     """The text that a mix learns beside tasks; `seq_len` is that of the longest rows."""
+    stages: tuple[StageConfig, ...] = ()
+    """Of a mix."""
 
     # It writes to `__dict__`, past the frozen dataclass; the plan is asked for at every step.
     @cached_property
     def timeline(self) -> Timeline:
         """See `RunConfig.timeline`."""
-        return Timeline(self.data, self.model, self.train)
+        return Timeline(self.data, self.model, self.train, stages=self.stages)
 
     def identity_at(self, cursor: int = 0) -> dict[str, Any]:
         """See `RunConfig.identity_at`."""

@@ -24,6 +24,7 @@ from pipeline.checkpoints.state import TrainState, read_weights
 from pipeline.config.data import DataConfig
 from pipeline.config.load import git_revision, to_yaml
 from pipeline.config.runs import TaskRunConfig
+from pipeline.config.stages import RunStage
 from pipeline.config.train import CheckpointConfig, MonitorConfig, SpikeConfig, TrainConfig
 from pipeline.data.format import FORMAT_VERSION
 from pipeline.data.run_order import DataRank
@@ -271,6 +272,9 @@ class TaskWork:
     def open(self, share: DataRank) -> TaskStream:
         """Take the rows of train."""
         return self._prepared.stream(self._config.batches, share, self._config.seed)
+
+    def begin(self, stage: RunStage) -> None:
+        """Do nothing: all stages have the same rows."""
 
     def start(self, model: EncoderModel) -> None:
         """Load the encoder, every tensor of it, and name what is new."""

@@ -10,6 +10,8 @@ from typing import Any, ClassVar, Literal
 from pipeline.config.data import DataConfig
 from pipeline.config.load import build, find_config, load, to_yaml
 from pipeline.config.schema import REQUIRED, param, path_param, section
+from pipeline.config.stages import StageConfig, completed
+from pipeline.config.strict_yaml import YamlNode
 from pipeline.config.train import (
     CheckpointConfig,
     KernelsConfig,
@@ -201,6 +203,14 @@ class MultiTaskConfig:
     checkpoint: CheckpointConfig = section(CheckpointConfig, "saving")
     monitor: MonitorConfig = section(MonitorConfig, "logging and evaluation")
     notify: NotifyConfig = section(NotifyConfig, "who is told of changes of the run's state")
+    stages: tuple[StageConfig, ...] = param(
+        (), "parts of the run, in order, as of pre-training; the tasks and their rows are the same"
+    )
+
+    @classmethod
+    def completed(cls, root: YamlNode) -> YamlNode:
+        """Fill in what follows from `stages`."""
+        return completed(root)
 
     @property
     def folder(self) -> RunFolder:
@@ -224,6 +234,7 @@ class MultiTaskConfig:
                 f"train.global_batch={self.train.global_batch} has no meaning here: a step is "
                 "train.tasks_per_step draws of train.micro_batch examples; set those"
             )
+        self._check_stages()
         if self.monitor.probes:
             raise ConfigError(
                 f"monitor.probes={list(self.monitor.probes)}: a multi-task run scores dev of its "
@@ -242,6 +253,18 @@ class MultiTaskConfig:
                 f"balance.main names {', '.join(unknown)}, but the tasks are "
                 f"{', '.join(self.tasks)}"
             )
+
+    def _check_stages(self) -> None:
+        for number, stage in enumerate(self.stages):
+            sizes = [f"train.{name}" for name in ("global_batch", "micro_batch")]
+            given = [f"data.{name}" for name in stage.data]
+            given += [f"train.{name}" for name in stage.train if f"train.{name}" in sizes]
+            if given or stage.tokens is not None:
+                raise ConfigError(
+                    f"stages.{number}: {', '.join(given) or 'tokens'}: a stage of a multi-task run "
+                    "has steps, and may change model (rotary_base, dropouts) and the rate, the "
+                    "clipping and the weight decay of train; rows and draws stay the same"
+                )
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from pipeline.checkpoints.state import TrainState
 from pipeline.config.data import BatchPlan, DataConfig, EvalDataConfig, TrainDataConfig
 from pipeline.config.runs import TaskRunConfig
 from pipeline.config.schema import as_recorded
+from pipeline.config.stages import RunStage
 from pipeline.data.format import FORMAT_VERSION, DatasetIndex
 from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.data.objects import open_index
@@ -126,6 +127,7 @@ def run_config(mix: TaskMix, trained: TrainedModel) -> TaskRunConfig:
         model=trained.model.config,
         data=replace(config.data or DataConfig(dir=config.run_dir), seq_len=longest),
         train=config.train.single,
+        stages=config.stages,
         kernels=config.kernels,
         spikes=config.spikes,
         checkpoint=config.checkpoint,
@@ -188,7 +190,7 @@ class MultiTaskWork:
         }
         folder = config.folder.path
         identity = folder, hash_of(content), json.dumps(content).encode(), file, sha256
-        self.indexes = (TaskIdentity(*identity),)
+        self.indexes = (TaskIdentity(*identity),) * len(own.timeline.stages)
 
     def _known_of(self, name: str, factor: float) -> LossBaseline:
         if name != MLM:
@@ -287,6 +289,9 @@ class MultiTaskWork:
         shown = ", ".join(f"{name} {p:.2%}" for name, p in zip(streams, found, strict=True))
         logger.info("draws: %s", shown)
         return found  # type: ignore[no-any-return]
+
+    def begin(self, stage: RunStage) -> None:
+        """Do nothing: all stages have the same rows."""
 
     def start(self, model: EncoderModel) -> None:
         """Load the encoder and the MLM head; the heads of tasks are new."""

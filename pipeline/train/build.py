@@ -40,7 +40,7 @@ from pipeline.objectives.base import Objective, TextObjective
 from pipeline.runtime import dist, env, log, watchdog
 from pipeline.runtime.checkpoints import MANIFEST_FILE, read_manifest
 from pipeline.runtime.env import ProcessInfo
-from pipeline.runtime.files import sha256_file, write_atomic, write_json_atomic
+from pipeline.runtime.files import read_json_lines, sha256_file, write_atomic, write_json_atomic
 from pipeline.runtime.notify import FAILED, FINISHED, STARTED, STOPPED, WENT_BACK, Notifier
 from pipeline.runtime.rank import Rank, leaving
 from pipeline.runtime.run_folder import RunFolder
@@ -459,6 +459,12 @@ def _origin_and_changes(run: RunContext, resumed_from: Path | None) -> dict[str,
             }
         }
     found = changes(manifest, config)
+    earlier = read_json_lines(run.folder.attempts)[-1:]
+    known = earlier[0].get("fingerprints", []) if earlier else []
+    stages = config.timeline.stages
+    for of, index, before in zip(stages, run.work.indexes, known, strict=False):
+        if index.fingerprint != before:
+            found.append(f"{of.title}: data {before} before, now {index.fingerprint}")
     for text in found:
         logger.info("changed since that checkpoint: %s", text)
     if any(text.startswith("init_from:") for text in found):

@@ -171,6 +171,8 @@ def _enter(attempt: Attempt, stage: RunStage, meter: Meter) -> None:
 def _next_stage(attempt: Attempt, state: TrainState, place: BatchSpec, meter: Meter) -> RunStage:
     """Begin the stage of a batch."""
     stage = attempt.run.config.timeline.stages[place.stage]
+    watchdog.heartbeat("beginning a stage", state.step)
+    attempt.run.work.begin(stage)
     _enter(attempt, stage, meter)
     attempt.watch.entered(state, stage)
     return stage

@@ -9,11 +9,13 @@ import numpy.typing as npt
 
 from pipeline.checkpoints.state import TrainState
 from pipeline.config.runs import PretrainConfig
+from pipeline.config.stages import RunStage
 from pipeline.data.format import DataIdentity, DatasetIndex
 from pipeline.data.loader import EvalLoader, TrainLoader
+from pipeline.data.objects import open_index
 from pipeline.data.run_order import DataRank
 from pipeline.data.stages import is_there
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, DataError
 from pipeline.model.cost import flops_per_token
 from pipeline.model.encoder import EncoderModel
 from pipeline.objectives.choose import make_objective
@@ -106,6 +108,21 @@ class Pretraining:
             splits = [*loader.steps.splits, *(each.split for each in self._held_out.values())]
             verify_at_start(config.data, splits, share)
         return loader
+
+    def begin(self, stage: RunStage) -> None:
+        """Compare a stage's data with what was opened, weeks ago perhaps."""
+        opened = self.indexes[stage.number].fingerprint
+
+        def check() -> None:
+            there = open_index(stage.data)
+            if there.fingerprint != opened:
+                raise DataError(
+                    f"{stage.title} is to begin, and {there.location} has fingerprint "
+                    f"{there.fingerprint}; it had {opened} when this run was started. Restore it, "
+                    "or start the run again to go on with the data that is there now"
+                )
+
+        dist.on_first(check, "comparing a stage's data")
 
     def start(self, model: EncoderModel) -> None:
         """Load the weights of `init_from`."""

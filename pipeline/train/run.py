@@ -12,6 +12,7 @@ from pipeline.checkpoints.save import Saver
 from pipeline.checkpoints.state import TrainState
 from pipeline.config.data import BatchSpec
 from pipeline.config.runs import RunConfig
+from pipeline.config.stages import RunStage
 from pipeline.data.format import DataIdentity
 from pipeline.data.loader import MicroBatch
 from pipeline.data.run_order import DataRank
@@ -92,6 +93,13 @@ class Workload(Protocol):
 
         Raises:
             PostnormError: on all ranks, if one finds damage.
+        """
+
+    def begin(self, stage: RunStage) -> None:
+        """Check that a stage that begins has the data that was opened. Collective.
+
+        Raises:
+            DataError: it is gone, or another one.
         """
 
     def start(self, model: EncoderModel) -> None:

@@ -66,6 +66,26 @@ def furthest(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
     return max(float(np.abs(one[name] - other[name]).max()) for name in one)
 
 
+def test_stages_that_are_added_are_those_of_one_run(tmp_path: Path, tiny_model: Path) -> None:
+    first = {"name": "first", "steps": 3}
+    second = {"name": "second", "steps": 3, "model": {"dropout": 0.0},
+              "train": {"lr": 5e-4, "decay": "linear", "grad_clip": 0.1}}  # fmt: skip
+    path = write_mix(tmp_path, tiny_model, train={"num_steps": 6, "warmup_steps": 1})
+    body = yaml.safe_load(path.read_text())
+    del body["train"]["num_steps"]
+    path.write_text(yaml.safe_dump(body, allow_unicode=True))
+    whole = run(path, f"stages={json.dumps([first, second])}", f"run_dir={tmp_path}/whole")
+    rates = [record["lr"] for record in records(whole)]
+    assert rates == pytest.approx([1e-3, 1e-3, 1e-3, 5e-4, 2.5e-4, 0])
+    parts = run(path, f"stages={json.dumps([first])}", f"run_dir={tmp_path}/parts")
+    assert [record["step"] for record in records(parts)] == [1, 2, 3]
+    run(path, f"stages={json.dumps([first, second])}", f"run_dir={tmp_path}/parts")
+    assert furthest(weights(parts), weights(whole)) == 0
+    assert (parts / "batches.tsv").read_text() == (whole / "batches.tsv").read_text()
+    with pytest.raises(ConfigError, match=r"stages\.0.*train\.global_batch"):
+        run(path, f"stages={json.dumps([{**first, 'train': {'global_batch': 4}}])}")
+
+
 def test_inspect_shows_the_rows_of_a_step(tmp_path: Path, tiny_model: Path) -> None:
     path = write_mix(tmp_path, tiny_model, ("classify", "choice"), corrupt={"rule": "tokens"})
     folder = run(path)
