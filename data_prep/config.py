@@ -30,7 +30,7 @@ class SourceConfig:
         (),
         "folders, globs and files, also in stores (s3://bucket/folder), plain or .gz, .zst, .xz, "
         ".bz2: .txt, .jsonl, .json (an object a line, or an array of objects), .csv, .tsv, .wet, "
-        ".warc, .parquet, wiki_NN",
+        ".warc, .parquet, wiki_NN; of embedded: patterns of names, such as stdlib/*, none for all",
     )
     format: Literal[
         "auto", "txt", "md", "jsonl", "json", "csv", "tsv", "parquet", "wet", "wikiextractor"
@@ -120,11 +120,8 @@ class SourceConfig:
     def __post_init__(self) -> None:
         if not self.text_fields:
             raise ConfigError(f"source {self.name!r}: text_field = []; expected names of fields")
-        if (self.kind == "files") != bool(self.inputs):
-            raise ConfigError(
-                f"source {self.name!r}: kind={self.kind} with inputs={list(self.inputs)}; "
-                "files need inputs, the embedded corpus takes none"
-            )
+        if self.kind == "files" and not self.inputs:
+            raise ConfigError(f"source {self.name!r}: kind=files with inputs=[]; files need inputs")
         taken = sorted({"id", "source", "split", "text"} & set(self.metadata))
         if taken or len(set(self.metadata)) < len(self.metadata):
             raise ConfigError(

@@ -7,7 +7,8 @@ It consists of the documentation of the Python installation and its installed pa
 import ast
 import sysconfig
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 
 _MIN_DOCSTRING_CHARS = 60
@@ -20,8 +21,11 @@ _PROSE_SUFFIXES = {".rst", ".md"}
 _PROSE_NAMES = {"METADATA", "README", "README.txt"}
 
 
-def find() -> list[tuple[Path, str]]:
-    """List files with documentation; their names do not depend on the place of installation."""
+def find(patterns: Sequence[str] = ()) -> list[tuple[Path, str]]:
+    """List files with documentation; their names do not depend on the place of installation.
+
+    `patterns` such as `stdlib/*` choose by name; empty takes all.
+    """
     paths = sysconfig.get_paths()
     names: dict[Path, str] = {}
     for label in ("stdlib", "purelib", "platlib"):
@@ -37,7 +41,8 @@ def find() -> list[tuple[Path, str]]:
                 names.setdefault(path, f"{prefix}/{inner.as_posix()}")
     files = sorted(names.items(), key=lambda item: item[1])
     stdlib = [file for file in files if file[1].startswith("stdlib/")]
-    return [*files[: len(files) - len(stdlib) : _EVERY], *stdlib]
+    every = [*files[: len(files) - len(stdlib) : _EVERY], *stdlib]
+    return [file for file in every if not patterns or any(fnmatch(file[1], p) for p in patterns)]
 
 
 def documents(path: Path, name: str) -> Iterator[tuple[str, bytes]]:

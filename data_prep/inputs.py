@@ -94,7 +94,12 @@ def find(source: SourceConfig) -> Listing:
     by its name or a glob is read as `source.format`, whatever its name is, unless that is `auto`.
     """
     if source.kind == "embedded":
-        pairs = embedded.find()
+        pairs = embedded.find(source.inputs)
+        if not pairs:
+            raise DataError(
+                f"source {source.name!r}: no file of the embedded corpus is named like "
+                f"{list(source.inputs)}; names begin with stdlib/ or packages/"
+            )
         return Listing(tuple(input_file(str(path), name) for path, name in pairs), ())
     files: dict[str, InputFile] = {}
     ignored: list[str] = []

@@ -71,8 +71,14 @@ def trained_model(run: Path) -> "EncoderModel":
     return load_source(run).model.to(device)
 
 
-def read_masks(run: Path, config: PretrainConfig) -> dict[str, float]:
-    """Compute the loss, in nats, and accuracy at the masks of `config.data`, in fp32."""
+def read_masks(run: Path, config: PretrainConfig, source: str | None = None) -> dict[str, float]:
+    """Compute the loss, in nats, and accuracy at the masks of `config.data`, in fp32.
+
+    `source` names one of the data's sources; None takes all.
+
+    Raises:
+        DataError: there is no such source.
+    """
     import torch
 
     from pipeline.objectives.choose import make_objective
@@ -82,7 +88,12 @@ def read_masks(run: Path, config: PretrainConfig) -> dict[str, float]:
     device = next(model.parameters()).device
     objective = make_objective(config.objective)
     sums = local_sums(model, device, objective, loader.batches(), len(loader.sources))
-    totals = {name: of.sum(0).tolist() for name, of in sums.items()}
+    if source is not None and source not in loader.sources:
+        raise DataError(
+            f"{config.data.dir} has no source {source!r}, but {', '.join(loader.sources)}"
+        )
+    rows = slice(None) if source is None else [loader.sources.index(source)]
+    totals = {name: of[rows].sum(0).tolist() for name, of in sums.items()}
     assert all(torch.isfinite(of).all() for of in sums.values()), "a finished model is finite"
     return {name: totals[name][0] / totals[name][1] for name in ("loss", "accuracy")}
 

@@ -239,7 +239,10 @@ def _measure(
     if settings["seq_len"] is not None:
         config = replace(config, data=replace(config.data, seq_len=settings["seq_len"]))
     return ProbeResult(
-        {f"{what}@{of}": value for what, value in read_masks(folder, config).items()}
+        {
+            f"{what}@{of}": value
+            for what, value in read_masks(folder, config, settings["source"]).items()
+        }
     )
 
 

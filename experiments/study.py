@@ -99,6 +99,7 @@ class ReadConfig:
     """Held-out text that a finished run is evaluated on, besides its own: `loss@NAME`."""
 
     seq_len: int | None = param(None, "null: the run's", ge=8)
+    source: str | None = param(None, "of this source of the data alone; null: of all")
     set: dict[str, Any] = section(dict, "masks, such as {data.mask_prob: 0.15}")
 
 
@@ -171,6 +172,7 @@ class StudyConfig:
     conclusion: str = param("", "what a user should do differently, written by a person")
     limits: str = param("", "what the numbers cannot say")
     base: dict[str, Any] = section(dict, "pre-training config that all runs start from")
+    corpus: str = param("demo", "prep config of the text that is prepared unless data.dir is given")
     arms: dict[str, ArmConfig] = section(dict, "by name")
     factors: dict[str, dict[str, dict[str, Any]]] = section(dict, "overrides by level, by factor")
     reads: dict[str, ReadConfig] = section(dict, "held-out text besides the runs' own, by name")

@@ -33,8 +33,6 @@ from pipeline.tasks.types import Example
 
 logger = logging.getLogger(__name__)
 
-_CORPUS = "demo"
-
 
 @dataclass(frozen=True)
 class Where:
@@ -58,7 +56,7 @@ def run_missing(plan: StudyPlan, out: Path, where: Where) -> int:
     out = out.resolve()
     folder = runs_folder(out)
     if any(run.config.data.dir == str(out / "data") for run in plan.runs.values()):
-        embedded_corpus(out)
+        embedded_corpus(out, plan.study.corpus)
     # First of all, so that too few rows are told before anything is trained.
     tasks = {
         (task, seed): _task_of(plan, task, seed, out)
@@ -87,15 +85,15 @@ def run_missing(plan: StudyPlan, out: Path, where: Where) -> int:
     return EXIT_PREEMPTED if _sweep(plan.name, FINETUNE, tasks_folder(out), configs, where) else 0
 
 
-def embedded_corpus(folder: Path) -> Path:
-    """Return the folder of the demo's corpus in a study's folder; make it if it is not there.
+def embedded_corpus(folder: Path, config: str = "demo") -> Path:
+    """Return the folder of a prep config's corpus in a study's folder; make it if it is not there.
 
     Raises:
         DataError: it failed.
     """
     data = folder / "data"
     if not (data / INDEX_FILE).is_file():
-        words = ["run", _CORPUS, f"output_dir={data.resolve()}"]
+        words = ["run", config, f"output_dir={data.resolve()}"]
         if subprocess.run([*module_command("data_prep"), *words], check=False).returncode:
             raise DataError(f"{data}: the embedded corpus could not be prepared, see above")
     return data
