@@ -35,7 +35,9 @@ from tests.support.ranks import Ranks, losses, newest_state, records
 _STEPS = (24, 18, 18)
 _BORDERS = (_STEPS[0], _STEPS[0] + _STEPS[1])
 _COMMON = (
-    f"train.num_steps={sum(_STEPS)}", "train.global_batch=24", "checkpoint.every_steps=5",
+    # Steps of 0.1 s and more: a kill comes where it is meant to.
+    f"train.num_steps={sum(_STEPS)}", "train.global_batch=96", "model.num_layers=4",
+    "model.hidden_size=64", "model.ffn_size=256", "checkpoint.every_steps=5",
     "checkpoint.keep=2", "monitor.eval_every_steps=30", "data.mask_prob=0.3",
 )  # fmt: skip
 _ENDS_WITHIN_S = 900.0
@@ -63,7 +65,7 @@ def stages(other: DatasetIndex) -> list[dict[str, Any]]:
     return [
         {"name": "stable", "steps": _STEPS[0]},
         {"name": "long", "steps": _STEPS[1], "data": {"seq_len": 128}, "model": base,
-         "train": {"global_batch": 12, "micro_batch": 1, "weight_decay": 0.1, "grad_clip": 0.5}},
+         "train": {"global_batch": 48, "micro_batch": 2, "weight_decay": 0.1, "grad_clip": 0.5}},
         {"name": "decay", "steps": _STEPS[2], "model": base, "train": {"decay": "1-sqrt"},
          "data": {"dir": str(other.folder), "mask_prob": 0.15}},
     ]  # fmt: skip
@@ -72,8 +74,8 @@ def stages(other: DatasetIndex) -> list[dict[str, Any]]:
 def strike(run: Path, start: Any, kills: int, choice: random.Random) -> list[dict[str, Any]]:
     """Kill a run again and again, then let it end."""
     rows = []
-    for number in range(kills):
-        ranks, at = start(run.name), _moment(number, choice)
+    for at in _moments(kills, choice):
+        ranks = start(run.name)
         reached = _wait(ranks, at)
         if reached is None:
             break
@@ -87,11 +89,11 @@ def strike(run: Path, start: Any, kills: int, choice: random.Random) -> list[dic
     return rows
 
 
-def _moment(number: int, choice: random.Random) -> int:
-    """Every other kill is near a border; the others rise with the run."""
-    if number % 2:
-        return choice.choice(_BORDERS) + choice.randrange(-1, 2)
-    return choice.randrange(1, sum(_STEPS) - 2)
+def _moments(kills: int, choice: random.Random) -> list[int]:
+    """Return the steps to kill at, rising: every other one is near a border."""
+    near = [choice.choice(_BORDERS) + choice.randrange(-1, 2) for _ in range(kills // 2)]
+    anywhere = [choice.randrange(1, sum(_STEPS) - 2) for _ in range(kills - len(near))]
+    return sorted(near + anywhere)
 
 
 def _wait(ranks: Ranks, step: int) -> int | None:

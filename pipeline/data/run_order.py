@@ -39,7 +39,7 @@ from pipeline.data.order import (
     joined,
 )
 from pipeline.data.packing import Packing, repack
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, DataError
 
 _SHARE_BITS = 46
 _STRETCH = 1 << 16
@@ -487,10 +487,15 @@ class TrainSteps:
         self._stages.append(_StageSteps(stage, first, split, order))
 
     def of(self, cursor: int) -> _StageSteps:
-        """Return the stage of a cursor, or the nearest one that is open."""
-        number = self.plan.at(cursor).stage
-        opened = [one for one in self._stages if one.of.number <= number]
-        return (opened or self._stages)[-1 if opened else 0]
+        """Return the stage of a place of the run (DataError: its data is not there)."""
+        number = self.plan.holding(cursor).stage
+        for one in self._stages:
+            if one.of.number == number:
+                return one
+        raise DataError(
+            f"sequence {cursor} of the run is of stage {number}, whose data is not there; restore "
+            "it to look at that stage"
+        )
 
     @property
     def splits(self) -> list[PackedSplit]:
@@ -520,12 +525,15 @@ class TrainSteps:
                         yield place
 
     def segment(self, cursor: int) -> Segment:
-        """Return the segment of a cursor."""
+        """Return the segment of a place of the run."""
         return self.of(cursor).order.segment(cursor)
 
     def epochs(self, cursor: int) -> dict[str, float]:
         """Return how often each group of sources was seen before a cursor, in its stage's data."""
-        return self.of(self.plan.holding(max(0, cursor - 1)).cursor).order.epochs(cursor)
+        before = max(0, cursor - 1)
+        if self.plan.holding(before).stage < self._stages[0].of.number:
+            before = cursor  # that stage's data is gone
+        return self.of(before).order.epochs(cursor)
 
     def located(self, cursor: int, share: DataRank, steps: int = 1) -> tuple[Locations, Ints]:
         """Find a rank's sequences of equal steps, the first of which starts at a cursor.

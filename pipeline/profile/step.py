@@ -122,7 +122,7 @@ def category(name: str, phase: str = "", operator: str = "") -> str:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class StepTimeline:
     """Milliseconds of all profiled steps together."""
 
     wall_ms: float
@@ -136,7 +136,7 @@ _Interval = tuple[float, float]
 """Begin and end in microseconds of the profiler's clock."""
 
 
-def read_timeline(events: Iterable[Any]) -> Timeline:
+def read_timeline(events: Iterable[Any]) -> StepTimeline:
     """Divide the time between the marks `BEGIN` and `END` of a profile's `events()`.
 
     With a GPU, a moment belongs to the kernel or copy that ran; communication counts only while
@@ -186,7 +186,7 @@ def read_timeline(events: Iterable[Any]) -> Timeline:
         total[DATA_WAIT] = max(0.0, _length(waits) / 1e3 - waited)
     wall_ms = (end - begin) / 1e3
     total[IDLE] = wall_ms - sum(total.values())
-    return Timeline(wall_ms, total, dict(by_name))
+    return StepTimeline(wall_ms, total, dict(by_name))
 
 
 def _on_device(events: list[Any], phase_at: Callable[[float], str]) -> Iterator[tuple[str, Any]]:
@@ -303,7 +303,7 @@ def profile_run(
     return profile
 
 
-def profiled(step: Callable[[], None], count: int, trace_file: Path | None = None) -> Timeline:
+def profiled(step: Callable[[], None], count: int, trace_file: Path | None = None) -> StepTimeline:
     """Run steps under torch's profiler and divide their time.
 
     `step` sets its marks, `DATA` or `FORWARD` first.
@@ -411,7 +411,7 @@ def model_work(config: PretrainConfig, batches: list[MicroBatch]) -> dict[str, P
 
 
 def roofline(
-    config: PretrainConfig, batches: list[MicroBatch], timeline: Timeline, device: str
+    config: PretrainConfig, batches: list[MicroBatch], timeline: StepTimeline, device: str
 ) -> dict[str, float]:
     """Divide the least time by the time taken; empty in fp32 or for an unknown device."""
     if config.train.precision != "bf16":
@@ -428,7 +428,7 @@ def _profile(
     config: PretrainConfig,
     process: ProcessInfo,
     device: torch.device,
-    timeline: Timeline,
+    timeline: StepTimeline,
     seen: list[list[MicroBatch]],
     untraced: tuple[float, float],
 ) -> Profile:

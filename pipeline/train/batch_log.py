@@ -37,10 +37,18 @@ logger = logging.getLogger(__name__)
 class BatchLog:
     """Logs the batches of one attempt. Every rank has one; rank 0 reads and writes the file."""
 
-    def __init__(self, run_dir: Path, cursor: int, is_first: bool, *, staged: bool = False) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        cursor: int,
+        is_first: bool,
+        *,
+        staged: bool = False,
+        begins: bool = False,
+    ) -> None:
         """Open the file or start a new one. Collective.
 
-        With `staged` its lines have a stage.
+        With `staged` its lines have a stage. `begins` says that the run begins at the cursor.
 
         Raises:
             DataError: the file is damaged or ends before the cursor.
@@ -49,7 +57,7 @@ class BatchLog:
         self._path = RunFolder(run_dir).batches
         self._is_first = is_first
         self._pending: list[BatchRecord] = []
-        self._staged = staged
+        self._staged, self._begins = staged, begins
         self._end = len(STAGE_HEADER if staged else HEADER)
         """Bytes of the file that this attempt has written or found equal."""
         self._earlier: deque[bytes] = deque()
@@ -111,7 +119,7 @@ class BatchLog:
             write_atomic(self._path, text)
             lines = parse(self._path, text)
         if lines is None or (len(lines.ends) and lines.numbers[0, 1] > cursor):
-            if cursor:
+            if cursor and not self._begins:
                 logger.warning(
                     "%s %s: a new one starts at sequence %d, and batches from there are not "
                     "compared with those of earlier attempts",

@@ -323,8 +323,13 @@ def _attempt(run: RunContext, resumed_from: Path | None, *, rewound: bool) -> in
         run.folder.ledger.unlink(missing_ok=True)
     rewinds = dist.on_first(lambda: _rewinds(run.folder, state), "reading the ledger")
     state.rewinds = len(rewinds)
-    staged = config.timeline.has_stages
-    batch_log = BatchLog(run.folder.path, state.cursor, process.is_first, staged=staged)
+    batch_log = BatchLog(
+        run.folder.path,
+        state.cursor,
+        process.is_first,
+        staged=config.timeline.has_stages,
+        begins=resumed_from == config.origin,
+    )
     if process.is_first and config.train.skip_batches:
         _warn_of_trained(config, state)
     sinks = None

@@ -44,7 +44,7 @@ def start_from(
     Raises:
         ConfigError: they fit another architecture, or another tokenizer's ids.
     """
-    theirs, ours = asdict(initial.config), asdict(config.model)
+    theirs, ours = asdict(initial.config), asdict(config.timeline.stages[0].model)
     # Without a table of positions its size says nothing.
     free = _FREE_TO_DIFFER | (set() if ours["positions"] == "learned" else {"max_positions"})
     problems = [
