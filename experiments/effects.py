@@ -21,8 +21,8 @@ from pipeline.tasks.intervals import (
 )
 
 OPEN = "not decided"
-_LOWER_IS_BETTER = ("held_out_loss", "loss@", "train_loss.")
-_NO_BETTER = ("entropy", "top5", "js_layers", "js_heads", "cosine", "gradient.")
+_LOWER_IS_BETTER = ("held_out_loss", "loss@", "train_loss.", "nats_per_char")
+_NO_BETTER = ("entropy", "top5", "js_layers", "js_heads", "cosine", "gradient.", "pieces_per_char")
 
 
 Decision = tuple[str, tuple[str, ...]]
@@ -106,7 +106,11 @@ def effects(
             mine, first = (_by_seed(plan, readings, cell, metric) for cell in cells)
             pairs = {s: mine[s] - first[s] for s in plan.seeds if s in mine and s in first}
             names = [(plan.of_cells[cells[0]][s], plan.of_cells[cells[1]][s]) for s in pairs]
-            runs = tuple(" - ".join(pair) for pair in names)
+            arms = [plan.study.arms[cell.arm] for cell in cells]
+            runs = tuple(
+                " - ".join(of.read_as(run) for of, run in zip(arms, pair, strict=True))
+                for pair in names
+            )
             tasks = plan.tasks if metric == MEAN_SCORE else (metric,)
             rows = _rows(readings, names, tasks)
             if known_rows is not None:
@@ -218,6 +222,7 @@ def corrected(
 def _by_seed(
     plan: StudyPlan, readings: Mapping[str, Reading], cell: StudyCell, metric: str
 ) -> dict[int, float]:
+    metric = plan.study.arms[cell.arm].read_as(metric)
     return {
         seed: readings[run].values[metric]
         for seed, run in plan.of_cells[cell].items()
@@ -232,9 +237,7 @@ def summaries(plan: StudyPlan, readings: Mapping[str, Reading]) -> list[CellSumm
         mine = [readings[run] for run in runs.values()]
         outcomes = [reading.outcome for reading in mine]
         values = {
-            metric: np.array(
-                [reading.values[metric] for reading in mine if metric in reading.values]
-            )
+            metric: np.array(list(_by_seed(plan, readings, cell, metric).values()))
             for metric in plan.parts[cell.part].metrics
         }
         cells.append(

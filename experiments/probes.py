@@ -4,13 +4,17 @@ Shapes: B sequences, S slots, L layers, N heads, R rows of long text. Torch is i
 used, because a study is also planned on machines without it.
 """
 
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from pipeline.config.runs import PretrainConfig
+from pipeline.data.random import Purpose, philox
 from pipeline.errors import DataError
 
 if TYPE_CHECKING:
@@ -22,6 +26,8 @@ if TYPE_CHECKING:
 _SEQUENCES = 8
 _TOP = 5
 _ROWS_AT_ONCE = 8
+_MASKED_WORDS = 0.15
+_WINDOWS_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -216,8 +222,123 @@ def _long_texts(config: PretrainConfig, size: int) -> Iterator[tuple["Tensor", "
                 yield batch.input_ids[row, 1 : size + 1], targets[row, 1 : size + 1]
 
 
+def words(run: Path, config: PretrainConfig, extra: Mapping[str, Any]) -> ProbeResult:
+    """Measure the loss of masked words in nats a character, which compares vocabularies.
+
+    Held-out documents are cut into windows of `extra.words` words, of which 15% are masked, with
+    all their pieces: by the document and the word's number in it, so that models with other pieces
+    predict the same words. `nats_per_char` predicts the pieces of a word from the left, those
+    before given, which is the probability of the word (Kauf and Ivanova 2023, arXiv 2305.10588);
+    other masked words of several pieces are then given as far, too, which favours a vocabulary that
+    cuts. `nats_per_char_at_once` predicts them at once, as in training, which favours one that does
+    not. `nats_per_char_listed` is of the words in the file `extra.list`, `..._others` of the rest.
+    """
+    import torch
+    import torch.nn.functional as F
+
+    from pipeline.data.format import read_index
+    from pipeline.model.layout import padded
+
+    index, model = read_index(config.data.dir), trained_model(run)
+    device, of = next(model.parameters()).device, index.vocabulary
+    listed = set(Path(extra["list"]).read_text(encoding="utf-8").split())
+    sums = dict.fromkeys(("all", "listed", "others", "at_once", "chars", "chars_listed"), 0.0)
+    windows = sorted(_windows(config, extra["words"]), key=lambda window: len(window.pieces))
+    for at in range(0, len(windows), _WINDOWS_AT_ONCE):
+        some = windows[at : at + _WINDOWS_AT_ONCE]
+        lengths = torch.tensor([len(window.pieces) + 2 for window in some])
+        ids_RS = torch.full((len(some), int(lengths.max())), of.pad)
+        # Of masked words: the place of a piece, their number of pieces, whether they are listed.
+        about_3RS = torch.full((3, *ids_RS.shape), -1)
+        for row, window in enumerate(some):
+            ids_RS[row, : len(window.pieces) + 2] = torch.tensor([of.cls, *window.pieces, of.sep])
+            for start, stop, text in window.masked:
+                about_3RS[0, row, start + 1 : stop + 1] = torch.arange(stop - start)
+                about = torch.tensor([[stop - start], [text in listed]])
+                about_3RS[1:, row, start + 1 : stop + 1] = about
+                sums["chars"] += len(text)
+                sums["chars_listed"] += len(text) * (text in listed)
+        place_RS, size_RS, listed_RS = about_3RS.unbind()
+        for given in range(int(size_RS.max())):
+            rows_R = (place_RS == given).any(1)
+            ids, place, size = (of_all[rows_R] for of_all in (ids_RS, place_RS, size_RS))
+            is_given = (size > given) & (place < given)
+            shown = torch.where((place >= 0) & ~is_given, of.mask, ids)
+            wanted = (place >= 0) if given == 0 else (place == given)
+            target = wanted.flatten().nonzero()[:, 0]
+            layout = padded(lengths[rows_R].to(device), ids.shape[1])
+            with torch.no_grad():
+                logits = model(shown.to(device), layout, target.to(device)).float().cpu()
+            losses = F.cross_entropy(logits, ids.flatten()[target], reduction="none").double()
+            now = place.flatten()[target] == given
+            is_listed = listed_RS[rows_R].flatten()[target] == 1
+            sums["at_once"] += float(losses.sum()) if given == 0 else 0.0
+            sums["all"] += float(losses[now].sum())
+            sums["listed"] += float(losses[now & is_listed].sum())
+            sums["others"] += float(losses[now & ~is_listed].sum())
+    chars, chars_listed = sums["chars"], sums["chars_listed"]
+    if not 0 < chars_listed < chars:
+        raise DataError(
+            f"{chars_listed:.0f} of {chars:.0f} masked characters of the held-out text of "
+            f"{config.data.dir} are of words in {extra['list']}; expected some, and some others"
+        )
+    return ProbeResult(
+        {
+            "nats_per_char": sums["all"] / chars,
+            "nats_per_char_at_once": sums["at_once"] / chars,
+            "nats_per_char_listed": sums["listed"] / chars_listed,
+            "nats_per_char_others": sums["others"] / (chars - chars_listed),
+            "pieces_per_char": sum(len(of.pieces) for of in windows)
+            / sum(w.chars for w in windows),
+            "masked_chars": chars,
+        }
+    )
+
+
+@dataclass(frozen=True)
+class _Window:
+    """Some words of a held-out document."""
+
+    pieces: list[int]
+    masked: list[tuple[int, int, str]]
+    """Pieces [start, stop) and text of each word that is masked."""
+    chars: int
+
+
+def _windows(config: PretrainConfig, size: int) -> Iterator[_Window]:
+    """Cut held-out documents into windows of `size` words."""
+    from pipeline.data.format import read_index
+    from pipeline.data.reader import BlockReader
+    from pipeline.use.folder import read_tokenizer
+
+    index = read_index(config.data.dir)
+    reader, tokenizer = BlockReader(index), read_tokenizer(index.folder)
+    assert tokenizer is not None, "a dataset has one"
+    for row in index.split_blocks("eval"):
+        block = reader.block(int(row))
+        starts = np.flatnonzero(block.word_starts(0, len(block.tokens)))
+        for number, name in enumerate(block.document_ids):
+            first = int(block.doc_ends[number - 1]) if number else 0
+            last = int(block.doc_ends[number])
+            bounds = [*starts[(starts >= first) & (starts < last)].tolist(), last]
+            key = zlib.crc32(name.encode())
+            draws = philox((np.arange(len(bounds) - 1), key, 0, 0), (0, Purpose.EVAL_MASK))[0]
+            for at in range(0, len(bounds) - 1, size):
+                ends = bounds[at : at + size + 1]
+                spans = [(s - ends[0], e - ends[0]) for s, e in pairwise(ends)]
+                pieces = block.tokens[ends[0] : ends[-1]].astype(int).tolist()
+                texts = [tokenizer.decode(pieces[s:e]).strip() for s, e in spans]
+                masked = [
+                    (s, e, text)
+                    for (s, e), text, draw in zip(spans, texts, draws[at:], strict=False)
+                    if draw < _MASKED_WORDS * 2**32 and tokenizer.unk_id not in pieces[s:e] and text
+                ]
+                yield _Window(pieces, masked, sum(map(len, texts)))
+
+
 PROBES = {
     "sparsity": ProbeMeasurement(("entropy", "top5", "js_layers", "js_heads", "cosine"), sparsity),
     "lengths": ProbeMeasurement(("loss@*", "accuracy@*"), lengths),
+    "words": ProbeMeasurement(("nats_per_char*", "pieces_per_char"), words),
 }
 """Measurements by name."""

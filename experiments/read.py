@@ -8,7 +8,9 @@ import json
 import logging
 import statistics
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
 
 from experiments.probes import PROBES, ProbeResult, read_masks
@@ -195,9 +197,9 @@ def read_page(path: Path) -> tuple[dict[str, Any], dict[str, Reading]]:
 
 def _measured(plan: StudyPlan, run: StudyRun, folder: Path, out: Path) -> list[ProbeResult]:
     """Measure a finished model, or take what was measured before."""
-    parts = [
-        plan.parts[cell.part] for cell, runs in plan.of_cells.items() if run.name in runs.values()
-    ]
+    cells = [cell for cell, runs in plan.of_cells.items() if run.name in runs.values()]
+    parts = [plan.parts[cell.part] for cell in cells]
+    arms = {cell.arm: plan.study.arms[cell.arm] for cell in cells}
     wanted = {probe: dict(plan.study.extra) for part in parts for probe in part.probes}
     metrics = [metric for part in parts for metric in part.metrics]
     probed = [pattern for probe in wanted for pattern in PROBES[probe].metrics]
@@ -208,7 +210,9 @@ def _measured(plan: StudyPlan, run: StudyRun, folder: Path, out: Path) -> list[P
         and metric.rpartition(".")[2] not in plan.tasks
         and not any(fits(metric, pattern) for pattern in probed)
     }
-    wanted |= {f"read {name}": asdict(plan.study.reads[name]) for name in sorted(reads)}
+    for name, arm in product(sorted(reads), arms.values()):
+        last = {} if arm.mean is None else {"mean": arm.mean}
+        wanted[arm.read_as(f"read {name}")] = asdict(plan.study.reads[name]) | last
     path = out / "readings" / f"{run.name.replace('/', '+')}.json"
     known = json.loads(path.read_bytes()) if path.is_file() else {}
     done = json.loads(RunFolder(folder).done.read_bytes())
@@ -233,17 +237,19 @@ def _measure(
 ) -> ProbeResult:
     if name in PROBES:
         return PROBES[name].measure(folder, config, settings)
-    of = name.removeprefix("read ")
+    of, _, mean = name.removeprefix("read ").partition(",")
     words = [f"{path}={json.dumps(value)}" for path, value in settings["set"].items()]
     config = build(PretrainConfig, json.loads(json.dumps(asdict(config))), f"reads.{of}", words)
     if settings["seq_len"] is not None:
         config = replace(config, data=replace(config.data, seq_len=settings["seq_len"]))
-    return ProbeResult(
-        {
-            f"{what}@{of}": value
-            for what, value in read_masks(folder, config, settings["source"]).items()
-        }
-    )
+    with TemporaryDirectory() as made:
+        model = folder if not mean else Path(made, "mean")
+        if mean:
+            from pipeline.use.average import average
+
+            average([folder], model, last=settings["mean"])
+        values = read_masks(model, config, settings["source"])
+    return ProbeResult({f"{what}@{of}{mean and ','}{mean}": v for what, v in values.items()})
 
 
 def _scores(

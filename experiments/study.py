@@ -84,6 +84,15 @@ class ArmConfig:
     flops_of: str | None = param(
         None, "arm whose FLOPs it has, those of that arm's start included: sets train.num_steps"
     )
+    mean: int | None = param(
+        None,
+        "newest checkpoints whose mean is read, as `postnorm average --last`; null: the last one",
+        ge=2,
+    )
+
+    def read_as(self, name: str) -> str:
+        """Return the name of a metric, or of a run, as it is read here."""
+        return name if self.mean is None else f"{name}, mean of {self.mean}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,8 +230,12 @@ class StudyConfig:
             known_name("tasks", self.tasks, task, f"{where}.tasks")
         for probe in part.probes:
             known_name("probes", PROBES, probe, f"{where}.probes")
+        reads = [f"{what}@{name}" for name in self.reads for what in ("loss", "accuracy")]
+        for metric in part.metrics:
+            if any(self.arms[arm].mean for arm in part.arms):
+                known_name("reads, as a mean has no run's metrics", reads, metric, where)
         known = [*OF_RUNS, *part.tasks, *([MEAN_SCORE] if part.tasks else [])]
-        known += [f"{what}@{name}" for name in self.reads for what in ("loss", "accuracy")]
+        known += reads
         known += [f"{what}.{task}" for task in part.tasks for what in OF_TASKS]
         known += [metric for probe in part.probes for metric in PROBES[probe].metrics]
         for metric in part.metrics:
@@ -531,6 +544,11 @@ class _Layout:
         layers = [part.set, *(study.factors[factor][level] for factor, level in levels), arm.set]
         values = _changed(self._base, layers)
         config = build(PretrainConfig, values, f"{cell.part}, {self._shown(cell)}")
+        if config.checkpoint.keep < (arm.mean or 1):
+            raise ConfigError(
+                f"arms.{cell.arm}.mean={arm.mean}, and its runs keep {config.checkpoint.keep} "
+                "checkpoints; raise checkpoint.keep"
+            )
         if arm.flops_of is None:
             return config
         like = self.add(replace(cell, arm=arm.flops_of), seed)

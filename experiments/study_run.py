@@ -21,7 +21,7 @@ from launch.queue import room_of
 from launch.records import FINETUNE, PRETRAIN
 from launch.site import check, profile_here
 from launch.submit import Origin
-from pipeline.data.format import INDEX_FILE
+from pipeline.data.format import INDEX_FILE, read_index
 from pipeline.errors import EXIT_PREEMPTED, ConfigError, DataError
 from pipeline.model.architecture import is_model_folder
 from pipeline.runtime.env import module_command
@@ -117,14 +117,17 @@ def _has_start(run: StudyRun, out: Path) -> bool:
 def make_start(run: StudyRun, source: Path, folder: Path) -> None:
     """Write the model that a run goes on from: grown if asked to, in the run's architecture.
 
-    Switches without weights, such as `model.score_residual`, may differ from the source's.
+    It gets the vocabulary of the run's data. Switches without weights, such as
+    `model.score_residual`, may differ from the source's.
 
     Raises:
         PostnormError: the run's sizes are not those of the grown model, or it cannot be written.
     """
+    from pipeline.train.initial import tokenizer_differences
     from pipeline.use.folder import publishing, write_model, write_tokenizer
     from pipeline.use.grow import grow
     from pipeline.use.source import load_source
+    from pipeline.use.surgery import Surgery, operate
 
     grown = folder.with_name(f".{folder.name}.grown")
     if run.grow is not None:
@@ -133,6 +136,8 @@ def make_start(run: StudyRun, source: Path, folder: Path) -> None:
         grow(source, grown, width=of.width, depth=of.depth, noise=of.noise, seed=run.seed)
         source = grown
     trained = load_source(source)
+    if tokenizer_differences(trained.tokenizer, read_index(run.config.data.dir))[0]:
+        trained, _ = operate(trained, Surgery(Path(run.config.data.dir)))
     model = replace(run.config.model, vocab_size=trained.model.config.vocab_size)
     if trained.model.config.norm_eps != model.norm_eps:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """The encoder's architecture: every switch that leads from BERT to RealFormer and RoFormerV2."""
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Literal
 
 from pipeline.config.schema import param
 from pipeline.errors import ConfigError
@@ -138,3 +138,7 @@ class ModelConfig:
     def longest_document(self) -> int | None:
         """Most tokens with positions of their own; None without a limit."""
         return self.max_positions - self.position_offset if self.positions == "learned" else None
+
+
+DEFAULTS: dict[str, Any] = {**asdict(ModelConfig()), "vocab_size": 30522}
+"""Values of a config of transformers that names none; the vocabulary's size is BERT's, as there."""

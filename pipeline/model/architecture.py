@@ -5,6 +5,10 @@ config.json         architecture, where the weights come from, versions; sha256 
                     and of itself, and the logits of a fixed input (`use.folder`)
 tokenizer.model     sentencepiece, or tokenizer.json of BERT's or a converted model, or neither
 
+A model that `convert` read from a run whose objective has parameters of its own also has:
+
+objective.safetensors   these, such as the generator; a run of that objective goes on with them
+
 A fine-tuned model also has:
 
 head.safetensors    parameters of the task's head; what it is stands in config.json under `task`
@@ -27,8 +31,8 @@ TOKENIZERS_FILE = "tokenizer.json"
 TASK_HEADS = "tasks."
 """What the names of heads begin with in the weights of a multi-task run."""
 OBJECTIVE_PARTS = "objective."
-"""What the names of an objective's own parameters begin with; a model folder has none of them."""
-BESIDE_MODEL = (TASK_HEADS, OBJECTIVE_PARTS)
+"""What the names of an objective's own parameters begin with."""
+OBJECTIVE_FILE = "objective.safetensors"
 HEAD_FILE = "head.safetensors"
 TASK_FILE = "task.yaml"
 INTEGRITY = "integrity"

@@ -3,6 +3,7 @@
 import hashlib
 import logging
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -19,6 +20,15 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class ObjectiveParts:
+    """What an objective trains beside the model; a run of the same objective goes on with it."""
+
+    objective: dict[str, Any]
+    """Its config in plain values."""
+    weights: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
 class InitialWeights:
     """Weights for a new run, with the model and the tokenizer that they fit."""
 
@@ -26,6 +36,7 @@ class InitialWeights:
     weights: dict[str, Tensor]
     tokenizer: Tokenizer | FastTokenizer | None
     """None if the model has none."""
+    parts: ObjectiveParts | None = None
 
 
 # Upper case, an accent and Chinese: BERT's options decide how these are split.
@@ -72,7 +83,8 @@ def start_from(
             config.init_from,
             text,
         )
-    missing, unexpected = model.load_state_dict(initial.weights, strict=False)
+    weights = initial.weights | _parts(model, initial, config)
+    missing, unexpected = model.load_state_dict(weights, strict=False)
     assert all(name.startswith(_MAY_BE_NEW) for name in missing), missing
     logger.info("weights are those of %s", config.init_from)
     if missing:
@@ -85,6 +97,29 @@ def tokenizer_of(index: DatasetIndex) -> Tokenizer | FastTokenizer:
     """Load the tokenizer of a dataset."""
     path = index.folder / index.tokenizer_file
     return FastTokenizer(path) if path.suffix == ".json" else Tokenizer(path)
+
+
+def _parts(model: nn.Module, initial: InitialWeights, config: RunConfig) -> dict[str, Tensor]:
+    """Return what the source's objective trained beside the model, if this run's has the same."""
+    if initial.parts is None:
+        return {}
+    kinds = [
+        of.get("kind")
+        for of in (initial.parts.objective, config.identity_at().get("objective", {}))
+    ]
+    theirs = {name: tuple(weight.shape) for name, weight in initial.parts.weights.items()}
+    every = model.state_dict().items()
+    ours = {name: tuple(of.shape) for name, of in every if name.startswith(OBJECTIVE_PARTS)}
+    if kinds[0] == kinds[1] and theirs == ours:
+        return initial.parts.weights
+    logger.warning(
+        "%s: %d parameters of its objective %s are left out, as this run's has others; to go on "
+        "with them, give this run the same objective",
+        config.init_from,
+        len(theirs),
+        kinds[0],
+    )
+    return {}
 
 
 def tokenizer_differences(

@@ -24,12 +24,13 @@ from pipeline.config.model import ModelConfig
 from pipeline.data.format import INDEX_FILE, NUM_SPECIAL
 from pipeline.errors import CheckpointError
 from pipeline.model.architecture import (
-    BESIDE_MODEL,
     CONFIG_FILE,
     FORMAT,
     FORMAT_VERSION,
     HEAD_FILE,
     INTEGRITY,
+    OBJECTIVE_FILE,
+    OBJECTIVE_PARTS,
     SENTENCEPIECE_FILE,
     SIGNATURE,
     TASK_FILE,
@@ -65,12 +66,15 @@ from pipeline.runtime.files import (
 from pipeline.runtime.run_folder import RunFolder
 from pipeline.tokenizer.fast import FastTokenizer
 from pipeline.tokenizer.sentencepiece import Tokenizer
+from pipeline.train.initial import ObjectiveParts
 
 logger = logging.getLogger(__name__)
 
 A_MODEL = f"{A_RUN_OR_ITS_COPY}, or a model folder"
 _LISTED = 5
-_HASHED = (WEIGHTS_FILE, HEAD_FILE, SENTENCEPIECE_FILE, TOKENIZERS_FILE)
+_HASHED = (WEIGHTS_FILE, HEAD_FILE, OBJECTIVE_FILE, SENTENCEPIECE_FILE, TOKENIZERS_FILE)
+_OBJECTIVE = "objective"
+"""The fact that holds the config of the objective whose parts lie beside the weights."""
 _PROBE_DOCUMENT = 8
 LARGEST_DIFFERENCE = 1e-3
 """Largest difference between exported and trained logits that is accepted."""
@@ -84,6 +88,8 @@ class TrainedModel:
     tokenizer: Tokenizer | FastTokenizer | None
     facts: dict[str, Any]
     """Step, dataset fingerprint, versions: what config.json holds beside the architecture."""
+    parts: ObjectiveParts | None = None
+    """None: its objective had none, or they were left out."""
 
     def require_tokenizer(self) -> Tokenizer | FastTokenizer:
         """Return the tokenizer (CheckpointError: the model came without one)."""
@@ -119,13 +125,21 @@ def publishing(out: Path) -> Iterator[Path]:
 
 
 def write_model(
-    folder: Path, config: ModelConfig, weights: dict[str, Tensor], facts: dict[str, Any]
+    folder: Path,
+    config: ModelConfig,
+    weights: dict[str, Tensor],
+    facts: dict[str, Any],
+    parts: ObjectiveParts | None = None,
 ) -> None:
     """Write weights and config.json, with what proves them; the tokenizer should be there already.
 
     Raises:
         CheckpointError: a weight or a logit of the model is infinite or NaN.
     """
+    if parts is not None:
+        tensors.require_weights(parts.weights, str(folder))
+        tensors.write_file(parts.weights, folder / OBJECTIVE_FILE)
+        facts = {**facts, _OBJECTIVE: parts.objective}
     whole = {name: tensor.detach().cpu() for name, tensor in weights.items()}
     model = build_model(config, whole, str(folder))
     tensors.write_file(whole, folder / WEIGHTS_FILE)
@@ -258,7 +272,10 @@ def load_model(folder: Path) -> TrainedModel:
     model = build_model(config, tensors.read_file(folder / WEIGHTS_FILE), str(folder))
     _require_probe(model, folder, facts)
     facts.pop(INTEGRITY, None)
-    return TrainedModel(model, read_tokenizer(folder), facts)
+    parts, objective = None, facts.pop(_OBJECTIVE, None)
+    if objective is not None:
+        parts = ObjectiveParts(objective, tensors.read_file(folder / OBJECTIVE_FILE))
+    return TrainedModel(model, read_tokenizer(folder), facts, parts)
 
 
 def read_tokenizer(folder: Path) -> Tokenizer | FastTokenizer | None:
@@ -347,7 +364,7 @@ def load_run(run: Path, step: Step | None = None) -> TrainedModel:
     else:
         path = at_step(run, step)
         verify(path)
-    model, manifest, made_new = load_checkpoint(path)
+    model, manifest, made_new, parts = load_checkpoint(path)
     if manifest.alpha < 1:
         logger.info("%s: in its alpha warm-up; computed at its own %.3f", path, manifest.alpha)
     facts: dict[str, Any] = {
@@ -359,7 +376,7 @@ def load_run(run: Path, step: Step | None = None) -> TrainedModel:
     }
     if made_new:
         facts[MADE_NEW] = made_new
-    return TrainedModel(model, read_tokenizer(path), facts)
+    return TrainedModel(model, read_tokenizer(path), facts, parts)
 
 
 def fine_tuned(source: Path) -> Path:
@@ -398,17 +415,22 @@ def require_rows(trained: TrainedModel, origin: str) -> None:
         )
 
 
-def load_checkpoint(path: Path) -> tuple[EncoderModel, Manifest, list[str]]:
+def load_checkpoint(
+    path: Path,
+) -> tuple[EncoderModel, Manifest, list[str], ObjectiveParts | None]:
     """Load one checkpoint in fp32 and evaluation mode, at its alpha, without verifying its files.
 
     Returns:
-        An encoder with an MLM head, whatever it was trained with; its manifest; and what of the
-        head was made new, as `MADE_NEW` has it.
+        An encoder with an MLM head, whatever it was trained with; its manifest; what of the head
+        was made new, as `MADE_NEW` has it; and what its objective has beside it.
 
     Raises:
         CheckpointError: files are missing or damaged, or do not fit the architecture.
     """
-    manifest, config, weights = _read_checkpoint(path, BESIDE_MODEL)
+    manifest, config, weights = _read_checkpoint(path)
+    names = [name for name in weights if name.startswith(OBJECTIVE_PARTS)]
+    beside = {name: weights.pop(name).float() for name in names}
+    parts = ObjectiveParts(manifest.identity["objective"], beside) if beside else None
     made_new: list[str] = []
     if read_objective(manifest.identity, str(path)).kind == "rtd":
         weights, made_new = only_encoder(config, weights, str(path))
@@ -416,12 +438,12 @@ def load_checkpoint(path: Path) -> tuple[EncoderModel, Manifest, list[str]]:
         made_new = made_new or ["the token embedding as its output"]
     model = build_model(config, weights, str(path))
     model.set_alpha(manifest.alpha)
-    return model, manifest, made_new
+    return model, manifest, made_new, parts
 
 
 def load_objective(path: Path, objective: Objective) -> tuple[EncoderModel, Manifest]:
     """Load one checkpoint as `load_checkpoint` does, with all parts that its objective trains."""
-    manifest, config, weights = _read_checkpoint(path, (TASK_HEADS,))
+    manifest, config, weights = _read_checkpoint(path)
     with torch.device("meta"):
         model = objective.make_model(config)
     model = _filled(model, weights, str(path))
@@ -429,14 +451,14 @@ def load_objective(path: Path, objective: Objective) -> tuple[EncoderModel, Mani
     return model, manifest
 
 
-def _read_checkpoint(
-    path: Path, left_out: tuple[str, ...]
-) -> tuple[Manifest, ModelConfig, dict[str, Tensor]]:
-    """Read architecture and weights, but for names that begin so."""
+def _read_checkpoint(path: Path) -> tuple[Manifest, ModelConfig, dict[str, Tensor]]:
+    """Read architecture and weights, but for heads of tasks."""
     manifest = read_manifest(path)
     config = read_config(manifest.identity["model"], str(path))
     weights = {
-        name: tensor for name, tensor in read_weights(path).items() if not name.startswith(left_out)
+        name: tensor
+        for name, tensor in read_weights(path).items()
+        if not name.startswith(TASK_HEADS)
     }
     return manifest, config, weights
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.config.model import ModelConfig
+from pipeline.config.model import DEFAULTS, ModelConfig
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.kernels import attention
 from pipeline.model import encoder, heads, layers, layout
@@ -329,7 +329,7 @@ def native_tensors(weights: dict[str, Tensor], family: Style) -> dict[str, Tenso
 
 def modeling_source() -> str:
     """Put together the modelling file: this project's model code below one set of imports."""
-    parts = [inspect.getsource(module) for module in _SOURCES]
+    parts = [f"DEFAULTS = {DEFAULTS!r}", *(inspect.getsource(module) for module in _SOURCES)]
     parts.append(Path(__file__).with_name("hf_wrapper.py").read_text(encoding="utf-8"))
     imports, bodies = set(), []
     for part in parts:

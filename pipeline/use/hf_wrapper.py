@@ -20,6 +20,7 @@ from transformers.modeling_outputs import (
     TokenClassifierOutput,
 )
 
+from pipeline.config.model import DEFAULTS
 from pipeline.model.encoder import Encoder, MaskedHead, initialise_matrix
 from pipeline.model.heads import masked_documents, pool
 from pipeline.model.layers import Residual, RMSNorm, Trace
@@ -40,6 +41,10 @@ class PostnormConfig(PretrainedConfig):
     # Of heads: what `pool` reads, and the dropout before them, None for that of the encoder.
     pool = "cls"
     classifier_dropout = None
+
+    def __init__(self, **values: Any) -> None:
+        # Tools of transformers make a config without arguments, to compare with.
+        super().__init__(**{**DEFAULTS, **values})
 
     @property
     def head_size(self) -> int:

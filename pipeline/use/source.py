@@ -71,7 +71,8 @@ def initial_weights(source: str | Path) -> InitialWeights:
     """Load what `load_source` does, and with its errors, as the start of another run."""
     trained = load_source(source)
     require_full_alpha(trained, source, "a run that starts from it has an alpha of its own")
-    return InitialWeights(trained.model.config, dict(trained.model.state_dict()), trained.tokenizer)
+    weights = dict(trained.model.state_dict())
+    return InitialWeights(trained.model.config, weights, trained.tokenizer, trained.parts)
 
 
 def _without_step(path: Path, step: Step | None) -> TrainedModel | None:

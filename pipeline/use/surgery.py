@@ -111,7 +111,7 @@ def convert(
         write_tokenizer(trained, unfinished)
         copy_head(source, unfinished)  # it reads the encoder's states, whatever the vocabulary
         weights = dict(trained.model.state_dict())
-        write_model(unfinished, trained.model.config, weights, trained.facts)
+        write_model(unfinished, trained.model.config, weights, trained.facts, trained.parts)
     return ConvertReport(replace(read, trained=trained), changes)
 
 
@@ -219,17 +219,23 @@ def with_vocabulary(
     old, config = trained.require_tokenizer(), trained.model.config
     change = VocabularyChange(padding=(config.vocab_size or 0) - old.vocab_size)
     sources = _sources(old, new, change)
-    weights = dict(trained.model.state_dict())
-    for name in (_TOKENS, _BIAS):
-        if name in weights:
-            rows = weights[name]
-            all_text = torch.ones(old.vocab_size, dtype=torch.bool)
-            all_text[list(old.special_ids)] = False
-            mean = rows[: old.vocab_size][all_text].mean(0)
-            made = [rows[ids].mean(0) if ids else mean for ids in sources]
-            weights[name] = torch.stack(made)
+    all_text = torch.ones(old.vocab_size, dtype=torch.bool)
+    all_text[list(old.special_ids)] = False
+
+    def moved(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        changed = dict(weights)
+        for name, rows in weights.items():
+            # A generator has an output bias as well.
+            if name == _TOKENS or name.rpartition(".")[2] == _BIAS:
+                mean = rows[: old.vocab_size][all_text].mean(0)
+                made = [rows[ids].mean(0) if ids else mean for ids in sources]
+                changed[name] = torch.stack(made)
+        return changed
+
+    if (parts := trained.parts) is not None:
+        trained = replace(trained, parts=replace(parts, weights=moved(parts.weights)))
     config = replace(config, vocab_size=new.vocab_size)
-    return _changed(trained, config, weights, new), change
+    return _changed(trained, config, moved(dict(trained.model.state_dict())), new), change
 
 
 def with_positions(trained: TrainedModel, number: int) -> TrainedModel:
@@ -275,7 +281,8 @@ def _changed(
     weights: dict[str, Tensor],
     tokenizer: AnyTokenizer | None,
 ) -> TrainedModel:
-    return TrainedModel(build_model(config, weights, "the changed model"), tokenizer, trained.facts)
+    model = build_model(config, weights, "the changed model")
+    return replace(trained, model=model, tokenizer=tokenizer)
 
 
 def _extended(table: Tensor, number: int) -> Tensor:

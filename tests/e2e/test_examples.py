@@ -10,6 +10,7 @@ import transformers
 from pipeline.runtime.env import child_environment
 from tests.support import bert_vocabulary
 from tests.support.processes import python
+from tests.support.tiny_tasks import write_tiny_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,3 +55,21 @@ def test_continue_bert(corpus: Path, tmp_path: Path) -> None:
     assert "held-out loss: " in said
     assert "vectors moved by 0." in said
     assert transformers.BertForMaskedLM.from_pretrained(tmp_path / "on/hf")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("processes")
+def test_sentence_vectors(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "tiny")
+    words = ["good film", "poor book", "red green", "what is the film", "who is bad", "blue book"]
+    pairs = [f"{one}\t{other}\n" for one in words for other in words if one != other]
+    (tmp_path / "pairs.tsv").write_text("".join(pairs))
+    gold = [line.rstrip("\n") + f"\t{number % 3}\n" for number, line in enumerate(pairs)]
+    (tmp_path / "sts.tsv").write_text("".join(gold))
+    said = _example("sentence_vectors.py", "tiny", "--train", "pairs.tsv", "--sts", "sts.tsv",
+                    "--out", "out", "--epochs", 1, "--batch", 8, cwd=tmp_path)  # fmt: skip
+    own = [float(row.split()[-1]) for row in said.splitlines() if row.startswith("mean     - ")]
+    theirs = [float(row.split()[-1]) for row in said.splitlines() if row.startswith("first  32")]
+    assert own == pytest.approx(theirs, abs=1e-3)
+    assert len(own) == 2
+    assert own[0] != own[1]

@@ -155,6 +155,7 @@ def test_equal_flops_count_the_start_too() -> None:
     ({"arms": {**ARMS, "b": {"start": "nobody"}}}, "'nobody'.*arms"),
     ({"arms": {**ARMS, "b": {"start": "sum"}, "c": {"start": "b"}}}, r"arms\.c\.start=b"),
     ({"arms": {**ARMS, "b": {"sett": {}}}}, r"'arms\.b\.sett'"),
+    ({"arms": {"plain": {}, "sum": {"mean": 2}}}, "'held_out_loss' is not of reads"),
 ])  # fmt: skip
 def test_mistakes_in_a_study_are_named(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -175,6 +176,14 @@ def test_mistakes_in_an_arm_are_named(arm: dict[str, Any], message: str) -> None
     )
     with pytest.raises(ConfigError, match=message):
         plan_of(study)
+
+
+def test_a_mean_needs_the_checkpoints_that_it_is_made_of() -> None:
+    parts = {"one": {"asks": "?", "arms": ["plain", "mean"], "metrics": ["loss@text"]}}
+    study = study_of(arms={"plain": {}, "mean": {"mean": 4}}, parts=parts, reads={"text": {}})
+    assert len(plan_of(study, "checkpoint.keep=4").runs) == 2
+    with pytest.raises(ConfigError, match=r"arms\.mean\.mean=4.*keep 3"):
+        plan_of(study, "checkpoint.keep=3")
 
 
 def test_unknown_names_of_the_command_line_are_named() -> None:

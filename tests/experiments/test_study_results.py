@@ -23,6 +23,7 @@ from pipeline.model.encoder import EncoderModel, MaskedLanguageModel
 from pipeline.model.layers import Trace
 from pipeline.model.layout import padded, rows
 from pipeline.use.source import load_source
+from pipeline.use.surgery import Surgery, convert
 from tests.experiments.test_study_plan import ARMS, plan_of, study_of
 from tests.finetune.result_folders import class_rows, write_run
 from tests.support.tiny_tasks import write_tiny_model
@@ -312,8 +313,69 @@ def test_lengths_predict_the_same_tokens(model: EncoderModel, dataset: DatasetIn
         assert found.values[f"accuracy@{length}"] == pytest.approx(np.mean(hits))
 
 
-def test_a_start_may_switch_on_the_carry_and_grow(tmp_path: Path) -> None:
-    source = write_tiny_model(tmp_path / "source")
+def test_words_are_predicted_from_the_left(
+    model: EncoderModel, dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = _run_config(dataset)
+    windows = list(probes._windows(config, 12))[:50]
+    monkeypatch.setattr(probes, "_windows", lambda *_: windows)
+    masked = [text for window in windows for *_, text in window.masked]
+    assert 0.09 < len(masked) / (12 * len(windows)) < 0.21
+    listed = set(masked[::3])
+    (tmp_path / "list.txt").write_text("\n".join(listed))
+    found = probes.words(Path(), config, {"words": 12, "list": str(tmp_path / "list.txt")}).values
+    cls, sep, mask = dataset.vocabulary.cls, dataset.vocabulary.sep, dataset.vocabulary.mask
+    losses: dict[str, list[float]] = {"listed": [], "others": [], "at_once": []}
+    for window in windows:
+        layout = padded(torch.tensor([len(window.pieces) + 2]), len(window.pieces) + 2)
+        for given in range(max((stop - start for start, stop, _ in window.masked), default=0)):
+            ids = [cls, *window.pieces, sep]
+            for start, stop, _ in window.masked:
+                shown = given if stop - start > given else 0
+                ids[start + 1 + shown : stop + 1] = [mask] * (stop - start - shown)
+            with torch.no_grad():
+                every = model(torch.tensor([ids]), layout, torch.arange(len(ids))).double()
+            for start, stop, text in window.masked:
+                pieces = [every[p + 1].logsumexp(-1) - every[p + 1, window.pieces[p]]
+                          for p in range(start, stop)]  # fmt: skip
+                if given == 0:
+                    losses["at_once"].append(float(sum(pieces)))
+                if stop - start > given:
+                    losses["listed" if text in listed else "others"].append(float(pieces[given]))
+    chars, of_listed = sum(map(len, masked)), sum(len(of) for of in masked if of in listed)
+    assert found["masked_chars"] == chars
+    expected = {"at_once": (losses["at_once"], chars), "listed": (losses["listed"], of_listed),
+                "others": (losses["others"], chars - of_listed)}  # fmt: skip
+    for name, (of, count) in expected.items():
+        assert found[f"nats_per_char_{name}"] == pytest.approx(sum(of) / count, abs=1e-5), name
+    both = sum(losses["listed"]) + sum(losses["others"])
+    assert found["nats_per_char"] == pytest.approx(both / chars, abs=1e-5)
+
+
+def test_an_arm_may_be_read_as_a_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arms = {"last": {}, "mean": {"mean": 2}}
+    parts = {"one": {"asks": "?", "arms": [*arms], "metrics": ["loss@text"]}}
+    made = plan_of(study_of(arms=arms, parts=parts, reads={"text": {}}))
+    assert list(made.runs) == ["last/seed-1", "last/seed-2"]  # trained once
+    averaged = []
+    monkeypatch.setattr(
+        "pipeline.use.average.average",
+        lambda sources, out, *, last: averaged.append((*sources, last)),
+    )
+    monkeypatch.setattr(read, "read_masks", lambda model, config: (
+        {"loss": 4.0 if model.name == "mean" else 5.0, "accuracy": 0.1}))  # fmt: skip
+    for name in made.runs:
+        _finish(tmp_path, name, 5.5)
+    body = study_page.write(made, _readings(made, tmp_path), "", tmp_path)
+    assert averaged == [(read.runs_folder(tmp_path) / name, 2) for name in made.runs]
+    assert [cell["means"]["loss@text"] for cell in body["cells"]] == [5.0, 4.0]
+    [effect] = body["effects"]
+    assert effect["pairs"] == {"1": -1.0, "2": -1.0}
+
+
+def test_a_start_may_have_a_carry_and_grow(tmp_path: Path, dataset: DatasetIndex) -> None:
+    source, tiny = tmp_path / "source", write_tiny_model(tmp_path / "tiny")
+    convert(tiny, source, surgery=Surgery(dataset.folder))
     before = load_source(source).model
     sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "ffn_size": 64}
     base = {f"model.{name}": value for name, value in sizes.items()}
@@ -325,9 +387,11 @@ def test_a_start_may_switch_on_the_carry_and_grow(tmp_path: Path) -> None:
         "wrong": {"start": "plain", "grow": {"width": 2}, "set": base},
     }
     parts = {"one": {"asks": "?", "arms": [*arms], "other_batches": "x"}}
-    made = plan_of(study_of(arms=arms, parts=parts), "model.vocab_size=null")
+    words = ["model.vocab_size=null", f"data.dir={dataset.folder}"]
+    made = plan_of(study_of(arms=arms, parts=parts), *words)
     runs = {run.cell.arm: run for run in made.runs.values() if run.seed == 1}
-    make_start(runs["late"], source, tmp_path / "late")
+    # A start in another vocabulary gets that of the run's data.
+    make_start(runs["late"], tiny, tmp_path / "late")
     late = load_source(tmp_path / "late").model
     assert (before.config.score_residual, late.config.score_residual) == ("none", "sum")
     for name, tensor in before.state_dict().items():

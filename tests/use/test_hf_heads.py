@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import accelerate
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
@@ -106,11 +107,44 @@ def test_weights_may_lie_elsewhere(modeling: ModuleType, kind: str, name: str) -
         assert torch.equal(model(ids).logits, expected)
 
 
-def test_a_classifier_s_matrix_is_where_peft_looks_for_it(modeling: ModuleType) -> None:
-    """`target_modules="all-linear"` leaves out `score`, or else `classifier`, by identity."""
-    model = _model(modeling, "ForSequenceClassification", _config(modeling))
-    head = getattr(model, "score", None) or getattr(model, "classifier", None)
-    assert [name for name, module in model.named_modules() if module is head] == ["classifier"]
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_on_all_linear_layers(modeling: ModuleType, kind: str, tmp_path: Path) -> None:
+    model = _model(modeling, "ForSequenceClassification", _config(modeling, kind), train=True)
+    lora = peft.LoraConfig(task_type="SEQ_CLS", target_modules="all-linear", r=2, lora_dropout=0.0)
+    adapted = peft.get_peft_model(model, lora)
+    # peft leaves out the classifier, which it trains whole.
+    layers = [name for name, each in adapted.named_modules() if hasattr(each, "lora_A")]
+    assert len(layers) >= 4 * SIZES["num_layers"]
+    assert not any("classifier" in name for name in layers)
+    optimizer = torch.optim.AdamW(adapted.parameters(), lr=1e-2)
+    for _ in range(3):
+        adapted(_ids(4, 7), labels=torch.tensor([0, 1, 1, 0])).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ids = _ids(2, 7)
+    expected = adapted.eval()(ids).logits
+    adapted.merge_and_unload().save_pretrained(tmp_path)
+    merged = modeling.PostnormForSequenceClassification.from_pretrained(tmp_path).eval()
+    assert torch.allclose(merged(ids).logits, expected, atol=1e-5)
+    own, layout = (
+        load_own_hf(tmp_path).model,
+        rows(torch.ones_like(ids), torch.arange(7).repeat(2, 1)),
+    )
+    states = merged.postnorm(ids).last_hidden_state
+    assert torch.allclose(own.encoder(ids, layout), states, atol=1e-5)
+
+
+def test_a_config_without_arguments_is_the_default(modeling: ModuleType, tmp_path: Path) -> None:
+    config = modeling.PostnormConfig()
+    assert config.num_attention_heads == ModelConfig().num_heads
+    for name, value in asdict(ModelConfig()).items():
+        assert getattr(config, name) == (value if name != "vocab_size" else 30522), name
+    changed = _config(modeling, "all else")
+    changed.save_pretrained(tmp_path)
+    again = modeling.PostnormConfig.from_pretrained(tmp_path)
+    assert {name: getattr(again, name) for name in asdict(ModelConfig())} == asdict(
+        ModelConfig(**{**SIZES, **KINDS["all else"]})
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
