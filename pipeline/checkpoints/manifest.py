@@ -14,14 +14,14 @@ import math
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.config.train import CheckpointConfig
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, NewerFormatError
 from pipeline.runtime import files
-from pipeline.runtime.files import sha256_file, sync_path
+from pipeline.runtime.files import rename, retry_storage, sha256_file, sync_folder
 from pipeline.runtime.run_folder import A_STARTED_RUN, RunFolder
 
 FOLDER = RunFolder(Path()).checkpoints.name
@@ -104,12 +104,14 @@ def read_manifest(path: Path) -> Manifest:
 
     Raises:
         CheckpointError: it is missing, damaged, or for another step than the folder's name says.
+        NewerFormatError: another version wrote it, whose checkpoints this one cannot read.
     """
     try:
         body = json.loads((path / MANIFEST_FILE).read_bytes())
         unsigned = {name: value for name, value in body.items() if name != _SIGNATURE}
         if body != signed(unsigned):
             raise CheckpointError(f"{path}: {MANIFEST_FILE} is damaged, its own sha256 differs")
+        _refuse_newer(path, unsigned)
         manifest = Manifest(**unsigned)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} has no readable {MANIFEST_FILE}: {error}") from error
@@ -118,6 +120,20 @@ def read_manifest(path: Path) -> Manifest:
             f"{path}: {MANIFEST_FILE} is for step {manifest.step}, expected {step_of(path)}"
         )
     return manifest
+
+
+def _refuse_newer(path: Path, body: dict[str, Any]) -> None:
+    strangers = sorted(body.keys() - {field.name for field in fields(Manifest)})
+    contents = body.get("contents") or CONTENTS
+    if not strangers and contents == CONTENTS:
+        return
+    what = f"the fields {', '.join(strangers)}" if strangers else f"a state of {contents}"
+    revision = body.get("provenance", {}).get("git_revision", "unknown")
+    raise NewerFormatError(
+        f"{path}: {MANIFEST_FILE} is whole and has {what}, which this version does not know: a "
+        f"newer one ({revision}) wrote it. Continue with that version, or choose another run_dir; "
+        "nothing was changed"
+    )
 
 
 def newest_readable(folder: Path) -> tuple[Path, Manifest] | None:
@@ -177,12 +193,18 @@ def newest_good(
     """Find the newest checkpoint that verifies, and why newer ones do not. Not collective.
 
     `also` is a further check, which raises CheckpointError; `on_bytes` is as in `problems`.
+
+    Raises:
+        NewerFormatError: a newer version wrote one before it: it is good, and must not be replaced.
     """
     rejected = []
     for path in published(folder):
         try:
+            read_manifest(path)
             verify(path, on_bytes)
             also(path)
+        except NewerFormatError:
+            raise
         except CheckpointError as error:
             rejected.append(str(error))
         else:
@@ -215,8 +237,6 @@ def _listing_problems(manifest: Manifest) -> Iterator[str]:
         yield f"{MANIFEST_FILE} of {manifest.world_size} ranks does not list {name}"
     for name in sorted(listed - expected):
         yield f"{MANIFEST_FILE} of {manifest.world_size} ranks lists {name}"
-    if manifest.contents not in (None, CONTENTS):
-        yield f"its state consists of {manifest.contents}, expected {CONTENTS}"
 
 
 REMOVING = ".removing-"
@@ -281,11 +301,20 @@ def remove(paths: Iterable[Path]) -> None:
     """
     for path in paths:
         hidden = path.with_name(f"{REMOVING}{path.name}")
-        if hidden.exists():
-            shutil.rmtree(hidden)
-        path.rename(hidden)
-        sync_path(path.parent)
-        shutil.rmtree(hidden)
+        remove_tree(hidden)
+        rename(path, hidden)
+        sync_folder(path.parent)
+        remove_tree(hidden)
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a folder, if it is there; tried again while storage fails in passing."""
+
+    def remove_once() -> None:
+        if folder.exists():
+            shutil.rmtree(folder)
+
+    retry_storage(remove_once, lambda: f"removing {folder}")
 
 
 def _loss(path: Path) -> float | None:

@@ -2,7 +2,6 @@
 
 import fcntl
 import gc
-import json
 import logging
 import os
 import shutil
@@ -37,10 +36,10 @@ from pipeline.model.encoder import EncoderModel
 from pipeline.objectives.base import Objective, TextObjective
 from pipeline.runtime import dist, env, log, watchdog
 from pipeline.runtime.env import ProcessInfo
-from pipeline.runtime.files import write_atomic, write_json_atomic
+from pipeline.runtime.files import append_json, read_json_lines, write_atomic, write_json_atomic
 from pipeline.runtime.notify import FAILED, FINISHED, STARTED, STOPPED, WENT_BACK, Notifier
 from pipeline.runtime.rank import Rank, leaving
-from pipeline.runtime.run_folder import RunFolder
+from pipeline.runtime.run_folder import FORMAT_VERSION, RunFolder
 from pipeline.sinks.base import SinkContext, Sinks, find_sinks
 from pipeline.train.batch_log import BatchLog
 from pipeline.train.deepspeed import deepspeed_config
@@ -382,6 +381,7 @@ def _record_attempt(run: RunContext, resumed_step: int | None, *, rewound: bool)
     process, attempt = run.process, _next_attempt(run.folder)
     record = {
         "attempt": attempt,
+        "format_version": FORMAT_VERSION,
         "resumed_from_step": resumed_step,
         "rewound": rewound,
         "unix_s": time.time(),
@@ -392,14 +392,13 @@ def _record_attempt(run: RunContext, resumed_step: int | None, *, rewound: bool)
         "cwd": os.getcwd(),
         **provenance(),
     }
-    with run.folder.attempts.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
+    append_json(run.folder.attempts, record)
     return attempt
 
 
 def _next_attempt(folder: RunFolder) -> int:
-    path = folder.attempts
-    return 1 + (path.read_text().count("\n") if path.exists() else 0)
+    records = read_json_lines(folder.attempts)
+    return 1 + int(records[-1].get("attempt", len(records))) if records else 1
 
 
 @contextmanager
