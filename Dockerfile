@@ -23,7 +23,9 @@ COPY . .
 ARG REVISION="unknown (an image built without it)"
 RUN pip install --no-deps --editable . \
     && echo "$REVISION" > REVISION \
-    && useradd --create-home postnorm
+    && useradd --create-home postnorm \
+    && install --directory --owner=postnorm --mode=1777 /work
+# For any `--user`: a folder that WORKDIR makes belongs to root.
 USER postnorm
 WORKDIR /work
 ENTRYPOINT ["postnorm"]

@@ -208,7 +208,7 @@ def _datasheet(folder: Path = _FOLDER) -> None:
 )
 def _export(
     folder: Path = _FOLDER,
-    out: Path = option("folder to write", "DIR", required=True),
+    out: Path = option("folder to write", "DIR", required=True, type=cli.new_path),
     format: Literal["jsonl", "parquet"] = option(
         "jsonl, compressed by zstd (default), or parquet", default="jsonl"
     ),
@@ -224,7 +224,7 @@ def _export(
 def _overlap(
     rows: Path = argument('lines of {"set": name, "texts": [...]}'),
     corpus: list[str] = argument("text as a source takes it, or folders of datasets", nargs="+"),
-    out: Path = option("JSON to write", "FILE", required=True),
+    out: Path = option("JSON to write", "FILE", required=True, type=cli.new_file),
     ngram: int = option("letters in a row (default 60, 13 English words)", default=60),
     ngram_cjk: int = option("the same in Chinese, Japanese, Korean (13)", default=13),
 ) -> None:

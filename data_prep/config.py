@@ -37,7 +37,7 @@ class SourceConfig:
     ] = param(
         "auto",
         "format of the files; auto goes by the suffix, wiki_NN is WikiExtractor's output; an .md "
-        "file is a document, and read in a folder only if md is asked for",
+        "file is a document; README.md in a folder is read only if md is asked for",
     )
     encoding: Literal["auto", Encoding] = param(
         "utf-8",

@@ -20,7 +20,7 @@ from data_prep.readers import records, text
 from data_prep.readers.encodings import of_lines, storable
 from data_prep.readers.text import BEGINNING_BYTES, MOST_BYTES, BrokenFileError, FileOrigin
 from data_prep.types import Document, InputFile, InputPiece, Rejected
-from pipeline.errors import DataError
+from pipeline.errors import PASSING, DataError
 
 logger = logging.getLogger(__name__)
 _KEPT, _SHOWN = 20, 5
@@ -187,6 +187,8 @@ def read_piece(
             is_read = losses.rows > losses.rows_lost
             remarks.reading.add_file(file.path, losses, use if is_read else {})
         except OSError as error:
+            if error.errno in PASSING:
+                raise  # the task is tried again
             raise DataError(f"{file.path} cannot be read: {error}") from error
 
 

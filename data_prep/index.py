@@ -46,7 +46,7 @@ def run(task: StageTask[Progress]) -> Result:
         # A failing page must not cost a dataset that took days.
         text = (
             "the datasheet could not be made; the dataset is complete, and "
-            "`python -m data_prep datasheet %s` tries again"
+            "`postnorm prep datasheet %s` tries again"
         )
         logger.exception(text, output)
     names = (progress.tokenizer_path.name, "index.npz", "index.json", gather.REPORT_FILE)

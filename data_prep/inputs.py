@@ -28,10 +28,11 @@ FORMATS = {
     ".wet": "wet",
     ".warc": "wet",
     ".parquet": "parquet",
+    ".md": "md",
 }
 TEXT_SUFFIXES = tuple(FORMATS)
-# In a folder of data a README.md is no text of it.
-_ONLY_ON_REQUEST = {".md": "md"}
+# In a folder of data it is a card about it.
+_ONLY_ON_REQUEST = "readme.md"
 RECORDS = ("jsonl", "json", "csv", "tsv", "parquet")
 """Formats whose documents are records with fields."""
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".xz", ".bz2")
@@ -110,7 +111,8 @@ def find(source: SourceConfig) -> Listing:
             by_name = _format_by_name(file.path)
             wanted = by_name if source.format == "auto" else source.format
             fits = wanted not in (None, _ANY) and (by_name in (wanted, _ANY) or not in_folder)
-            fits = fits and not (by_name == "md" and source.format == "auto" and in_folder)
+            is_card = in_folder and plain_name(file.path) == _ONLY_ON_REQUEST
+            fits = fits and not (is_card and source.format == "auto")
             if fits or source.reader:
                 files.setdefault(_identity(file.path), file)
             elif len(found) == 1 and not in_folder:
@@ -197,7 +199,7 @@ def _format_by_name(path: str) -> str | None:
         return "wikiextractor"
     if _PART_NAME.fullmatch(plain):
         return FORMATS.get(Path(plain_name(str(Path(path).parent))).suffix, _ANY)
-    kind = (FORMATS | _ONLY_ON_REQUEST).get(Path(plain).suffix)
+    kind = FORMATS.get(Path(plain).suffix)
     return None if kind == "parquet" and plain != Path(path).name.lower() else kind
 
 

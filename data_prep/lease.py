@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import EXIT_FAILED_RETRY, BusyError
-from pipeline.runtime.files import is_alive, temporary_beside
+from pipeline.runtime.files import is_alive, make_folder, retry_storage, temporary_beside
 
 logger = logging.getLogger(__name__)
 
@@ -94,8 +94,8 @@ def held(folder: Path, holder: Holder) -> Iterator[frozenset[str]]:
     Raises:
         BusyError: a live process of another run, or the same part of this one, has it.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    own = _acquire(folder, holder)
+    make_folder(folder)
+    own = retry_storage(lambda: _acquire(folder, holder), lambda: f"taking {folder}")
     over = threading.Event()
 
     def touch() -> None:
@@ -121,7 +121,7 @@ def held(folder: Path, holder: Holder) -> Iterator[frozenset[str]]:
     finally:
         over.set()
         thread.join()
-        own.unlink(missing_ok=True)
+        retry_storage(lambda: own.unlink(missing_ok=True), lambda: f"removing {own}")
 
 
 def holders(folder: Path) -> list[str]:

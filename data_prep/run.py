@@ -15,7 +15,7 @@ from data_prep.lease import held, this_process
 from data_prep.stage import Done, Stage, StageCounts, finished, run_tasks, table
 from pipeline.config.load import resolved_text
 from pipeline.errors import ConfigError, DataError
-from pipeline.runtime.files import write_atomic
+from pipeline.runtime.files import make_folder, write_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ def _open_output(given: Corpus, *, replace: bool, is_last: bool = False) -> None
         # From here until the new report is written the folder is not a finished dataset.
         (output / "index.json").unlink(missing_ok=True)
         report_path.unlink(missing_ok=True)
-    output.mkdir(parents=True, exist_ok=True)
+    make_folder(output)
     write_atomic(output / RESOLVED_FILE, resolved_text(given.config).encode())
 
 

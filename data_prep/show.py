@@ -242,7 +242,7 @@ def status(config: PrepConfig) -> DatasetStatus:
     later = [step.name for step in steps(config)][len(seen) :]
     is_complete = all(records) and not later
     if not is_complete and not remarks:
-        remarks.append(f"next: python -m data_prep run CONFIG, or --stage {last.name} in parts")
+        remarks.append(f"next: postnorm prep run CONFIG, or --stage {last.name} in parts")
     stages |= {name: {} for name in later}
     return DatasetStatus(str(given.output), is_complete, stages, {}, remarks)
 

@@ -33,10 +33,13 @@ import numpy.typing as npt
 from data_prep.config import PrepConfig
 from pipeline.errors import EXIT_FAILED_RETRY, BusyError, DataError
 from pipeline.runtime.files import (
+    flush_file,
     is_alive,
+    make_folder,
     remove_abandoned,
+    rename,
+    retry_storage,
     sha256_file,
-    sync_path,
     temporary_beside,
     write_json_atomic,
 )
@@ -255,10 +258,11 @@ def replacing(path: Path) -> Iterator[Path]:
     temporary = temporary_beside(path)
     try:
         yield temporary
-        sync_path(temporary)
-        os.replace(temporary, path)
+        flush_file(temporary)
+        rename(temporary, path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # what failed to be written may fail to be removed
+            temporary.unlink(missing_ok=True)
         raise
 
 
@@ -362,11 +366,11 @@ def run_tasks(
     """
     tasks = stage.tasks[rank::world]
     for folder in {task.folder for task in stage.tasks}:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         for part in (folder, *(path for path in folder.iterdir() if path.is_dir())):
             remove_abandoned(part, hosts)
     for folder in {task.marker.parent for task in tasks}:
-        folder.mkdir(exist_ok=True)
+        make_folder(folder)
     records = [finished(task) for task in tasks]
     waiting = [i for i, record in enumerate(records) if record is None]
     if waiting or world > 1:  # other ranks may have work to do
@@ -428,6 +432,13 @@ def _end_with_parent() -> None:
 
 
 def _complete(task: StageTask[T], function: Function[T]) -> Done:
+    # All of the task: what a flush has refused once must be written again.
+    return retry_storage(
+        lambda: _complete_once(task, function), lambda: f"task {task.marker.stem} in {task.folder}"
+    )
+
+
+def _complete_once(task: StageTask[T], function: Function[T]) -> Done:
     already = finished(task)
     if already:
         return already  # another process has done it since this one looked
@@ -455,7 +466,8 @@ def _announced(task: StageTask[Any]) -> Iterator[None]:
 
     def touch() -> None:
         while not over.wait(_TOUCHED_EVERY_S):
-            running.touch()
+            with suppress(OSError):  # storage may fail in passing
+                running.touch()
 
     thread = threading.Thread(target=touch, daemon=True)
     thread.start()

@@ -175,6 +175,7 @@ def benchmark(
         "afterwards, the same command without this option makes the table of them",
         "FILE",
         one_of="nothing",
+        type=cli.new_file,
     ),
     overrides: list[str] = cli.overrides(
         "of every task, such as data.root=data train.epochs=1; of one: tnews.train.epochs=1"

@@ -232,7 +232,7 @@ class PrepJobsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareConfig:
-    """The speeds and sizes that `python -m launch plan` computes with; jobs do not read them."""
+    """The speeds and sizes that `postnorm plan` computes with; jobs do not read them."""
 
     gpu: str = param("", "such as H100, H200 or A100 80GB; gives tflops and memory_gib")
     tflops: float | None = param(

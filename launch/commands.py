@@ -220,7 +220,7 @@ def _submit_program(arguments: SubmitArguments) -> int:
     if not words or arguments.overrides:
         raise ConfigError(
             "--program needs a folder for its log, then `--` and the program: "
-            "python -m launch submit --program runs/tuned --cluster C -- python finetune.py ..."
+            "postnorm submit --program runs/tuned --cluster C -- python finetune.py ..."
         )
     cluster = arguments.profile()
     if arguments.local:
@@ -232,9 +232,7 @@ def _submit_program(arguments: SubmitArguments) -> int:
 
 def _submit_prep(arguments: SubmitArguments) -> int:
     if arguments.local:
-        raise ConfigError(
-            "--prep --local is `python -m data_prep run CONFIG`, which needs no SLURM"
-        )
+        raise ConfigError("--prep --local is `postnorm prep run CONFIG`, which needs no SLURM")
     work_dir, cluster = os.getcwd(), within_site(cluster_of(arguments.cluster))
     room = room_of(cluster, prep=True, every_s=arguments.wait_room)
     cluster = replace(cluster, max_submit_jobs=room.limit)

@@ -73,7 +73,7 @@ def cancel(run_dir: Path, *, save: bool, save_s: float) -> Iterator[str]:
     yield from _checkpoint_line(run_dir, "")
     if stop.exists():
         yield f"first remove {stop}: the run does not start while it exists"
-    yield f"continue: python -m launch resume {run_dir}"
+    yield f"continue: postnorm resume {run_dir}"
 
 
 def cancel_prep(output_dir: Path, stages: dict[str, list[str]]) -> Iterator[str]:
@@ -102,7 +102,7 @@ def requeue(run_dir: Path, *, now: bool) -> Iterator[str]:
     if facts.is_ended:
         raise DataError(
             f"job {facts.job} has ended ({facts.state}), so there is nothing to requeue; continue "
-            f"with `python -m launch resume {run_dir}`"
+            f"with `postnorm resume {run_dir}`"
         )
     if facts.state == UNKNOWN:
         raise SlurmError(f"job {facts.job}: {facts.reason}; nothing was done, see `launch status`")
@@ -125,7 +125,7 @@ def requeue(run_dir: Path, *, now: bool) -> Iterator[str]:
     # --batch: to the script alone, which tells the ranks and requeues when they have saved.
     run_command(["scancel", "--batch", "--signal=USR1", facts.job])
     yield f"asked job {facts.job} to save and go back into the queue"
-    yield f"see: python -m launch status {run_dir}"
+    yield f"see: postnorm status {run_dir}"
 
 
 def _newest_job(run_dir: Path) -> JobFacts:
@@ -137,7 +137,7 @@ def _newest_job(run_dir: Path) -> JobFacts:
     if not queued:
         raise DataError(
             f"{run_dir} has no job, since it was never submitted; submit its config with "
-            "`python -m launch submit CONFIG`"
+            "`postnorm submit CONFIG`"
         )
     return queued[-1]
 

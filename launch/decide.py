@@ -144,7 +144,7 @@ def decide(attempt: JobAttempt, misses_before: int, limits: Limits, run_dir: Pat
             f"{EXIT_FAILED_DO_NOT_RETRY}); see its message above and in {run_dir}/logs; {newest}"
         )
     if EXIT_STOPPED in attempt.codes:
-        how = f"stopped by {RunFolder(run_dir).stop}; `python -m launch resume` continues"
+        how = f"stopped by {RunFolder(run_dir).stop}; `postnorm resume` continues"
         return Decision("stopped", EXIT_STOPPED, f"{how}; {newest}")
     how = _how_it_ended(attempt)
     if (starts := attempt.starts_before) >= limits.restarts:
@@ -231,12 +231,12 @@ def storage_failed(
     where = f"{error.filename or path}: {error.strerror}"
     if error.errno in _FULL:
         how = f"{where}: free space or inodes there, or raise the quota"
-        return Decision("failed", EXIT_FULL, f"{how}; then `python -m launch resume` continues")
+        return Decision("failed", EXIT_FULL, f"{how}; then `postnorm resume` continues")
     if patience.is_cut and may_again:
         return _again(f"{where}: storage fails, and the time limit is near")
     return give_up(
         f"{where}, for {patience.patience_s:.0f} s (storage_patience_s of the cluster profile): "
-        "storage fails; when it is back, `python -m launch resume` continues"
+        "storage fails; when it is back, `postnorm resume` continues"
     )
 
 

@@ -57,7 +57,7 @@ def show(path: Path, num_lines: int) -> None:
     """Print the last lines of a log."""
     if not path.exists():
         raise DataError(
-            f"{path} does not exist yet; --follow waits for it, and `python -m launch status` says "
+            f"{path} does not exist yet; --follow waits for it, and `postnorm status` says "
             "whether its job has started"
         )
     sys.stdout.buffer.write(tail(path, num_lines)[0])

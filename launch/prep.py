@@ -1,6 +1,6 @@
 """Data preparation on SLURM: a chain of job arrays, one stage after the other.
 
-An array task runs `python -m data_prep run --stage NAME --rank R --world W`, which does its share
+An array task runs `postnorm prep run --stage NAME --rank R --world W`, which does its share
 of the stage's tasks, skips those that are done, and refuses to start before all earlier stages are
 complete. Dependencies between arrays only decide when SLURM starts what; results do not depend on
 them.
@@ -80,7 +80,7 @@ _PARENT_GB = 1
 
 @dataclass(frozen=True)
 class StagePlan:
-    """A stage as `python -m data_prep plan --json` describes it."""
+    """A stage as `postnorm prep plan --json` describes it."""
 
     name: str
     max_tasks: int
@@ -440,7 +440,7 @@ def submit(draft: PrepDraft, room: Quota | None = None) -> dict[str, list[str]]:
             left = sum(not one.job for one in arrays)
             raise BusyError(
                 f"{left} arrays of the submission in {last} are not in the queue yet: go on with "
-                f"--wait-room, or cancel it: python -m launch cancel {shlex.quote(str(output))}"
+                f"--wait-room, or cancel it: postnorm cancel {shlex.quote(str(output))}"
             )
         return _roll(draft, last, arrays, intent, room) if arrays else _submit(draft, intent, room)
 
@@ -598,10 +598,10 @@ def summary_text(draft: PrepDraft, jobs: dict[str, list[str]]) -> str:
     lines = [
         *table(rows, right=(1, 2)),
         "",
-        f"queue:    python -m launch status {folder}",
-        f"progress: python -m data_prep status {config}",
+        f"queue:    postnorm status {folder}",
+        f"progress: postnorm prep status {config}",
         f"logs:     {draft.job.logs}",
-        f"cancel:   python -m launch cancel {folder}",
+        f"cancel:   postnorm cancel {folder}",
         "If a part fails: fix the cause and resubmit; only unfinished parts run.",
     ]
     return "\n".join(lines)
@@ -614,7 +614,7 @@ def _ask_data_prep(command: str, config_path: str, arguments: Sequence[str]) -> 
     done = subprocess.run([*start, *words], capture_output=True, text=True, check=False)
     if done.returncode:
         raise SubmitError(
-            f"`python -m data_prep {shlex.join(words)}` failed with exit code {done.returncode}: "
+            f"`postnorm prep {shlex.join(words)}` failed with exit code {done.returncode}: "
             f"{done.stderr.strip().removeprefix('error: ')}"
         )
     sys.stderr.write(done.stderr)  # its warnings

@@ -20,6 +20,7 @@ from pipeline.runtime.checkpoints import LATEST_FILE
 from pipeline.runtime.files import (
     AppendedFile,
     read_json_lines,
+    rename,
     temporary_beside,
     write_atomic,
     write_json_atomic,
@@ -203,7 +204,7 @@ def read_prep(output_dir: Path) -> PrepSubmission | None:
         times = [found.get("submitted_unix_s"), found.get("cancelled_unix_s")]
         submitted, cancelled = (None if unix_s is None else float(unix_s) for unix_s in times)
         return PrepSubmission(jobs, submitted, cancelled, int(found.get("waiting", 0)))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
@@ -235,7 +236,8 @@ def require_run(folder: Path) -> Path:
         )
     run = RunFolder(folder)
     missing = f"no {run.launch.name}/ and no {run.attempts.name}"
-    why = missing if folder.is_dir() else "it does not exist"
+    there = "it is a file" if folder.exists() else "it does not exist"
+    why = missing if folder.is_dir() else there
     near = [*folder.glob("*"), *folder.parent.glob("*")]
     runs = sorted(str(path) for path in near if is_run(path))
     raise DataError(
@@ -287,7 +289,7 @@ def snapshot(folder: Path, root: Path = _ROOT) -> Path:
                 to.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, to)
             (copy / REVISION_FILE).write_text(f"{git_revision()}\n", encoding="utf-8")
-            copy.rename(target)
+            rename(copy, target)
         finally:
             shutil.rmtree(copy, ignore_errors=True)
     actual = code_hash(target)

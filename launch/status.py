@@ -57,7 +57,7 @@ class RunReport:
     excluded: list[str]
     """Nodes that the run must not get again."""
     run: RunStatus | None
-    """The run's own status, as `python -m pipeline status` shows it; None before the first
+    """The run's own status, as `postnorm status` shows it; None before the first
     start."""
     run_problem: str
     """Why there is no such status, or empty."""
@@ -272,7 +272,7 @@ def prep_summary(report: PrepReport) -> FolderSummary:
     shown = shlex.quote(short_path(str(config))) if config.exists() else "CONFIG"
     lines += [
         *table(rows, right=(1, 2, 3, 4)),
-        f"progress: python -m data_prep status {shown}",
+        f"progress: postnorm prep status {shown}",
         f"logs:     {short_path(str((folder / PREP_RECORD).parent))}",
     ]
     state = "complete" if report.is_complete else ""

@@ -182,7 +182,7 @@ def require_index(folder: str, work_dir: str) -> None:
     if find_index(data) is None:
         raise ConfigError(
             f"data.dir={folder}: {data} has no {INDEX_FILE}; prepare the dataset first "
-            "(`python -m data_prep status CONFIG` says what is missing) and, for a store, send it "
+            "(`postnorm prep status CONFIG` says what is missing) and, for a store, send it "
             "with `postnorm prep publish`; or correct the path"
         )
 
@@ -298,7 +298,7 @@ def _submit(draft: SubmissionPlan, intent: PendingSubmission) -> str:
     if draft.job.kind == PRETRAIN and RunFolder(run_dir).stop.exists():
         raise ConfigError(
             f"{RunFolder(run_dir).stop} exists, so the run would end at once; remove it, or "
-            f"continue with `python -m launch resume {run_dir}`, which removes it"
+            f"continue with `postnorm resume {run_dir}`, which removes it"
         )
     try:
         # Without `exist_ok`: whoever makes the folder has the number, also where there are no file
@@ -329,8 +329,8 @@ def refuse_twice(run_dir: Path, kind: str) -> None:
     if left:
         # It would only wait for the lock of the first.
         raise BusyError(
-            f"job {left[-1]} of {run_dir} is in the queue: look at it with `python -m launch "
-            f"status {run_dir}`, or end it with `python -m launch cancel {run_dir}`"
+            f"job {left[-1]} of {run_dir} is in the queue: look at it with `postnorm "
+            f"status {run_dir}`, or end it with `postnorm cancel {run_dir}`"
         )
 
 
@@ -353,9 +353,9 @@ def summary_text(draft: SubmissionPlan, job: str) -> Iterator[str]:
     )
     if not cluster.requeue:
         yield f"chain:    {cluster.max_restarts + 1} jobs, of which one runs after the other"
-    yield f"status:   python -m launch status {run}"
-    yield f"log:      python -m launch logs {run} --follow"
-    yield f"cancel:   python -m launch cancel {run}"
+    yield f"status:   postnorm status {run}"
+    yield f"log:      postnorm logs {run} --follow"
+    yield f"cancel:   postnorm cancel {run}"
     yield f"record:   {draft.folder}"
 
 

@@ -42,7 +42,7 @@ from pipeline.use.vector_commands import (
     whiten,
 )
 
-_OUT: Any = argument("folder to write", "OUT")
+_OUT: Any = argument("folder to write", "OUT", type=cli.new_path)
 
 
 @verb(
@@ -309,9 +309,11 @@ def _profile(
         type=at_least(1),
         default=5,
     ),
-    json_file: Path | None = option("write the numbers as JSON", "FILE", flag="--json"),
+    json_file: Path | None = option(
+        "write the numbers as JSON", "FILE", flag="--json", type=cli.new_file
+    ),
     trace: Path | None = option(
-        "write rank 0's trace for ui.perfetto.dev; .gz compresses it", "FILE"
+        "write rank 0's trace for ui.perfetto.dev; .gz compresses it", "FILE", type=cli.new_file
     ),
 ) -> int:
     """Show where the time of a run's training steps goes.

@@ -4,6 +4,7 @@ Every message says what was wrong, the value found, what was expected and what t
 An `assert` elsewhere marks a bug of ours; these classes mark something the user can fix.
 """
 
+import errno
 from typing import Any
 
 EXIT_FINISHED = 0
@@ -51,6 +52,16 @@ class RunFolderError(PostnormError):
 
 class CheckpointError(PostnormError):
     """A checkpoint could not be written, or does not fit what it is loaded into."""
+
+
+class NotSavedError(CheckpointError):
+    """Storage failed while a checkpoint was written; the one before it can be gone on from."""
+
+    exit_code = EXIT_FAILED_RETRY
+
+
+class NewerFormatError(CheckpointError):
+    """A newer version wrote it: older things beside it must not be taken in its place."""
 
 
 class RejectedError(CheckpointError):
@@ -116,6 +127,58 @@ class StorageError(PostnormError):
     """Storage failed to give what it has, for longer than a moment."""
 
     exit_code = EXIT_FAILED_RETRY
+
+
+PASSING = frozenset(
+    {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOTCONN, errno.ESHUTDOWN}
+    | {errno.ECONNRESET, errno.ECONNABORTED, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH}
+)
+"""Errors of NFS, Lustre and FUSE while a server restarts or a route is lost."""
+LASTING = {
+    errno.ENOSPC: "free space or inodes there",
+    errno.EDQUOT: "free space there, or raise the quota",
+    errno.EROFS: "have it mounted writable, or choose another folder",
+}
+"""What cures an error of a write that no other try does."""
+_WRONG_PATH = {
+    errno.ENOENT: "correct the path, or make the folder first",
+    errno.ENOTDIR: "a part of the path is a file: correct the path",
+    errno.EISDIR: "it is a folder: give a file",
+    errno.EEXIST: "it is a file, or exists already: choose another name",
+    errno.EACCES: "make it readable and writable for you, or choose another one",
+    errno.EPERM: "make it readable and writable for you, or choose another one",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.ELOOP: "a link leads to itself: correct it",
+}
+
+
+def not_written(error: OSError, said: str) -> PostnormError:
+    """Return the error of a file of a run that cannot be written; `said` names it and the error.
+
+    Another start helps, unless the disk is full or read-only.
+    """
+    if remedy := LASTING.get(error.errno or 0):
+        return PostnormError(f"{said}. To go on {remedy}; then start again")
+    return StorageError(
+        f"{said}. Storage failed, also when it was tried again: look at its state, then start again"
+    )
+
+
+def explained(error: OSError) -> PostnormError:
+    """Return the error that says what to do about one of the system."""
+    text = str(error)
+    if remedy := LASTING.get(error.errno or 0):
+        return PostnormError(f"{text}: {remedy}; then the same command continues")
+    if remedy := _WRONG_PATH.get(error.errno or 0):
+        return PostnormError(f"{text}: {remedy}")
+    if error.errno in PASSING:
+        return StorageError(
+            f"{text}: storage failed, also when it was tried again; look at its state, then the "
+            "same command continues"
+        )
+    return StorageError(
+        f"{text}; what was finished before is untouched, the same command continues"
+    )
 
 
 class WorkerError(PostnormError):

@@ -32,7 +32,7 @@ OTHER = 7
 # Characters outside XML 1.0, and characters with a meaning in Markdown, links of GitHub included.
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _MARKDOWN = re.compile(r"([\\`*_\[\]|~$@]|:(?=//)|(?<=www)\.)")
-_AGAIN = "run `python -m data_prep run CONFIG` again"
+_AGAIN = "run `postnorm prep run CONFIG` again"
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 720, 240, 62, 24, 10  # of the histogram
 _HALF_LABEL = 36  # half of its longest label, in the large letters for narrow screens
 
@@ -50,7 +50,7 @@ def write(folder: Path) -> tuple[Path, Path]:
     except FileNotFoundError:
         raise DataError(
             f"{path} does not exist: {folder} is not a finished dataset; "
-            "run `python -m data_prep run CONFIG` to its end, or correct the folder"
+            "run `postnorm prep run CONFIG` to its end, or correct the folder"
         ) from None
     except ValueError as error:
         raise DataError(f"{path} is damaged (not valid JSON: {error}); {_AGAIN}") from None

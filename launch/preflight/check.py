@@ -1,7 +1,7 @@
 """The check of one node, which runs on that node before training, and its report.
 
 DIR/NODE.json             everything that the node reports about itself
-DIR/NODE.bandwidth.json   its speed, which `python -m pipeline bandwidth` writes
+DIR/NODE.bandwidth.json   its speed, which `postnorm bandwidth` writes
 """
 
 import csv
@@ -103,7 +103,7 @@ class BandwidthRound:
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """The report of a node that `python -m pipeline bandwidth` wrote."""
+    """The report of a node that `postnorm bandwidth` wrote."""
 
     node: str
     rounds: list[BandwidthRound]

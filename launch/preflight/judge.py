@@ -322,7 +322,7 @@ def _judge_bandwidth(evidence: Evidence, config: PreflightConfig, verdict: Verdi
     nodes = [node for node in evidence.nodes if node not in verdict.bad]
     if not reports:
         verdict.problems.append(
-            "bandwidth: no node left a record: see above why `python -m pipeline bandwidth` failed"
+            "bandwidth: no node left a record: see above why `postnorm bandwidth` failed"
         )
         return
     missing = {node for report in reports.values() for node in report.missing}

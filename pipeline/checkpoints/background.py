@@ -27,7 +27,14 @@ from pipeline.checkpoints import manifest
 from pipeline.checkpoints.state import TensorShard, unsound_value, write_part
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.runtime import checkpoints
-from pipeline.runtime.files import sha256_file, sync_path, write_atomic, write_json_atomic
+from pipeline.runtime.files import (
+    rename,
+    retry_storage,
+    sha256_file,
+    sync_folder,
+    write_atomic,
+    write_json_atomic,
+)
 from pipeline.runtime.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -135,14 +142,18 @@ class RankFiles:
             raise UnsoundPartError("; ".join(found))
         write_part(self.folder, self.rank, self.world_size, self.parts, self.counters)
         for name, data in self.others.items():
-            (self.folder / name).write_bytes(data)
+            write_atomic(self.folder / name, data)
         names = [manifest.state_file(self.rank, self.world_size), *self.others]
-        return {name: _flush_and_describe(self.folder / name) for name in names}
+        return {name: _described(self.folder / name) for name in names}
 
 
-def _flush_and_describe(path: Path) -> dict[str, Any]:
-    sync_path(path)
-    return {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+def _described(path: Path) -> dict[str, Any]:
+    """Read a file back."""
+
+    def read() -> dict[str, Any]:
+        return {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+
+    return retry_storage(read, lambda: f"reading {path}")
 
 
 _OWNER_FILE = "copy_of.json"
@@ -246,10 +257,10 @@ class Mirror:
             unfinished / checkpoints.MANIFEST_FILE, (path / checkpoints.MANIFEST_FILE).read_bytes()
         )
         for folder in [unfinished, *(p for p in unfinished.rglob("*") if p.is_dir())]:
-            sync_path(folder)
+            sync_folder(folder)
         manifest.remove([final] if final.exists() else [])
-        unfinished.rename(final)
-        sync_path(self._folder)
+        rename(unfinished, final)
+        sync_folder(self._folder)
         # Not this one: the newest is copied first, older ones after it.
         newest = max(checkpoints.published(self._folder), key=checkpoints.step_of)
         write_atomic(self._folder / checkpoints.LATEST_FILE, f"{newest.name}\n".encode())

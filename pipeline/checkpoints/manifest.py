@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.config.train import CheckpointConfig
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, NewerFormatError
 from pipeline.runtime.checkpoints import (
     MANIFEST_FILE,
     STATE_FOLDER,
@@ -27,17 +27,10 @@ from pipeline.runtime.checkpoints import (
     read_manifest,
     step_of,
 )
-from pipeline.runtime.files import sha256_file, sync_path
+from pipeline.runtime.files import rename, retry_storage, sha256_file, sync_folder
 
 REJECTED = ".rejected-"
 
-CONTENTS = {
-    "weights": "master, fp32",
-    "moments": "exp_avg, exp_avg_sq, fp32",
-    "counters": "updates, global_steps, skipped_steps",
-    "dropout": "a function of (seed, cursor, rank): no random state",
-}
-"""The parts of a run's state; a checkpoint with other parts cannot be resumed."""
 COUNTERS = (
     *("step", "cursor", "skipped", "elapsed_s", "held_out_loss", "held_out_step"),
     *("left_out", "rewinds"),
@@ -95,12 +88,18 @@ def newest_good(
     """Find the newest checkpoint that verifies, and why newer ones do not. Not collective.
 
     `also` is a further check, which raises CheckpointError; `on_bytes` is as in `problems`.
+
+    Raises:
+        NewerFormatError: a newer version wrote one before it: it is good, and must not be replaced.
     """
     rejected = []
     for path in published(folder):
         try:
+            read_manifest(path)
             verify(path, on_bytes)
             also(path)
+        except NewerFormatError:
+            raise
         except CheckpointError as error:
             rejected.append(str(error))
         else:
@@ -123,8 +122,6 @@ def _listing_problems(manifest: Manifest) -> Iterator[str]:
         yield f"{MANIFEST_FILE} of {manifest.world_size} ranks does not list {name}"
     for name in sorted(listed - expected):
         yield f"{MANIFEST_FILE} of {manifest.world_size} ranks lists {name}"
-    if manifest.contents not in (None, CONTENTS):
-        yield f"its state consists of {manifest.contents}, expected {CONTENTS}"
 
 
 REMOVING = ".removing-"
@@ -207,8 +204,17 @@ def remove(paths: Iterable[Path]) -> None:
     """
     for path in paths:
         hidden = path.with_name(f"{REMOVING}{path.name}")
-        if hidden.exists():
-            shutil.rmtree(hidden)
-        path.rename(hidden)
-        sync_path(path.parent)
-        shutil.rmtree(hidden)
+        remove_tree(hidden)
+        rename(path, hidden)
+        sync_folder(path.parent)
+        remove_tree(hidden)
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a folder, if it is there; tried again while storage fails in passing."""
+
+    def remove_once() -> None:
+        if folder.exists():
+            shutil.rmtree(folder)
+
+    retry_storage(remove_once, lambda: f"removing {folder}")

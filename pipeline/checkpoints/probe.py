@@ -30,7 +30,7 @@ from pipeline.model.architecture import TASK_HEADS, read_config
 from pipeline.objectives.choose import make_objective, read_objective
 from pipeline.runtime import env
 from pipeline.runtime.checkpoints import LATEST_FILE, MANIFEST_FILE, published, read_manifest
-from pipeline.runtime.files import forget_cached, sync_path, write_atomic
+from pipeline.runtime.files import forget_cached, rename, sync_folder, write_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -141,14 +141,14 @@ def _rejection(path: Path, reason: str) -> RejectedError:
     """Hide a checkpoint from every later start, and return the error to raise."""
     # With the time: the step is trained and saved again, and may be rejected again.
     hidden = path.with_name(f"{REJECTED}{path.name}-{time.time_ns() // 1_000_000}")
-    path.rename(hidden)
+    rename(path, hidden)
     earlier = published(path.parent)
     latest = path.parent / LATEST_FILE
     if earlier:
         write_atomic(latest, f"{earlier[0].name}\n".encode())
     else:
         latest.unlink(missing_ok=True)
-    sync_path(path.parent)
+    sync_folder(path.parent)
     before = f"the one before is {earlier[0]}" if earlier else "no earlier checkpoint exists"
     return RejectedError(
         f"checkpoint {path.name} was read back and rejected: {reason}. It was renamed to {hidden}; "

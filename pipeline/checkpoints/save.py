@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from pipeline.checkpoints.background import (
     BackgroundTask,
@@ -24,7 +25,6 @@ from pipeline.checkpoints.background import (
     UnsoundPartError,
 )
 from pipeline.checkpoints.manifest import (
-    CONTENTS,
     COUNTERS,
     REMOVING,
     Retention,
@@ -38,14 +38,17 @@ from pipeline.config.runs import RunConfig
 from pipeline.config.schedule import alpha
 from pipeline.data.format import INDEX_FILE, DataIdentity
 from pipeline.errors import (
+    LASTING,
     CheckpointError,
     DataError,
+    NotSavedError,
     PostnormError,
     RejectedError,
     UnsoundStateError,
 )
 from pipeline.runtime import dist
 from pipeline.runtime.checkpoints import (
+    CONTENTS,
     LATEST_FILE,
     MANIFEST_FILE,
     Manifest,
@@ -54,7 +57,14 @@ from pipeline.runtime.checkpoints import (
     signed,
 )
 from pipeline.runtime.env import ProcessInfo
-from pipeline.runtime.files import sync_path, write_atomic, write_json_atomic
+from pipeline.runtime.files import (
+    make_folder,
+    rename,
+    retry_storage,
+    sync_folder,
+    write_atomic,
+    write_json_atomic,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -199,7 +209,7 @@ class Saver:
         return taken
 
     def _prepare(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         for what, prefix in (("save", _UNFINISHED), ("removal", REMOVING)):
             for path in self.folder.glob(f"{prefix}*"):
                 logger.warning("removing %s: a %s that was never finished", path, what)
@@ -244,7 +254,7 @@ class Saver:
         for path in published(self.folder)[:1]:
             sizes = [file.stat().st_size for file in path.rglob("*") if file.is_file()]
             needed = max(needed, sum(sizes))
-        if shutil.disk_usage(self.folder).free < needed:
+        if _free_bytes(self.folder) < needed:
             raise CheckpointError(
                 f"no space for checkpoint {unfinished.name.removeprefix(_UNFINISHED)}: it needs "
                 f"about {needed / 1e9:.4f} GB, {_free_text(self.folder)}; earlier checkpoints are "
@@ -262,14 +272,13 @@ class Saver:
         if self._tidying_step is not None:
             return  # the probe of the previous checkpoint must end first; no rank has waited yet
         done, error = save.task.is_done(wait=wait), save.task.error
-        text = f"rank {self._process.rank} on {self._process.host}: {error!s}" if error else None
-        is_unsound = isinstance(error, UnsoundPartError)
+        failure = self._failure(error) if error else None
         if error is not None and not isinstance(error, (OSError, PostnormError, UnsoundPartError)):
             logger.error("saving failed", exc_info=error)
-        outcomes = dist.gather((done, (text, is_unsound), save.task.result))
-        errors = [each for _, each, _ in outcomes if each[0] is not None]
-        if errors:
-            self._give_up(save, errors)
+        outcomes = dist.gather((done, failure, save.task.result))
+        failures = [each for _, each, _ in outcomes if each is not None]
+        if failures:
+            self._give_up(save, failures)
         if not all(done for done, _, _ in outcomes):
             save.stall_s += time.perf_counter() - started
             return
@@ -285,7 +294,12 @@ class Saver:
                 lambda: self._post_save(self.folder / name_of(manifest.step))
             )
 
-    def _give_up(self, save: _Writing, errors: list[tuple[str | None, bool]]) -> None:
+    def _failure(self, error: Exception) -> "_Failure":
+        text = f"rank {self._process.rank} on {self._process.host}: {error!s}"
+        number = error.errno if isinstance(error, OSError) else None
+        return _Failure(text, number, isinstance(error, UnsoundPartError))
+
+    def _give_up(self, save: _Writing, failures: "list[_Failure]") -> None:
         """Remove the failed save once no rank writes any more, then raise on all ranks."""
         save.task.is_done(wait=True)
         dist.barrier()
@@ -293,19 +307,15 @@ class Saver:
         step = save.manifest.step
         if self._process.is_first:
             shutil.rmtree(self._unfinished(step), ignore_errors=True)
-        texts = [text for text, _ in errors if text is not None]
-        unsound = [text for text, is_unsound in errors if text is not None and is_unsound]
+        unsound = [each.text for each in failures if each.is_unsound]
         if unsound:
             raise UnsoundStateError(
                 f"the state of step {step} is not finite: {'; '.join(unsound)}; it was not saved",
                 save.manifest.cursor,
                 unsound,
             )
-        raise CheckpointError(
-            f"checkpoint {name_of(step)} could not be written to {self.folder}: "
-            f"{'; '.join(texts)}; {_free_text(self.folder)}; earlier checkpoints are untouched. "
-            "Free space or lower checkpoint.keep, then start the run again"
-        )
+        what = f"checkpoint {name_of(step)} could not be written to {self.folder}"
+        raise _not_saved(what, failures, self.folder)
 
     def _publish(self, manifest: Manifest) -> None:
         unfinished, final = self._unfinished(manifest.step), self.folder / name_of(manifest.step)
@@ -315,19 +325,17 @@ class Saver:
             # Before the rename: a checkpoint that has its name has its files, also after a power
             # cut.
             for folder in [unfinished, *(p for p in unfinished.rglob("*") if p.is_dir())]:
-                sync_path(folder)
+                sync_folder(folder)
             # A checkpoint of the same step can only be a damaged one that was not resumed from.
             remove([final] if final.exists() else [])
-            unfinished.rename(final)
-            sync_path(self.folder)
+            rename(unfinished, final)
+            sync_folder(self.folder)
             # Last, and for people: a resume looks at the checkpoints, whatever this file says.
             write_atomic(self.folder / LATEST_FILE, f"{final.name}\n".encode())
         except OSError as error:
             shutil.rmtree(unfinished, ignore_errors=True)
-            raise CheckpointError(
-                f"checkpoint {final.name} could not be published in {self.folder}: {error}; "
-                f"{_free_text(self.folder)}; earlier checkpoints are untouched"
-            ) from error
+            what = f"checkpoint {final.name} could not be published in {self.folder}"
+            raise _not_saved(what, [self._failure(error)], self.folder) from error
 
     def _report(self, save: _Writing, stall_s: float) -> None:
         share = stall_s / max(save.period_s, stall_s)
@@ -413,5 +421,34 @@ def _read_tokenizer(index: DataIdentity) -> bytes:
     return data
 
 
+class _Failure(NamedTuple):
+    """Why a rank could not save: all that other ranks need to know of its error."""
+
+    text: str
+    number: int | None
+    """errno of an error of the system."""
+    is_unsound: bool
+
+
+def _not_saved(what: str, failures: list[_Failure], folder: Path) -> CheckpointError:
+    """Return the error of a save: another start helps unless the disk is full or read-only."""
+    said = f"{what}: {'; '.join(each.text for each in failures)}; earlier checkpoints are untouched"
+    numbers = {each.number for each in failures}
+    remedies = [remedy for number, remedy in LASTING.items() if number in numbers]
+    if remedies:
+        return CheckpointError(
+            f"{said}; {_free_text(folder)}. To go on {', '.join(remedies)}, or lower "
+            "checkpoint.keep; then start the run again"
+        )
+    return NotSavedError(
+        f"{said}. Storage failed, also when it was tried again: look at its state, then start the "
+        "run again"
+    )
+
+
 def _free_text(folder: Path) -> str:
-    return f"{shutil.disk_usage(folder).free / 1e9:.4f} GB are free there"
+    return f"{_free_bytes(folder) / 1e9:.4f} GB are free there"
+
+
+def _free_bytes(folder: Path) -> int:
+    return retry_storage(lambda: shutil.disk_usage(folder), lambda: f"looking at {folder}").free

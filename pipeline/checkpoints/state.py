@@ -25,8 +25,9 @@ from torch import Tensor
 
 from pipeline.checkpoints.manifest import state_file
 from pipeline.config.train import SpikeConfig
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, NewerFormatError
 from pipeline.runtime.checkpoints import STATE_FOLDER
+from pipeline.runtime.files import make_folder
 from pipeline.runtime.tensors import SlicedFile, write_file
 
 MASTER = "master"
@@ -78,7 +79,7 @@ def write_part(
         "parts": {part.name: [part.start, list(part.shape)] for part in parts},
     }
     path = folder / state_file(rank, world_size)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     tensors = {f"{kind}/{part.name}": part.tensors[kind] for part in parts for kind in KINDS}
     write_file(tensors, path, {_TABLE: json.dumps(table)})
 
@@ -257,10 +258,13 @@ def state_paths(folder: Path) -> list[Path]:
 
 def _table(file: SlicedFile) -> dict[str, Any]:
     table: dict[str, Any] = json.loads(file.metadata.get(_TABLE, "{}"))
-    if table.get("format") != _FORMAT:
-        raise CheckpointError(
-            f"{file.path} has format {table.get('format')}, expected {_FORMAT}: another version of "
-            "this program wrote it; continue the run with that one"
+    if not isinstance(table.get("format"), int):
+        raise CheckpointError(f"{file.path} says nothing of the state's parts: copy it again")
+    if table["format"] != _FORMAT:
+        raise NewerFormatError(
+            f"{file.path} has format {table.get('format')}, expected {_FORMAT}: a newer version "
+            "wrote it. Continue the run with that one, or choose another run_dir; nothing was "
+            "changed"
         )
     return table
 

@@ -226,7 +226,7 @@ class DataConfig:
 
     dir: str = path_param(
         REQUIRED,
-        "folder written by `python -m data_prep run`, or address such as s3://bucket/data to which "
+        "folder written by `postnorm prep run`, or address such as s3://bucket/data to which "
         "`prep publish` sent it",
     )
     stage_dir: str | None = param(

@@ -10,7 +10,7 @@ import json
 import logging
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import metadata
@@ -53,7 +53,8 @@ def load(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> Loade
     """Read a config file, or the shipped config of that name; `cls.SHIPPED` says where those are.
 
     Overrides are `dotted.path=value`, the value as YAML (`train.lr=1e-4`, `sources.0.inputs=[a,
-    b]`); later ones win.
+    b]`); later ones win. `section.from=FILE`, before all others, takes a section from another file
+    or shipped config; keys that the config's own file has in that section stay.
 
     Raises:
         ConfigError: see `find_config`, `strict_yaml.read_file` and `schema.build`; tells all
@@ -61,14 +62,125 @@ def load(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> Loade
     """
     kinds = getattr(cls, "SHIPPED", ())
     mistakes: list[str] = []
+    file = find_config(str(path), kinds)
     try:
-        root = _read_with_includes(find_config(str(path), kinds), (), kinds, mistakes)
+        written = strict_yaml.read_file(file, mistakes)
+        _refuse_other_kind(cls, written, path)
+        known, strangers = _split(written, _names(cls))
+        root = _expand(known, file, (file.resolve(),), kinds, mistakes)
+        for text in overrides:
+            if _is_from(text):
+                root = _rebased(root, known, text, file, kinds, mistakes)
     except ConfigError as error:
         strict_yaml.refuse([*mistakes, str(error)])
         raise
-    root = _completed(cls, _overridden(root, overrides, mistakes), mistakes)
+    # As they were written: what a misspelt section takes from elsewhere is not the mistake.
+    root = _overlay(root, strangers) if strangers.value else root
+    root = _overridden(root, [text for text in overrides if not _is_from(text)], mistakes)
+    root = _completed(cls, root, mistakes)
     config = schema.build(cls, root, mistakes=mistakes)
     return Loaded(config, dict(_leaf_origins(root, "")))
+
+
+_OF_KINDS = {
+    "PretrainConfig": (
+        "a config of pre-training",
+        "postnorm pretrain",
+        "run_dir model data train objective phases spikes checkpoint monitor",
+    ),
+    "MultiTaskConfig": (
+        "a mix of tasks",
+        "postnorm multitask",
+        "run_dir tasks sampling balance train root reported corrupt checkpoint monitor",
+    ),
+    "TaskConfig": (
+        "a task",
+        "postnorm finetune",
+        "task data input head train search name model run_dir",
+    ),
+    "SuiteConfig": ("a suite of tasks", "postnorm benchmark", "tasks root overrides published"),
+    "PrepConfig": (
+        "a config of data preparation",
+        "postnorm prep run",
+        "sources output_dir clean filters dedup decontaminate tokenizer words shards",
+    ),
+    "ClusterConfig": (
+        "a cluster profile",
+        "postnorm submit CONFIG --cluster",
+        "nodes gpus_per_node partition account time_limit cpus_per_rank container preflight setup",
+    ),
+    "ModelConfig": (
+        "an architecture alone",
+        "postnorm model",
+        "num_layers hidden_size num_heads ffn_size vocab_size residual norm activation init",
+    ),
+    "SweepConfig": ("a sweep", "postnorm submit --sweep", "config dir grid runs metric verb jobs"),
+    "StudyConfig": ("a study", "postnorm study", "question base arms factors conclusion limits"),
+    "TransferConfig": ("a plan of transfer", "postnorm transfer", "mix mix_overrides tasks seeds"),
+}
+"""By the class of a config: what it is, the command that takes it, and keys that it is known by."""
+
+
+def _refuse_other_kind(cls: type, root: YamlNode, path: str | Path) -> None:
+    """Refuse a file that is a config of something else (ConfigError), which says of what."""
+    if not isinstance(root.value, dict) or cls.__name__ not in _OF_KINDS:
+        return
+    given = root.value.keys() - {"from"}
+    own = given & _names(cls)
+    fits = {name: len(given & set(keys.split())) for name, (_, _, keys) in _OF_KINDS.items()}
+    other = max(fits, key=lambda name: fits[name])
+    # More than half of the keys are strangers here, and at home there.
+    is_other = 2 * len(own) < len(given) <= 2 * fits[other]
+    data = root.value["data"].value if "data" in given else None
+    if cls.__name__ == "TaskConfig" and isinstance(data, dict) and "dir" in data:
+        other, is_other = "PretrainConfig", True  # whose sections have the names of a task's
+    if other == cls.__name__ or not is_other:
+        return
+    what, command, _ = _OF_KINDS[other]
+    raise ConfigError(
+        f"{path} is {what}, not {_OF_KINDS[cls.__name__][0]}: `{command} {path}` takes it"
+    )
+
+
+def _names(cls: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(cls)}
+
+
+def _split(root: YamlNode, names: Collection[str]) -> tuple[YamlNode, YamlNode]:
+    """Part a mapping into the keys of these names, with `from`, and all others."""
+    if not isinstance(root.value, dict):
+        return root, YamlNode({}, root.origin)
+    known = {key: node for key, node in root.value.items() if key in names or key == "from"}
+    others = {key: node for key, node in root.value.items() if key not in known}
+    return YamlNode(known, root.origin), YamlNode(others, root.origin)
+
+
+def _is_from(override: str) -> bool:
+    return override.partition("=")[0].strip().split(".")[-1] == "from"
+
+
+def _rebased(
+    root: YamlNode,
+    written: YamlNode,
+    override: str,
+    file: Path,
+    kinds: Sequence[str],
+    mistakes: list[str],
+) -> YamlNode:
+    """Take a section from the file that an override names, below the file's own keys of it."""
+    path, _, text = override.partition("=")
+    keys = path.strip().split(".")[:-1]
+    own = written
+    for key in keys:
+        found = own.value.get(key) if isinstance(own.value, dict) else None
+        own = found or YamlNode({}, f"command line {override!r}")
+    kinds = (*reversed(keys), *kinds)
+    base = find_config(env.expand(str(strict_yaml.parse(text, "").value), "from"), kinds)
+    lower = _read_with_includes(base, (), kinds, mistakes)
+    if isinstance(own.value, dict):
+        own = YamlNode({k: node for k, node in own.value.items() if k != "from"}, own.origin)
+    upper = _expand(own, file, (file.resolve(),), kinds, mistakes)
+    return _replace(root, keys, _overlay(lower, upper), override)
 
 
 def build(cls: type[T], values: dict[str, Any], origin: str, overrides: Sequence[str] = ()) -> T:
@@ -166,6 +278,8 @@ def find_config(text: str, kinds: Sequence[str], beside: Path = Path()) -> Path:
         return shipped[text]
     near = get_close_matches(text, shipped, n=1)
     meant = f"; did you mean {near[0]!r}?" if near else ""
+    if other := next(iter(sorted(_SHIPPED.glob(f"*/{text}.yaml"))), None):
+        meant = f"; configs/{other.parent.name} has that name, of which another kind is taken here"
     raise ConfigError(
         f"{text!r} is neither a file nor the name of a shipped config{meant} (expected a path, or "
         f"one of {', '.join(sorted(shipped))})"

@@ -204,12 +204,13 @@ def _build(cls: type[Any], node: YamlNode, path: str, mistakes: list[str]) -> An
                 if field.metadata.get("is_path"):
                     values[name] = _filled_in(values[name], dotted)
                 _check_range(field, values[name], node.value[name], dotted)
+        elif name in near:
+            continue  # not asked for where an unknown key probably means it: one mistake, one text
         elif dataclasses.is_dataclass(hints[name]):
             # An absent section is built too, so that its own required fields are asked for.
             section = typing.cast(type, hints[name])
             values[name] = _build(section, YamlNode({}, node.origin), dotted, mistakes)
-        # Not asked for where an unknown key probably means it: one mistake, one message.
-        elif field.default is REQUIRED and field.default_factory is REQUIRED and name not in near:
+        elif field.default is REQUIRED and field.default_factory is REQUIRED:
             mistakes.append(
                 f"{dotted} is required ({field.metadata['meaning']}); add it to {node.origin}"
             )
@@ -283,7 +284,7 @@ def _unknown_key_text(cls: type, path: str, key: str, child: YamlNode, near: dic
     dotted = f"{path}.{key}" if path else key
     meant = next((f"did you mean {name!r}? ({text}) " for name, text in near.items()), "")
     return (
-        f"unknown key {dotted!r} = {child.plain()!r} ({child.origin}); {meant}"
+        f"unknown key {dotted!r} = {reprlib.repr(child.plain())} ({child.origin}); {meant}"
         f"keys of {path or 'the top level'}: {', '.join(names)}"
     )
 

@@ -306,14 +306,17 @@ def read_index(folder: str | Path) -> DatasetIndex:
     except FileNotFoundError:
         raise DataError(
             f"{path} does not exist: {folder} is not a finished dataset; "
-            "run `python -m data_prep run CONFIG` to its end, or correct data.dir"
+            "run `postnorm prep run CONFIG` to its end, or correct data.dir"
         ) from None
     except ValueError as error:
         raise DataError(f"{path} is damaged (not JSON: {error}); {_REBUILD}") from None
     if body.get("format_version") not in (1, FORMAT_VERSION):
+        version = body.get("format_version")
+        is_newer = isinstance(version, int) and version > FORMAT_VERSION
         raise DataError(
-            f"{path} has format_version {body.get('format_version')!r}, expected 1 or "
-            f"{FORMAT_VERSION}; prepare the dataset again with this version"
+            f"{path} has format_version {version!r}, expected 1 or {FORMAT_VERSION}; "
+            + ("a newer version wrote it: use that one, or " if is_newer else "")
+            + "prepare the dataset again with this version, in another folder"
         )
     fingerprint = body.pop("fingerprint", None)
     if fingerprint != _fingerprint(body):
@@ -350,7 +353,7 @@ def _read_vocabulary(body: dict[str, Any]) -> Vocabulary:
     return Vocabulary(**{**fields, "not_in_text": ranges})
 
 
-_REBUILD = "restore the file or run `python -m data_prep run CONFIG` again"
+_REBUILD = "restore the file or run `postnorm prep run CONFIG` again"
 
 
 def _read_blocks(path: Path, expected_sha256: str) -> Blocks:

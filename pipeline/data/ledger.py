@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from pipeline.errors import DataError
-from pipeline.runtime.files import write_atomic
+from pipeline.runtime.files import retry_storage, write_atomic
 from pipeline.runtime.run_folder import RunFolder
 
 
@@ -128,7 +128,7 @@ class Ledger:
 def read_ledger(run_dir: Path) -> Ledger:
     """Read a run's ledger; without a file it is empty (DataError: a line is damaged)."""
     ledger, path = Ledger({}, [], []), RunFolder(run_dir).ledger
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    text = _read(path).decode(errors="replace")
     for number, line in enumerate(text.splitlines(), start=1):
         try:
             values = json.loads(line)
@@ -137,7 +137,7 @@ def read_ledger(run_dir: Path) -> Ledger:
             raise DataError(
                 f"{path}, line {number}: {line[:200]!r}, expected the fields of a record of the "
                 f"kinds {', '.join(_KINDS)} ({error!r}). It decides which batches are left out: "
-                "restore the file from a copy"
+                "continue with the version that wrote it, or restore the file from a copy"
             ) from error
         if isinstance(record, Rewind):
             ledger.rewinds.append(record)
@@ -158,4 +158,12 @@ def add_to_ledger(run_dir: Path, record: Record) -> None:
     [kind] = [name for name, cls in _KINDS.items() if isinstance(record, cls)]
     line = json.dumps({"kind": kind, **asdict(record)}) + "\n"
     # The whole file again, not an append: half a line would stop every later start of the run.
-    write_atomic(path, (path.read_bytes() if path.exists() else b"") + line.encode())
+    write_atomic(path, _read(path) + line.encode())
+
+
+def _read(path: Path) -> bytes:
+    # Not by `exists`: where storage fails, some versions of Python take that for no.
+    try:
+        return retry_storage(path.read_bytes, lambda: f"reading {path}")
+    except FileNotFoundError:
+        return b""

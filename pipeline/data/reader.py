@@ -5,13 +5,11 @@ retried (a mapped file kills the process with SIGBUS), and a block needs one req
 object store are read by `index.store`, and `index.cache` keeps blocks on this node.
 """
 
-import errno
 import hashlib
 import json
 import logging
 import os
 import re
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.data.format import MEMBERS, BlockStore, DatasetIndex, token_dtype
-from pipeline.errors import DataError, StorageError
+from pipeline.errors import PASSING, DataError, StorageError
+from pipeline.runtime.files import PAUSES_S, retry_storage
 
 logger = logging.getLogger(__name__)
 
@@ -38,16 +37,11 @@ _NPY_HEADER = re.compile(
     re.DOTALL,
 )
 _NPY_HEADER_BYTES = 256  # the header of a one-dimensional array takes 128
-_RESTORE = (
-    "restore this shard from its source, or delete it and run `python -m data_prep run` again"
-)
+_RESTORE = "restore this shard from its source, or delete it and run `postnorm prep run` again"
 _PUBLISH_AGAIN = (
     "it was replaced or damaged after it was published: run `postnorm prep publish` again, which "
     "sends what differs, or correct data.dir"
 )
-TRANSIENT = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT})
-"""Errors of NFS and Lustre while a server restarts or a route is lost."""
-PAUSES_S = (0.5, 2.0, 8.0, 30.0)
 
 
 def read_range(
@@ -65,21 +59,18 @@ def read_range(
         StorageError: the storage failed at every try.
         OSError: any other failure, at once.
     """
-    for pause_s in (*PAUSES_S, None):
-        try:
-            return _read_once(path, offset, length)
-        except OSError as error:
-            if error.errno not in TRANSIENT:
-                raise
-            if pause_s is None:
-                raise StorageError(
-                    f"{what()} cannot be read: {error}, {len(PAUSES_S) + 1} times in "
-                    f"{sum(PAUSES_S):g} s; expected storage that answers: check its state and "
-                    "start again; the dataset need not be prepared again"
-                ) from error
-            logger.warning("%s cannot be read: %s; retry in %g s", what(), error, pause_s)
-            time.sleep(pause_s)
-    raise AssertionError("unreachable")
+    try:
+        return retry_storage(
+            lambda: _read_once(path, offset, length), lambda: f"{what()} cannot be read"
+        )
+    except OSError as error:
+        if error.errno not in PASSING:
+            raise
+        raise StorageError(
+            f"{what()} cannot be read: {error}, {len(PAUSES_S) + 1} times in "
+            f"{sum(PAUSES_S):g} s; expected storage that answers: check its state and "
+            "start again; the dataset need not be prepared again"
+        ) from error
 
 
 def _read_once(path: Path, offset: int, length: int) -> npt.NDArray[np.uint8]:
@@ -400,5 +391,5 @@ def refuse_strangers(where: str, names: set[str]) -> None:
             f"{where}: {len(strangers)} tar(s) beside the shards that the index does not "
             f"list, so that nothing in them is trained on: {shown}. Move them away; to train on "
             "their text, add it to the sources of the data preparation's config and run "
-            "`python -m data_prep run` again, which lists the shards that it makes"
+            "`postnorm prep run` again, which lists the shards that it makes"
         )

@@ -26,7 +26,7 @@ from pipeline.data.dataset import Batch
 from pipeline.data.loader import MicroBatch
 from pipeline.data.run_order import DataRank
 from pipeline.errors import DataError
-from pipeline.runtime.files import temporary_beside
+from pipeline.runtime.files import retry_storage, temporary_beside
 from pipeline.tasks.kinds.base import Kind, UnitBatch
 from pipeline.tasks.kinds.table import KINDS
 from pipeline.tasks.readers import encode
@@ -87,7 +87,7 @@ def tokenised(
     rows, counts = encode(config, tokenizer, examples)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write(path, rows, counts)
+        retry_storage(lambda: _write(path, rows, counts), lambda: f"writing {path}")
     return TaskRows(examples, rows, counts)
 
 

@@ -101,7 +101,7 @@ def result_line(body: dict[str, object]) -> str:
 def _predict(
     folder: Path = argument("the --out of finetune", "DIR"),
     input: Path = option("in the format of the task", "FILE", required=True),
-    out: Path = option("file to write", "FILE", required=True),
+    out: Path = option("file to write", "FILE", required=True, type=cli.new_path),
     format: Literal["jsonl", "clue"] = option(
         "id, gold, prediction and scores a line (default); or for CLUE's and FewCLUE's sites, "
         "where a folder as --out gets the file under its official name",

@@ -1,4 +1,4 @@
-"""`python -m pipeline coverage CONFIG`: what a planned run will see, before it is started.
+"""`postnorm coverage CONFIG`: what a planned run will see, before it is started.
 
 The code that training uses walks through one pass of the mix, and counts how often each token is
 seen. A pass is over when every source was seen as often as its weight says: a source of weight 1

@@ -1,4 +1,4 @@
-"""`python -m pipeline status RUN`: how a run is doing, from the files of its folder alone."""
+"""`postnorm status RUN`: how a run is doing, from the files of its folder alone."""
 
 import json
 import math
@@ -303,7 +303,7 @@ def _warnings(lines: list[dict[str, Any]], manifest: Manifest | None, run: RunFo
     if skips:
         found.append(
             f"{skips[-1]['total']:.0f} steps were skipped, their gradient was not finite, the last "
-            f"after step {skips[-1]['step']}: `python -m pipeline inspect {run.path} --skip` shows "
+            f"after step {skips[-1]['step']}: `postnorm inspect {run.path} --skip` shows "
             "the batches"
         )
     found += _plateau_warnings(lines, train) + _rank_warnings(lines, run)

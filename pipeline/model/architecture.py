@@ -69,7 +69,12 @@ def read_architecture(folder: Path) -> tuple[ModelConfig, dict[str, Any]]:
         if found != (FORMAT, FORMAT_VERSION):
             raise CheckpointError(
                 f"{folder} has format {found[0]} {found[1]}, expected {FORMAT} {FORMAT_VERSION}; "
-                "`python -m pipeline convert` reads other formats"
+                + (
+                    "a newer version wrote it: use that one, or export the model again with this "
+                    "one"
+                    if found[0] == FORMAT
+                    else "`postnorm convert` reads other formats"
+                )
             )
         return read_config(body.pop("model"), str(folder / CONFIG_FILE)), body
     except (OSError, ValueError, KeyError, AttributeError, ConfigError) as error:

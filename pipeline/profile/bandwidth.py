@@ -1,4 +1,4 @@
-"""The speed at which ranks of different nodes add up a tensor: `python -m pipeline bandwidth`.
+"""The speed at which ranks of different nodes add up a tensor: `postnorm bandwidth`.
 
     DIR/NODE.bandwidth.json   a node's measurements, written by the first of its ranks
 

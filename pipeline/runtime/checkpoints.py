@@ -6,11 +6,11 @@ Here, below the configs: `continue_from` names a checkpoint.
 import json
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, NewerFormatError
 from pipeline.runtime import files
 from pipeline.runtime.run_folder import A_STARTED_RUN, RunFolder
 
@@ -22,6 +22,14 @@ PREFIX = "step-"
 STATE_FOLDER = "state"
 _NAME = re.compile(rf"{PREFIX}\d{{8,}}")
 _SIGNATURE = "manifest_sha256"
+
+CONTENTS = {
+    "weights": "master, fp32",
+    "moments": "exp_avg, exp_avg_sq, fp32",
+    "counters": "updates, global_steps, skipped_steps",
+    "dropout": "a function of (seed, cursor, rank): no random state",
+}
+"""The parts of a run's state; a checkpoint with other parts cannot be resumed."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +92,14 @@ def read_manifest(path: Path) -> Manifest:
 
     Raises:
         CheckpointError: it is missing, damaged, or for another step than the folder's name says.
+        NewerFormatError: another version wrote it, whose checkpoints this one cannot read.
     """
     try:
         body = json.loads((path / MANIFEST_FILE).read_bytes())
         unsigned = {name: value for name, value in body.items() if name != _SIGNATURE}
         if body != signed(unsigned):
             raise CheckpointError(f"{path}: {MANIFEST_FILE} is damaged, its own sha256 differs")
+        _refuse_newer(path, unsigned)
         manifest = Manifest(**unsigned)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} has no readable {MANIFEST_FILE}: {error}") from error
@@ -98,6 +108,20 @@ def read_manifest(path: Path) -> Manifest:
             f"{path}: {MANIFEST_FILE} is for step {manifest.step}, expected {step_of(path)}"
         )
     return manifest
+
+
+def _refuse_newer(path: Path, body: dict[str, Any]) -> None:
+    strangers = sorted(body.keys() - {field.name for field in fields(Manifest)})
+    contents = body.get("contents") or CONTENTS
+    if not strangers and contents == CONTENTS:
+        return
+    what = f"the fields {', '.join(strangers)}" if strangers else f"a state of {contents}"
+    revision = body.get("provenance", {}).get("git_revision", "unknown")
+    raise NewerFormatError(
+        f"{path}: {MANIFEST_FILE} is whole and has {what}, which this version does not know: a "
+        f"newer one ({revision}) wrote it. Continue with that version, or choose another run_dir; "
+        "nothing was changed"
+    )
 
 
 def published(folder: Path) -> list[Path]:

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from difflib import get_close_matches
 from functools import partial
+from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
@@ -33,6 +34,7 @@ from pipeline.errors import (
     EXIT_FINISHED,
     EXIT_INTERRUPTED,
     PostnormError,
+    explained,
     missing_extra,
 )
 from pipeline.runtime import log, stop
@@ -88,6 +90,31 @@ MODEL: Any = argument(
 JSON: Any = option("one JSON object", flag="--json")
 PROGRAM: Any = argument()
 """A program behind `--`, whose options are not the verb's; the parameter's name is `words`."""
+
+
+def new_path(text: str) -> Path:
+    """Return a file or folder to write; the folders above it are made, if need be."""
+    path = Path(text)
+    above = next(folder for folder in path.absolute().parents if folder.exists())
+    _require_writable(path, above)
+    return path
+
+
+def new_file(text: str) -> Path:
+    """Return a file to write, whose folder must be there: to learn that after hours is too late."""
+    path = Path(text)
+    _require_writable(path, path.absolute().parent)
+    return path
+
+
+def _require_writable(path: Path, folder: Path) -> None:
+    if not folder.is_dir():
+        what = "is a file:" if folder.exists() else "does not exist: make it, or"
+        raise argparse.ArgumentTypeError(f"{path}: {folder} {what} correct the path")
+    if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+        raise argparse.ArgumentTypeError(
+            f"{path}: {folder} cannot be written; choose another folder, or make it writable"
+        )
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -205,6 +232,8 @@ class Parser(argparse.ArgumentParser):
             return
         known = [str(choice) for choice in action.choices]
         near = get_close_matches(str(value), known, n=1)
+        if str(value).endswith((".yaml", ".yml")):  # a file in the place of the verb
+            near = [f"{verb} {value}" for verb in ("run", "pretrain") if verb in known]
         meant = f"; did you mean `{near[0]}`?" if near else ""
         raise argparse.ArgumentError(
             action, f"{value!r} is not known{meant} (expected one of {', '.join(known)})"
@@ -353,10 +382,10 @@ def run(parser: argparse.ArgumentParser) -> int:
         logger.error("error: %s", missing)
         return missing.exit_code
     except OSError as error:
-        logger.error(
-            "error: %s; what was finished before is untouched, the same command continues", error
-        )
-        return EXIT_FAILED_RETRY
+        told = explained(error)
+        logger.error("error: %s", told)
+        logger.debug("where it was:", exc_info=error)
+        return told.exit_code
 
 
 def main(parser: argparse.ArgumentParser) -> NoReturn:

@@ -4,19 +4,49 @@ import errno
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import socket
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from pipeline.errors import DataError
+from pipeline.errors import PASSING, DataError
 
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+PAUSES_S = (0.5, 2.0, 8.0, 30.0)
+_TRIED = f"{len(PAUSES_S) + 1} tries in {sum(PAUSES_S):g} s"
 _CHUNK_BYTES = 1 << 22
 _ABANDONED_AFTER_S = 3600
+
+
+def retry_storage(action: Callable[[], T], what: Callable[[], str]) -> T:
+    """Do something with files, and again for `PAUSES_S` while storage fails in passing.
+
+    The action must do all of it anew: what fsync has refused once is not on disk although the next
+    fsync succeeds, and a handle that is stale stays so. `what` says what is done, for the log.
+    An action that has itself tried in vain is not tried again.
+
+    Raises:
+        OSError: storage failed at every try, or with an error that does not pass: at once.
+    """
+    for pause_s in (*PAUSES_S, None):
+        try:
+            return action()
+        except OSError as error:
+            if error.errno not in PASSING or _TRIED in getattr(error, "__notes__", ()):
+                raise
+            if pause_s is None:
+                error.add_note(_TRIED)
+                raise
+            logger.warning("%s: %s; tried again in %g s", what(), error, pause_s)
+            time.sleep(pause_s)
+    raise AssertionError("unreachable")
 
 
 def temporary_beside(path: Path) -> Path:
@@ -59,9 +89,17 @@ def is_alive(process: int) -> bool:
 def write_atomic(path: Path, data: bytes) -> None:
     """Write `path` so that readers see the old content or the new, never a part.
 
+    Tried again while storage fails in passing.
+
     Raises:
         OSError: the disk is full or not writable; the old content is untouched.
     """
+    retry_storage(lambda: _write_once(path, data), lambda: f"writing {path}")
+    # Until the folder's list of names is on disk, a power cut brings back the old file.
+    sync_folder(path.parent)
+
+
+def _write_once(path: Path, data: bytes) -> None:
     temporary = temporary_beside(path)
     try:
         with temporary.open("wb") as file:
@@ -72,12 +110,11 @@ def write_atomic(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # what failed to be written may fail to be removed
+            temporary.unlink(missing_ok=True)
         if isinstance(error, OSError):
             error.filename = error.filename or str(path)  # a write to an open file names none
         raise
-    # Until the folder's list of names is on disk, a power cut brings back the old file.
-    sync_path(path.parent)
 
 
 def write_json_atomic(path: Path, value: Any) -> None:
@@ -104,13 +141,43 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def sync_path(path: Path) -> None:
-    """Flush a file, or a folder's list of names, to the disk."""
+def flush_file(path: Path) -> None:
+    """Flush a file to the disk; after an error it must be written again."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
     finally:
         os.close(descriptor)
+
+
+def sync_folder(path: Path) -> None:
+    """Flush a folder's list of names to the disk; tried again while storage fails in passing."""
+    retry_storage(lambda: flush_file(path), lambda: f"flushing {path}")
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it; tried again while storage fails in passing."""
+    retry_storage(lambda: path.mkdir(parents=True, exist_ok=True), lambda: f"making {path}")
+
+
+def rename(source: Path, target: Path) -> None:
+    """Give a file or folder another name; tried again while storage fails in passing."""
+    tries = 0
+
+    def move() -> None:
+        nonlocal tries
+        tries += 1
+        try:
+            os.replace(source, target)
+        except FileNotFoundError:
+            # A server may have done what it did not answer to.
+            if tries == 1 or not target.exists():
+                raise
+
+    retry_storage(move, lambda: f"renaming {source} to {target}")
 
 
 def forget_cached(path: Path) -> None:
@@ -166,7 +233,10 @@ def signed(body: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 class AppendedFile:
-    """A file of one writer, opened for each record: it may have been replaced meanwhile."""
+    """A file of one writer, opened for each record: it may have been replaced meanwhile.
+
+    The end of a record, where there is one, is the end of a line.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -177,7 +247,8 @@ class AppendedFile:
         """Write all of a record or nothing.
 
         `first` stands before the record in a new file. A file without `end` at its end was left by
-        a killed writer, and is cut behind its last complete record.
+        a killed writer, and is cut behind its last complete record; one that lacks `end` alone gets
+        it.
 
         Raises:
             OSError: the file or its folder cannot be written.
@@ -203,16 +274,37 @@ class AppendedFile:
         if self._torn is not None and self._torn[0] == _identity(descriptor):
             good = min(size, self._torn[1])
         elif end and size and os.pread(descriptor, len(end), size - len(end)) != end:
-            good = self._path.read_bytes().rfind(end) + len(end)
+            text = self._path.read_bytes()
+            good = text.rfind(end) + len(end) if end in text else 0
+            if _is_object(text[good:]):
+                _write_all(descriptor, end)
+                good = size = size + len(end)
         if good < size:
             os.ftruncate(descriptor, good)
         self._torn = None
         return good
 
 
+def append_json(path: Path, record: dict[str, Any]) -> None:
+    """Add a line to a file of JSON lines; tried again while storage fails in passing.
+
+    Raises:
+        OSError: the file or its folder cannot be written; it is unchanged.
+    """
+    file, line = AppendedFile(path), f"{json.dumps(record)}\n".encode()
+    retry_storage(lambda: file.append(line, end=b"\n"), lambda: f"writing {path}")
+
+
 def _identity(descriptor: int) -> tuple[int, int]:
     found = os.fstat(descriptor)
     return found.st_dev, found.st_ino
+
+
+def _is_object(text: bytes) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

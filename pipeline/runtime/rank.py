@@ -12,7 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from pipeline.errors import EXIT_FAILED_RETRY, LostRankError, PostnormError
+from pipeline.errors import (
+    EXIT_FAILED_DO_NOT_RETRY,
+    EXIT_FAILED_RETRY,
+    LASTING,
+    LostRankError,
+    PostnormError,
+)
 from pipeline.runtime import log, stop
 from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.run_folder import record_exit
@@ -81,6 +87,10 @@ def leaving(work: Callable[[], int], leave: Callable[[int], None]) -> int:
         code = work()
     except PostnormError as error:
         code = error.exit_code
+        raise
+    except OSError as error:
+        if error.errno in LASTING:
+            code = EXIT_FAILED_DO_NOT_RETRY
         raise
     finally:
         leave(code)

@@ -6,16 +6,17 @@ exit code, and whether a process trains the run. Nothing here imports torch.
 
 import errno
 import fcntl
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.errors import RunFolderError
 from pipeline.runtime.env import ProcessInfo
-from pipeline.runtime.files import read_json_lines
+from pipeline.runtime.files import make_folder, read_json_lines, retry_storage
 from pipeline.runtime.remote import is_address
 
+FORMAT_VERSION = 1
+"""Of the files of a run; raise it where an earlier version would damage what a newer one wrote."""
 A_STARTED_RUN = "the run_dir of a started run"
 _OTHER_KINDS = {
     "config.json": "a model folder",
@@ -77,31 +78,51 @@ class RunFolder:
     def has_started(self) -> bool:
         """Whether a start of the run is on record."""
         try:
-            lines = self.attempts.read_bytes().splitlines()
+            return bool(read_json_lines(self.attempts))
         except OSError:
             return False
-        return any(map(_is_json, lines))
 
     def create(self) -> None:
-        """Make the folder and the one of its logs.
+        """Make the folder and the one of its logs; check those that are there.
 
         Raises:
-            RunFolderError: another try would fail as well: nobody may write there.
+            RunFolderError: another try would fail as well: nobody may write there, or a newer
+                version wrote the files of the run.
         """
+        self._make(self.path)
+        self._make(self.logs)
+        for folder in (self.checkpoints, self.tensorboard):
+            if folder.exists():  # a first save is no time to find out
+                self._make(folder)
+        newer = [
+            record
+            for record in read_json_lines(self.attempts)
+            if int(record.get("format_version", 1)) > FORMAT_VERSION
+        ]
+        if newer:
+            version, wrote = newer[-1]["format_version"], newer[-1].get("git_revision", "unknown")
+            raise RunFolderError(
+                f"{self.attempts} has format_version {version}, expected {FORMAT_VERSION} at most: "
+                f"a newer version ({wrote}) has trained this run, and its files would be damaged. "
+                "Continue with that version, or choose another run_dir; nothing was changed"
+            )
+
+    def _make(self, folder: Path) -> None:
         why = "Permission denied"
         try:
-            self.logs.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             # Asked of the system, not read off the mode: access lists and read-only mounts count,
             # too.
-            if os.access(self.path, os.W_OK | os.X_OK, effective_ids=True):
+            if os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
                 return
         except OSError as error:
             if error.errno not in _FOR_GOOD:
                 raise
-            why = str(error)
+            why = f"{folder.name} is a file" if error.errno == errno.EEXIST else str(error)
+        where = "" if folder == self.path else f"{folder} "
         raise RunFolderError(
-            f"run_dir={self.path} cannot be written ({why}). Choose another run_dir, or make the "
-            "folder writable on every node"
+            f"run_dir={self.path} cannot be written ({where}{why}). Choose another run_dir, or "
+            "make the folder writable on every node"
         )
 
     def refuse_foreign(self) -> None:
@@ -140,7 +161,7 @@ class RunFolder:
         if self.launch.is_dir():
             return RunFolderError(
                 f"{path} is a run that was submitted but has not started {missing}. "
-                f"`python -m launch status {path}` tells what it waits for."
+                f"`postnorm status {path}` tells what it waits for."
             )
         if self.logs.is_dir():
             return RunFolderError(
@@ -233,14 +254,5 @@ def record_exit(run_dir: Path, process: ProcessInfo, code: int) -> None:
     """Leave this rank's exit code in the run's folder."""
     # Job scripts read it, because srun hides the code of a rank behind those that it then kills.
     path = RunFolder(run_dir).exit_code(process.job, process.rank)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{code}\n")
-
-
-def _is_json(line: bytes) -> bool:
-    # A killed writer may leave half a line.
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True
+    make_folder(path.parent)
+    retry_storage(lambda: path.write_text(f"{code}\n"), lambda: f"writing {path}")

@@ -1,7 +1,9 @@
 """Files of named tensors: safetensors, and PyTorch's pickles, whose code is never run."""
 
 import json
+import os
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pipeline.errors import CheckpointError
-from pipeline.runtime.files import refuse_pointer
+from pipeline.runtime.files import flush_file, refuse_pointer, retry_storage
 
 _WEIGHT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_OS_ERROR = re.compile(r"os error (\d+)")
+"""How Rust writes an error of the system."""
 _open: Any = safe_open  # without type hints
 # In the order in which transformers looks for them.
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
@@ -135,20 +139,35 @@ def require_weights(tensors: dict[str, Tensor], origin: str) -> None:
 def write_file(
     tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None
 ) -> None:
-    """Write safetensors that transformers accepts, with texts in the header.
+    """Write safetensors that transformers accepts, with texts in the header, and flush the file.
+
+    Tried again while storage fails in passing.
 
     Raises:
         OSError: the disk is full or not writable.
     """
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    path.touch()
-    mode = path.stat().st_mode
-    try:
-        save_file(whole, path, metadata={"format": "pt", **(metadata or {})})
-    except SafetensorError as error:
-        raise OSError(f"{path}: {error}") from error
-    # safetensors makes a new file that only its owner may read.
-    path.chmod(mode)
+
+    def write() -> None:
+        path.touch()
+        mode = path.stat().st_mode
+        try:
+            save_file(whole, path, metadata={"format": "pt", **(metadata or {})})
+        except SafetensorError as error:
+            raise _of_system(error, path) from error
+        # safetensors makes a new file that only its owner may read.
+        path.chmod(mode)
+        flush_file(path)
+
+    retry_storage(write, lambda: f"writing {path}")
+
+
+def _of_system(error: SafetensorError, path: Path) -> OSError:
+    """Return the system's error that safetensors tells of in words."""
+    found = _OS_ERROR.search(str(error))
+    if found is None:
+        return OSError(f"{path}: {error}")
+    return OSError(int(found[1]), os.strerror(int(found[1])), str(path))
 
 
 class SlicedFile:

@@ -124,7 +124,7 @@ class Tokenizer:
         if specials != SPECIAL_TOKENS:
             raise DataError(
                 f"tokenizer {path} has {specials} at ids 0 to 4, expected {SPECIAL_TOKENS}; "
-                "train it with `python -m data_prep run`"
+                "train it with `postnorm prep run`"
             )
         self.vocab_size: int = self._processor.GetPieceSize()
         # Asked of the model, not of a config: whoever has the file alone must read a text alike.
@@ -245,7 +245,7 @@ class Tokenizer:
             if found not in allowed:
                 raise DataError(
                     f"the tokenizer has {name} {found!r}, expected one of {allowed}; "
-                    "train it with `python -m data_prep run`"
+                    "train it with `postnorm prep run`"
                 )
         processor, ids = self._processor, range(self.vocab_size)
         return Definition(

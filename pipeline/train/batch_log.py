@@ -26,9 +26,9 @@ from pipeline.data.record import (
     record_of,
     with_stages,
 )
-from pipeline.errors import DataError, StorageError
+from pipeline.errors import DataError, not_written
 from pipeline.runtime import dist
-from pipeline.runtime.files import write_atomic
+from pipeline.runtime.files import retry_storage, write_atomic
 from pipeline.runtime.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -67,10 +67,7 @@ class BatchLog:
                 if is_first:
                     self._open(cursor)
             except OSError as error:
-                raise StorageError(
-                    f"{self._path} cannot be opened: {error}; make it readable and writable, then "
-                    "start the run again"
-                ) from error
+                raise not_written(error, f"{self._path} cannot be opened: {error}") from error
 
     def add(self, record: BatchRecord) -> None:
         """Add a batch with this rank's part of its hash. No synchronisation."""
@@ -102,9 +99,10 @@ class BatchLog:
                 if self._is_first:
                     self._write(records)
             except OSError as error:
-                raise StorageError(
+                raise not_written(
+                    error,
                     f"{self._path} cannot be written: {error}; its content is complete except for "
-                    "the last line. Free space, then start the run again"
+                    "the last line",
                 ) from error
 
     # Old lines stay until they are passed: cut at the start, a second try would hide a mismatch.
@@ -158,15 +156,19 @@ class BatchLog:
             self._earlier.popleft()
         data = b"".join(lines)
         if data != b"".join(old):
-            with self._path.open("r+b") as file:
-                # Truncated and appended to: a kill can only damage the last line, and the lines
-                # before, 150 MB after 3 million batches, are never copied.
-                file.truncate(self._end)
-                file.seek(self._end)
-                file.write(data + b"".join(self._earlier))
-                file.flush()
-                os.fsync(file.fileno())
+            text = data + b"".join(self._earlier)
+            retry_storage(lambda: self._replace_end(text), lambda: f"writing {self._path}")
         self._end += len(data)
+
+    def _replace_end(self, text: bytes) -> None:
+        with self._path.open("r+b") as file:
+            # Truncated and appended to: a kill can only damage the last line, and the lines
+            # before, 150 MB after 3 million batches, are never copied.
+            file.truncate(self._end)
+            file.seek(self._end)
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
 
     def _require_same(self, earlier: BatchRecord, now: BatchRecord) -> None:
         # Whether the step was applied depends on the optimizer and not on the data.

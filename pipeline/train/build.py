@@ -2,7 +2,6 @@
 
 import fcntl
 import gc
-import json
 import logging
 import os
 import shutil
@@ -40,10 +39,16 @@ from pipeline.objectives.base import Objective, TextObjective
 from pipeline.runtime import dist, env, log, watchdog
 from pipeline.runtime.checkpoints import MANIFEST_FILE, read_manifest
 from pipeline.runtime.env import ProcessInfo
-from pipeline.runtime.files import read_json_lines, sha256_file, write_atomic, write_json_atomic
+from pipeline.runtime.files import (
+    append_json,
+    read_json_lines,
+    sha256_file,
+    write_atomic,
+    write_json_atomic,
+)
 from pipeline.runtime.notify import FAILED, FINISHED, STARTED, STOPPED, WENT_BACK, Notifier
 from pipeline.runtime.rank import Rank, leaving
-from pipeline.runtime.run_folder import RunFolder
+from pipeline.runtime.run_folder import FORMAT_VERSION, RunFolder
 from pipeline.sinks.base import SinkContext, Sinks, find_sinks
 from pipeline.train.batch_log import BatchLog
 from pipeline.train.deepspeed import deepspeed_config
@@ -425,6 +430,7 @@ def _record_attempt(
     process, attempt = run.process, _next_attempt(run.folder)
     record = {
         "attempt": attempt,
+        "format_version": FORMAT_VERSION,
         "resumed_from_step": state.step if resumed_from else None,
         "rewound": rewound,
         **_origin_and_changes(run, resumed_from),
@@ -437,8 +443,7 @@ def _record_attempt(
         "cwd": os.getcwd(),
         **provenance(),
     }
-    with run.folder.attempts.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
+    append_json(run.folder.attempts, record)
     return attempt
 
 
@@ -482,8 +487,8 @@ def _origin_and_changes(run: RunContext, resumed_from: Path | None) -> dict[str,
 
 
 def _next_attempt(folder: RunFolder) -> int:
-    path = folder.attempts
-    return 1 + (path.read_text().count("\n") if path.exists() else 0)
+    records = read_json_lines(folder.attempts)
+    return 1 + int(records[-1].get("attempt", len(records))) if records else 1
 
 
 @contextmanager

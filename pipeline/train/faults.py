@@ -24,9 +24,9 @@ from pipeline.data.run_order import DataRank
 from pipeline.errors import (
     CheckpointError,
     DivergedError,
-    StorageError,
     TrainingError,
     UnsoundStateError,
+    not_written,
 )
 from pipeline.runtime import dist
 from pipeline.runtime.checkpoints import FOLDER, Manifest, published, read_manifest, step_of
@@ -327,9 +327,9 @@ class FaultHandler:
             try:
                 add_to_ledger(self._run_dir, record)
             except OSError as error:
-                raise StorageError(
-                    f"the ledger of {self._run_dir} cannot be written: {error}; it is unchanged. "
-                    "Free space, then start the run again"
+                raise not_written(
+                    error,
+                    f"the ledger of {self._run_dir} cannot be written: {error}; it is unchanged",
                 ) from error
 
         dist.on_first(write, "writing the ledger")

@@ -46,7 +46,7 @@ from pipeline.objectives.choose import make_objective
 from pipeline.runtime import dist
 from pipeline.runtime.checkpoints import at_step, folder_of, published, step_of
 from pipeline.runtime.env import ProcessInfo
-from pipeline.runtime.files import AppendedFile, read_json_lines
+from pipeline.runtime.files import append_json, read_json_lines
 from pipeline.runtime.rank import AgreedStop, Rank, Stopped
 from pipeline.runtime.run_folder import A_STARTED_RUN, RunFolder
 from pipeline.runtime.summary import duration
@@ -447,7 +447,7 @@ class Report:
     def append(self, record: dict[str, Any]) -> None:
         """Add a line to the run's file; a model folder has none (OSError: it cannot be written)."""
         if self._path is not None:
-            AppendedFile(self._path).append((json.dumps(record) + "\n").encode(), end=b"\n")
+            append_json(self._path, record)
 
     def head(self, found: TextEvaluation) -> list[str]:
         """Describe the setting, above the first line of the table."""

@@ -22,7 +22,7 @@ from pipeline.checkpoints.state import read_weights
 from pipeline.config.load import provenance
 from pipeline.config.model import ModelConfig
 from pipeline.data.format import INDEX_FILE, NUM_SPECIAL
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, not_written
 from pipeline.model.architecture import (
     CONFIG_FILE,
     FORMAT,
@@ -57,7 +57,9 @@ from pipeline.runtime.checkpoints import (
     split_step,
 )
 from pipeline.runtime.files import (
+    make_folder,
     read_json_lines,
+    rename,
     sha256_file,
     signed,
     write_atomic,
@@ -106,20 +108,21 @@ def publishing(out: Path) -> Iterator[Path]:
     """Make a new folder that becomes `out` if the block succeeds, and is removed if it fails.
 
     Raises:
-        CheckpointError: `out` is not empty, or cannot be written.
+        CheckpointError: `out` is not empty.
+        PostnormError: it cannot be written.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} exists and is not empty; choose another folder or remove it")
     unfinished = out.with_name(f".{out.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
-        unfinished.mkdir(parents=True)
+        make_folder(unfinished)
         yield unfinished
         if out.exists():
             out.rmdir()
-        unfinished.rename(out)
+        rename(unfinished, out)
     except OSError as error:
-        raise CheckpointError(f"{out} could not be written: {error}") from error
+        raise not_written(error, f"{out} could not be written: {error}") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

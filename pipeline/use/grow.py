@@ -1,4 +1,4 @@
-"""`python -m pipeline grow`: a trained model as the start of a wider or deeper one.
+"""`postnorm grow`: a trained model as the start of a wider or deeper one.
 
 Doubling the width changes nothing the model computes. Hidden states become pairs of equal
 coordinates, which norms keep; heads are doubled, not widened, so that rotary angles stay the same;

@@ -1,4 +1,4 @@
-"""`python -m pipeline export RUN OUT --format hf`: a folder that transformers loads.
+"""`postnorm export RUN OUT --format hf`: a folder that transformers loads.
 
 BERT, RoBERTa and RoFormer architectures become transformers' own classes. All others get one
 self-contained `modeling_postnorm.py`, put together from the code that trained the model, so that
@@ -345,7 +345,7 @@ def modeling_source() -> str:
         kept = (line for number, line in enumerate(lines) if number not in skipped)
         bodies.append("\n".join(kept).strip("\n"))
     head = (
-        '"""Postnorm encoder for transformers; made by `python -m pipeline export`."""\n'
+        '"""Postnorm encoder for transformers; made by `postnorm export`."""\n'
         "\nfrom __future__ import annotations\n\n"
     )
     return head + "\n".join(sorted(imports)) + "\n\n\n" + "\n\n\n".join(bodies) + "\n"

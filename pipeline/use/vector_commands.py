@@ -34,7 +34,7 @@ def _whitening(path: Path | None) -> "Whitening | None":
 )
 def encode(
     source: Path = MODEL,
-    out: Path | None = option(".npy file; default: a JSON list a line"),
+    out: Path | None = option(".npy file; default: a JSON list a line", type=cli.new_file),
     bad_lines: Literal["nan", "skip"] = option(
         "lines that are not UTF-8 get a vector of NaN (default; null as JSON), or none",
         default="nan",
@@ -82,7 +82,7 @@ def whiten(
     source: Path = MODEL,
     texts: str = option("one text a line; - is standard input", "FILE", required=True),
     size: int | None = option("of whitened vectors; default: the texts' rank", "K"),
-    out: Path = option("file to write", "FILE.npz", required=True),
+    out: Path = option("file to write", "FILE.npz", required=True, type=cli.new_file),
     pooling: Pooling | None = option("default mean"),
     max_length: int | None = MAX_LENGTH,
     batch_size: int = _BATCH_SIZE,
@@ -181,7 +181,7 @@ def sts(
 def similar(
     source: Path = MODEL,
     data: str = option("whose vocabulary says what text can have", "DATASET", required=True),
-    out: Path = option("such as similar.npy", "FILE", required=True),
+    out: Path = option("such as similar.npy", "FILE", required=True, type=cli.new_file),
     top: int = option("tokens a token (default 5)", default=5),
 ) -> None:
     """A table of similar tokens, for masking as MacBERT does.

@@ -1,6 +1,7 @@
 """Damaged checkpoints are rejected by name, and the one before them is used."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from pipeline.checkpoints import manifest as saved
 from pipeline.checkpoints.manifest import newest_good, state_file
 from pipeline.checkpoints.resume import require_usable
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, NewerFormatError
 from pipeline.runtime import checkpoints
 from pipeline.runtime.checkpoints import FOLDER, MANIFEST_FILE, published
 from pipeline.runtime.tensors import SlicedFile, write_file
@@ -59,7 +60,6 @@ def _no_moment(path: Path, _: Path) -> None:
         (_of_another_step, "manifest.json is for step 30, expected 40"),
         (lambda path, _: (path / MANIFEST_FILE).unlink(), "no readable manifest.json"),
         (lambda path, _: _changed_manifest(path, world_size=3), "of 3 ranks does not list state/"),
-        (lambda path, _: _changed_manifest(path, contents={"x": 1}), "state consists of {'x': 1}"),
         (_no_moment, "rank-00001-of-00002.safetensors lacks exp_avg_sq/gain"),
     ],
 )
@@ -75,6 +75,39 @@ def test_damage_is_named_and_the_checkpoint_before_is_used(
     assert good == earlier
     assert str(newest) in rejected
     assert message in rejected
+
+
+def _newer_state(path: Path) -> None:
+    """State of another format, with a manifest that fits it."""
+    file = SlicedFile(path / FILE)
+    tensors = {name: file.read(name, 0, shape[0]) for name, shape in file.shapes.items()}
+    table = {**json.loads(file.metadata["postnorm_state"]), "format": 2}
+    write_file(tensors, path / FILE, {"postnorm_state": json.dumps(table)})
+    write_manifest(path, 40, 2, None, {"seed": 1})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda path: _changed_manifest(path, planes=7), "the fields planes"),
+        (lambda path: _changed_manifest(path, contents={"x": 1}), "a state of {'x': 1}"),
+        (_newer_state, "has format 2, expected 1"),
+    ],
+)
+def test_a_newer_format_is_not_passed_over(
+    tmp_path: Path, change: Callable[[Path], None], message: str
+) -> None:
+    make_checkpoint(tmp_path, 30, world_size=2, seed=3)
+    change(make_checkpoint(tmp_path, 40, world_size=2, seed=4))
+    with pytest.raises(NewerFormatError, match=re.escape(message)) as caught:
+        newest_good(tmp_path / FOLDER, require_usable)
+    assert caught.value.exit_code == 2
+    # Damage is damage, whatever the format.
+    newest = tmp_path / FOLDER / "step-00000040"
+    flip(newest / MANIFEST_FILE)
+    good, [rejected] = newest_good(tmp_path / FOLDER, require_usable)
+    assert good == newest.with_name("step-00000030")
+    assert str(newest) in rejected
 
 
 def test_all_that_is_wrong_is_told_and_all_bytes_are_counted(tmp_path: Path) -> None:

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 from data_prep.config import FiltersConfig, MaskConfig, PrepConfig
+from experiments.grid import SweepConfig
 from experiments.study import StudyConfig
 from experiments.transfer import TransferConfig
 from launch.cluster import ClusterConfig
 from pipeline.config import strict_yaml
-from pipeline.config.load import build, explain, load, resolved_text, warn_of_unusual
+from pipeline.config.load import _OF_KINDS, build, explain, load, resolved_text, warn_of_unusual
+from pipeline.config.model import ModelConfig
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.schema import OTHER_NAMES, RETIRED, as_recorded, unusual
 from pipeline.errors import ConfigError
@@ -327,3 +329,81 @@ def test_sections_that_contradict_themselves_are_told_together(tmp_path: Path) -
     overrides = ["train.warmup_steps=5000", "model.num_heads=7"]
     with pytest.raises(ConfigError, match=r"2 mistakes:\n- model\.hidden_size=384"):
         load(PretrainConfig, _write(tmp_path, MINIMAL), overrides)
+
+
+def test_a_section_is_taken_from_another_file_on_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _write(tmp_path, "num_layers: 3\nhidden_size: 64\nnum_heads: 2\nresidual: deepnorm\n", "a.yaml")
+    _write(tmp_path, "num_layers: 5\nhidden_size: 32\nnum_heads: 4\n", "b.yaml")
+    _write(tmp_path, "model: {from: a.yaml}\n" + MINIMAL, "recipe.yaml")
+    own = _write(tmp_path, "from: recipe.yaml\nmodel: {dropout: 0.3}\n")
+    monkeypatch.chdir(tmp_path)  # where a path on the command line starts
+    for overrides in (["model.from=b.yaml", "model.num_heads=8"],
+                      ["model.num_heads=8", "model.from=b.yaml"]):  # fmt: skip
+        loaded = load(PretrainConfig, own, overrides)
+        model = loaded.config.model
+        # All of b, with what the config's own file says: nothing of a, which the recipe takes.
+        assert (model.num_layers, model.hidden_size, model.dropout) == (5, 32, 0.3)
+        assert (model.num_heads, model.residual) == (8, "plain")
+        assert load(PretrainConfig, own).config.model.residual == "deepnorm"
+    assert loaded.origins["model.hidden_size"] == "b.yaml:2"
+    assert load(PretrainConfig, own, ["model.from=bert-small"]).config.model.hidden_size == 512
+    with pytest.raises(ConfigError, match=r"'bert-smal' is neither.*did you mean 'bert-small'"):
+        load(PretrainConfig, own, ["model.from=bert-smal"])
+    with pytest.raises(ConfigError, match=r"config file nowhere\.yaml does not exist"):
+        load(PretrainConfig, own, ["model.from=nowhere.yaml"])
+
+
+KINDS = {"pretrain": PretrainConfig, "multitask": MultiTaskConfig, "finetune": TaskConfig,
+         "prep run": PrepConfig, "submit CONFIG --cluster": ClusterConfig, "study": StudyConfig,
+         "benchmark": SuiteConfig, "submit --sweep": SweepConfig, "transfer": TransferConfig,
+         "model": ModelConfig}  # fmt: skip
+TEXTS = {
+    "pretrain": "run_dir: r\ndata: {dir: d}\nmodel: {from: bert-small}\ntrain: {num_steps: 9}\n",
+    "prep run": "output_dir: o\nsources: [{name: a, inputs: [x]}]\ntokenizer: {vocab_size: 300}\n",
+    "finetune": "task: {kind: class}\ndata: {train: [a.tsv]}\nhead: {}\nmodel: m\n",
+    "multitask": "run_dir: r\ntasks: {a: a.yaml}\nsampling: {}\n",
+    "submit CONFIG --cluster": "nodes: 2\npartition: [p]\ntime_limit: '1:00'\n",
+    "submit --sweep": "config: c.yaml\ndir: d\ngrid: {train.lr: [1e-3]}\n",
+    "study": "question: q\nbase: b\narms: {}\nfactors: {}\n",
+    "model": "num_layers: 2\nhidden_size: 8\nnum_heads: 2\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", TEXTS)
+def test_a_config_of_another_kind_is_named(verb: str, tmp_path: Path) -> None:
+    path = _write(tmp_path, TEXTS[verb])
+    for other, kind in KINDS.items():
+        if other == verb:
+            continue
+        with pytest.raises(ConfigError) as caught:
+            load(kind, path)
+        said = str(caught.value)
+        # A mix and a suite are both lists of tasks, and say so by what else they lack.
+        if {verb, other} <= {"multitask", "benchmark", "transfer"}:
+            continue
+        if (verb, other) in {("finetune", "pretrain"), ("pretrain", "multitask")}:
+            continue  # too many sections have the same names
+        assert f"`postnorm {verb} {path}` takes it" in said, (verb, other, said)
+        assert said.count("unknown key") == 0
+
+
+def test_what_kinds_are_known_by_are_their_fields() -> None:
+    assert {kind.__name__ for kind in KINDS.values()} == set(_OF_KINDS)
+    for kind in KINDS.values():
+        names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+        assert set(_OF_KINDS[kind.__name__][2].split()) <= names
+
+
+def test_a_misspelt_section_is_the_only_mistake(tmp_path: Path) -> None:
+    text = "run_dir: r\ndtaa: {dir: d}\nmodle: {from: roformer_v2-base}\n"
+    with pytest.raises(ConfigError) as caught:
+        load(PretrainConfig, _write(tmp_path, text))
+    first, *mistakes = str(caught.value).split("\n- ")
+    assert first == "the config has 2 mistakes:"
+    for mistake, (line, name, meant) in zip(
+        sorted(mistakes), [(2, "dtaa", "data"), (3, "modle", "model")], strict=True
+    ):
+        assert f"unknown key {name!r}" in mistake
+        assert f"c.yaml:{line}); did you mean {meant!r}?" in mistake

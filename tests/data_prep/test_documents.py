@@ -35,8 +35,12 @@ def test_txt_documents(tmp_path: Path, mode: str, texts: list[str]) -> None:
 def test_markdown_is_read_where_it_is_asked_for(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("# Title\n\ntext\n")
     (tmp_path / "a.txt").write_text("x")
-    folder, one = (str(tmp_path),), (f"{tmp_path}/*.md",)
-    assert [file.name for file in find(SourceConfig(name="s", inputs=folder)).files] == ["a.txt"]
+    (tmp_path / "page.md").write_text("# Page\n")
+    folder, one = (str(tmp_path),), (f"{tmp_path}/README*",)
+    found = find(SourceConfig(name="s", inputs=folder))
+    assert [file.name for file in found.files] == ["a.txt", "page.md"]
+    assert found.ignored == (f"{tmp_path}/README.md",)
+    (tmp_path / "page.md").unlink()
     for inputs, kind in ((folder, "md"), (one, "auto")):
         source = SourceConfig(name="s", inputs=inputs, format=kind, txt_documents="line")  # type: ignore[arg-type]
         [file] = find(source).files

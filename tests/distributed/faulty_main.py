@@ -17,12 +17,17 @@ saving: rank 1 waits for the file GATE before it ends a save; files of the save 
     updates change on the disk after they were written and hashed.
 spiking: a step with a micro-batch whose hash is in SPIKE_HASHES (separated by commas) is taken with
     a learning rate that is a thousand times as high, whichever step it is.
+storage: each rank's flushes and renames of what is in checkpoints/ or the ledger fail with ESTALE,
+    EIO and ETIMEDOUT in turn, STORAGE_TIMES times from the first save after step STORAGE_FROM on;
+    the pauses before another try are not made.
 slow: rank 1 says that it computed for days. What ranks measure of themselves is replaced, so no
     test depends on how fast they really were.
 """
 
+import errno
 import json
 import os
+import re
 import runpy
 import signal
 import sys
@@ -39,7 +44,7 @@ from pipeline.checkpoints.background import Described, RankFiles
 from pipeline.checkpoints.manifest import state_file
 from pipeline.objectives.base import Sum, Sums
 from pipeline.objectives.mlm import MaskedLanguageModeling
-from pipeline.runtime import dist
+from pipeline.runtime import dist, files
 from pipeline.train.engine import Engine
 from pipeline.train.timing import Clock, LocalComputeTimer
 
@@ -105,14 +110,14 @@ def _read_clock(_: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _die(original: Callable[..., Any]) -> Callable[..., Any]:
-    assert RankFiles.write.__globals__["_flush_and_describe"] is original
+    assert RankFiles.write.__globals__["_described"] is original
 
-    def flush_and_describe(path: object) -> object:
+    def described(path: object) -> object:
         if _rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return original(path)
 
-    return flush_and_describe
+    return described
 
 
 def _freeze(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -173,6 +178,24 @@ def _save(original: Callable[..., Any]) -> Callable[..., Any]:
     return write
 
 
+def _fail_storage(original: Callable[..., Any]) -> Callable[..., Any]:
+    left = int(os.environ["STORAGE_TIMES"])
+    files.PAUSES_S = (0.0,) * 4
+
+    def failing(first: Any, *rest: Any) -> Any:
+        nonlocal left
+        path = os.readlink(f"/proc/self/fd/{first}") if isinstance(first, int) else str(first)
+        step = re.search(r"saving-step-(\d+)", path)
+        is_meant = (step and int(step[1]) >= int(os.environ["STORAGE_FROM"])) or "ledger" in path
+        if left and is_meant:
+            left -= 1
+            number = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT)[left % 3]
+            raise OSError(number, os.strerror(number), path)
+        return original(first, *rest)
+
+    return failing
+
+
 def _slow_down(_: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self: SLOW_S if _rank() == 1 else FAST_S
 
@@ -181,10 +204,11 @@ def _slow_down(_: Callable[..., Any]) -> Callable[..., Any]:
 FAULTS: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
     "breaking": [(Engine, "train_step", _break)],
     "clock": [(Clock, "__init__", _start_clock), (Clock, "read_s", _read_clock)],
-    "dying": [(background, "_flush_and_describe", _die)],
+    "dying": [(background, "_described", _die)],
     "flipping": [(Engine, "train_step", _flip)],
     "frozen": [(LocalComputeTimer, "end", _freeze)],
     "poisoned": [(MaskedLanguageModeling, "__call__", _poison)],
+    "storage": [(os, "fsync", _fail_storage), (os, "replace", _fail_storage)],
     "saving": [(RankFiles, "write", _save)], "slow": [(LocalComputeTimer, "take_s", _slow_down)],
     "spiking": [(Engine, "train_step", _spike)],
 }  # fmt: skip

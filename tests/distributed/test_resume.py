@@ -10,7 +10,7 @@ import pytest
 from pipeline.checkpoints.manifest import newest_good
 from pipeline.errors import EXIT_PREEMPTED
 from pipeline.inspect.status import run_status
-from pipeline.runtime.checkpoints import read_manifest
+from pipeline.runtime.checkpoints import read_manifest, signed
 from tests.distributed.conftest import Train
 from tests.support.damage import flip
 from tests.support.grids import first_in_ci
@@ -148,6 +148,26 @@ def test_run_that_does_not_fit_its_checkpoint_is_refused(straight_run: Path, tra
     ):
         assert message in ranks.output
     assert "Traceback" not in ranks.output
+    assert _checkpoints(run_dir) == before
+
+
+def test_a_run_of_a_newer_version_is_left_as_it_is(straight_run: Path, train: Train) -> None:
+    run_dir = train.copied(straight_run)
+    before = _checkpoints(run_dir)
+    attempts = (run_dir / "attempts.jsonl").read_text()
+    newest = run_dir / "checkpoints/step-00000040/manifest.json"
+    original, body = newest.read_text(), json.loads(newest.read_bytes())
+    body.pop("manifest_sha256")
+    newest.write_text(json.dumps(signed({**body, "planes": 7})))
+    ranks = train("run", "train.num_steps=50", code=2)
+    assert "the fields planes, which this version does not know" in ranks.output
+    assert _checkpoints(run_dir) == before
+    assert (run_dir / "attempts.jsonl").read_text() == attempts
+    newest.write_text(original)
+    record = {**json.loads(attempts), "format_version": 2, "git_revision": "abc"}
+    (run_dir / "attempts.jsonl").write_text(attempts + json.dumps(record))
+    ranks = train("run", "train.num_steps=50", code=2)
+    assert "has format_version 2, expected 1 at most: a newer version (abc)" in ranks.output
     assert _checkpoints(run_dir) == before
 
 

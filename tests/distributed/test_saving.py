@@ -98,3 +98,21 @@ def test_rejected_checkpoint_stops_the_run_and_those_before_stay(
     assert (run_dir / FOLDER / "latest").read_text() == "step-00000005\n"
     verify(run_dir / FOLDER / before)
     assert "Traceback" not in ranks.output
+
+
+def test_storage_that_fails_for_a_moment_costs_nothing_and_for_long_a_start(
+    straight_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Train
+) -> None:
+    module = (*MODULE[:2], "storage")
+    monkeypatch.setenv("STORAGE_FROM", "30")
+    monkeypatch.setenv("STORAGE_TIMES", "1000")
+    lasting = train("run", module=module, code=1)
+    assert "checkpoint step-00000030 could not be" in lasting.output
+    assert "look at its state, then start the run again" in lasting.output
+    assert _names(tmp_path / "run") == ["latest", "step-00000015"]
+    monkeypatch.setenv("STORAGE_FROM", "0")
+    monkeypatch.setenv("STORAGE_TIMES", "4")
+    passing = train("run", module=module)
+    assert "resumed from" in passing.output
+    assert "Stale file handle" in passing.output
+    assert_same_bits(straight_run, tmp_path / "run")

@@ -4,19 +4,31 @@ import json
 from pathlib import Path
 
 from benchmarks.figure import DATA, FIGURE, figure, run_of
+from tests.support.browser import Browser
 from tests.support.pages import PAGES
 from tests.support.processes import python
 
 _LARGEST_BYTES = 60_000
+# Tables that show less than all of themselves in the page's column.
+_CUT = """
+[...document.querySelectorAll('table.docutils')]
+  .filter(table => table.scrollWidth > table.clientWidth + 1)
+  .map(table => table.innerText.slice(0, 60))
+"""
 
 
-def test_site_has_every_page(processes: None, tmp_path: Path) -> None:
+def test_site_has_every_page_and_shows_whole_tables(browser: Browser, tmp_path: Path) -> None:
     """A warning is an error by mkdocs.yml: of links, of pages without a place, of docstrings."""
     python("-m", "mkdocs", "build", "--quiet", "--site-dir", tmp_path / "site")
     for page in PAGES:
         if page.parent.name == "docs":
             assert (tmp_path / "site" / f"{page.stem}.html").is_file()
     assert "read_index" in (tmp_path / "site" / "api.html").read_text(encoding="utf-8")
+    browser.resize(1280, 1000)
+    for name in ("slurm", "faults", "training"):
+        browser.open(f"file://{tmp_path}/site/{name}.html")
+        browser.wait_for("document.querySelectorAll('table.docutils').length")
+        assert browser.evaluate(_CUT) == [], name
 
 
 def test_figure_is_of_its_data_and_of_the_study_and_shows_one_stuck_start() -> None:

@@ -70,5 +70,30 @@ def test_the_definition_has_its_sections() -> None:
     assert sections == ["arguments", "files", "post", "environment", "runscript", "test"]
     arguments = set(re.findall(r"^    (\w+)=", DEFINITION.partition("%files")[0], re.MULTILINE))
     assert set(re.findall(r"{{ (\w+) }}", DEFINITION)) == arguments
-    post = DEFINITION.partition("%post\n")[2].partition("\n\n")[0]
-    subprocess.run(["sh", "-n"], input=post, text=True, check=True)
+
+
+@pytest.mark.usefixtures("processes")
+def test_the_definition_is_filled_in_as_both_programs_do() -> None:
+    """By the rules of internal/pkg/build/args, of which those of SingularityCE are stricter."""
+    lines = DEFINITION.partition("%arguments\n")[2].partition("%files")[0].splitlines()
+    defaults = dict(map(str.strip, line.split("=", 1)) for line in lines if line.strip())
+    assert all(defaults.values()), "SingularityCE: missing value portion"
+    for index in (defaults["TORCH_INDEX"], "https://download.pytorch.org/whl/cpu"):
+        values = {**defaults, "TORCH_INDEX": index}
+        filled = DEFINITION
+        for name, value in values.items():
+            filled = re.sub(r"{{\s*" + name + r"\s*}}", value, filled)
+        post = filled.partition("%post\n")[2].partition("\n\n")[0]
+        subprocess.run(["sh", "-n"], input=post, text=True, check=True)
+        start = post[post.index("index=") : post.index("cd /opt")] + 'echo "$PIP_EXTRA_INDEX_URL"'
+        done = subprocess.run(
+            ["sh"], input=start, text=True, check=True, capture_output=True, env={}
+        )
+        assert done.stdout.strip() == ("" if index == "none" else index)
+
+
+def test_the_folder_of_the_image_belongs_to_its_user() -> None:
+    words = [f"{name} {text}" for name, text in _instructions()]
+    [make] = [i for i, line in enumerate(words) if "--mode=1777 /work" in line]
+    assert "--owner=postnorm" in words[make]
+    assert make < words.index("WORKDIR /work")

@@ -358,7 +358,7 @@ def test_command_prepares_the_dataset_that_one_machine_prepares(
     jobs = [int(job) for _, _, ids in listed for job in ids.split()]
     assert jobs == list(range(101, 101 + sum(stages.values())))
     assert [len(ids.split()) for _, _, ids in listed] == list(stages.values())
-    assert f"python -m launch status '{output}'" in said
+    assert f"postnorm status '{output}'" in said
 
     submitted = len(slurm.calls)
     said = python(*command, env=slurm.environment)

@@ -4,6 +4,8 @@ import fcntl
 import json
 import os
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from pipeline.errors import RunFolderError
 from pipeline.inspect.status import run_status
 from pipeline.runtime.env import process_info
 from pipeline.runtime.run_folder import RunFolder, record_exit
+from tests.support.damage import needs_mount
 from tests.support.processes import python
 from tests.support.run_folder import RunFolder as StartedRun
 
@@ -129,6 +132,26 @@ def test_a_folder_that_cannot_be_written_is_not_tried_again(tmp_path: Path) -> N
         if is_root:
             os.seteuid(0)
     RunFolder(tmp_path / "new").create()
+    (tmp_path / "new" / "checkpoints").touch()
+    with pytest.raises(RunFolderError, match=r"checkpoints is a file\)"):
+        RunFolder(tmp_path / "new").create()
+
+
+@needs_mount
+@pytest.mark.usefixtures("processes")
+def test_read_only_checkpoints_are_found_at_the_start(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+    code = (
+        "import sys; from pathlib import Path; from pipeline.runtime.run_folder import RunFolder; "
+        f"RunFolder(Path({str(tmp_path / 'run')!r})).create()"
+    )
+    script = f'mount -t tmpfs -o ro none {folder}; exec "$@"'
+    done = subprocess.run(
+        ["unshare", "--map-root-user", "--mount", "sh", "-c", script, "sh", sys.executable, "-c",
+         code], capture_output=True, text=True, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert f"cannot be written ({folder} Permission denied)" in done.stderr
 
 
 def test_paths_begin_where_a_run_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

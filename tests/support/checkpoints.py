@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from pipeline.checkpoints import manifest
 from pipeline.checkpoints.manifest import state_file
 from pipeline.checkpoints.state import KINDS, Checkpointable, TensorShard, write_part
 from pipeline.runtime import checkpoints, dist
@@ -54,7 +53,7 @@ def write_manifest(folder: Path, step: int, world_size: int, held_out_loss: floa
         step=step, cursor=8 * step, skipped=0, alpha=1.0, fingerprint="f", identity=identity,
         config_sha256="c", world_size=world_size, created_unix_s=1e9 + step, provenance={},
         files=files, zero_stage=world_size, held_out_loss=held_out_loss,
-        held_out_step=None if held_out_loss is None else step, contents=manifest.CONTENTS,
+        held_out_step=None if held_out_loss is None else step, contents=checkpoints.CONTENTS,
     )  # fmt: skip
     (folder / MANIFEST_FILE).write_text(json.dumps(checkpoints.signed(asdict(body))))
 
