@@ -182,7 +182,8 @@ def refuse_jumps(path: Path, manifest: Manifest, config: RunConfig) -> None:
             " one; give the value that the run began with"
         )
     before = manifest.config
-    if not before or config.origin == path or before["train"]["lr"] != train.lr:
+    is_new = not before or config.origin == path
+    if is_new or train.rate_may_rise or before["train"]["lr"] != train.lr:
         return
     try:
         old = build(type(config), before, str(path)).timeline
@@ -199,10 +200,11 @@ def refuse_jumps(path: Path, manifest: Manifest, config: RunConfig) -> None:
     left = max(1, train.num_steps - step)
     raise CheckpointError(
         f"{path}: the learning rate would rise from {rates[0]:.4g} to {rates[1]:.4g} at step "
-        f"{step}, because of {'; '.join(changes(manifest, config))}. If that is meant, say so: "
-        "without train.schedule, `stages: [{name: before, steps: "
+        f"{step}, because of {'; '.join(changes(manifest, config))}. If that is meant, set "
+        "train.rate_may_rise=true. For a rate of your choice add a stage: without train.schedule "
+        "and train.num_steps, `stages: [{name: before, steps: "
         f"{config.timeline.batches.at(manifest.cursor).number}}}, {{name: after, steps: {left}, "
-        f"train: {{lr: {rates[1]:.4g}, decay: linear}}}}]`; or set another train.lr"
+        f"train: {{lr: {rates[1]:.4g}, decay: linear}}}}]`"
     )
 
 

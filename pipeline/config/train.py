@@ -77,6 +77,11 @@ class TrainConfig:
         unit="hours",
         gt=0,
     )
+    rate_may_rise: bool = param(
+        False,
+        "where a run is resumed with other settings, such as more num_steps, the learning rate may "
+        "be above the one it would have had; otherwise that is refused",
+    )
     alpha_warmup_steps: int = param(
         0,
         "steps in which the residual's alpha rises from 0 to 1; 0 keeps it at 1",

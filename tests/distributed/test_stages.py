@@ -180,6 +180,11 @@ def test_the_data_of_a_coming_stage_is_looked_at_before_the_run_starts(
 
 def test_alpha_and_rate_do_not_jump_at_a_resume(runs: Runs, whole: Path) -> None:
     run = Path(shutil.copytree(whole, runs.folder / "run"))
+    # Longer, a decay that has ended would stand higher up again.
+    longer, strict = {**runs.decay, "steps": 50}, "train.rate_may_rise=false"
+    lifted = runs.start("run", [_STABLE, _LONG, longer], strict).ended(2)
+    assert "would rise from 0 to 0.00204" in lifted.output
+    assert "train.rate_may_rise=true" in lifted.output
     shutil.rmtree(run / "checkpoints" / name_of(16))
     refused = runs.start("run", runs.stages, "train.alpha_warmup_steps=15").ended(2)
     assert "takes alpha from 1 back to 0.73" in refused.output

@@ -28,7 +28,7 @@ model:
 data: {dir: unset, seq_len: 64, window_blocks: 2}
 train:
   {num_steps: 40, global_batch: 8, micro_batch: 2, lr: 3e-3, warmup_steps: 5,
-   alpha_warmup_steps: 10, precision: fp32}
+   alpha_warmup_steps: 10, precision: fp32, rate_may_rise: true}
 checkpoint: {every_steps: 15, keep: 2}
 monitor: {log_every_steps: 1, eval_every_steps: 20, eval_sequences: 16}
 """
