@@ -7,6 +7,7 @@ resume on other data names the shards, tokenizer or sources that changed instead
 import json
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -164,7 +165,11 @@ def changes(manifest: Manifest, config: RunConfig) -> list[str]:
     """
     if not manifest.config:
         return []
-    return value_differences(manifest.config, json.loads(json.dumps(plain_values(config))))
+    before = manifest.config
+    with suppress(ConfigError):  # it may have settings that are none any more
+        before = plain_values(build(type(config), before, "a checkpoint"))
+    both = [json.loads(json.dumps(values)) for values in (before, plain_values(config))]
+    return value_differences(*both)
 
 
 def refuse_jumps(path: Path, manifest: Manifest, config: RunConfig) -> None:

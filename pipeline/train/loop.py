@@ -172,6 +172,8 @@ def _next_stage(attempt: Attempt, state: TrainState, place: BatchSpec, meter: Me
     """Begin the stage of a batch."""
     stage = attempt.run.config.timeline.stages[place.stage]
     watchdog.heartbeat("beginning a stage", state.step)
+    # Whatever the next stage meets, the end of this one is safe.
+    attempt.run.saver.publish()
     attempt.run.work.begin(stage)
     _enter(attempt, stage, meter)
     attempt.watch.entered(state, stage)
