@@ -163,6 +163,9 @@ def test_a_fork_is_one_run_with_the_stages_of_both(tmp_path: Path) -> None:
     assert config.identity_at(300) == whole.identity_at(300)
     rates = [each.timeline.learning_rate(25, 2) for each in (config, whole)]
     assert rates[0] == rates[1] == 1e-3
+    # Of a sweep over forks, a point changes the stages that come.
+    mixed = load_run(fork, ["stages.0.data.mask_prob=0.05", f"run_dir={tmp_path}/other"]).config
+    assert [stage.data.mask_prob for stage in mixed.timeline.stages] == [0.3, 0.3, 0.05]
     # Its own record is read as it stands, without the other run.
     (tmp_path / "fork").mkdir()
     (tmp_path / "fork/resolved.yaml").write_text(resolved_text(config))
