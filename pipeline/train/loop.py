@@ -174,6 +174,10 @@ def _next_stage(attempt: Attempt, state: TrainState, place: BatchSpec, meter: Me
     watchdog.heartbeat("beginning a stage", state.step)
     # Whatever the next stage meets, the end of this one is safe.
     attempt.run.saver.publish()
+    # Its last batch may have been left out, and with it the save that comes with the batch.
+    if not attempt.run.saver.has(state.step):
+        _save(attempt, state)
+        attempt.run.saver.publish()
     attempt.run.work.begin(stage)
     _enter(attempt, stage, meter)
     attempt.watch.entered(state, stage)

@@ -11,6 +11,7 @@ from pipeline.data.format import DatasetIndex
 from pipeline.data.ledger import Rewind, read_ledger
 from pipeline.data.record import read_batches
 from pipeline.data.run_order import DataRank
+from pipeline.runtime.checkpoints import published, read_manifest
 from tests.distributed.conftest import Train
 from tests.support import warm
 from tests.support.processes import wait_until
@@ -70,6 +71,29 @@ def test_run_goes_back_and_leaves_the_batches_out(spiking: Path) -> None:
     assert [start["resumed_from_step"] for start in starts] == [None, 20]
     assert records(spiking)[-1]["left_out_batches"] == 8
     assert losses(spiking)[45] < rewind.limit
+
+
+def test_a_spike_at_a_border_goes_back_over_it(
+    dataset: DatasetIndex, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = [{"name": "first", "steps": FIRST_BAD + 2},
+              {"name": "second", "steps": 43 - FIRST_BAD, "model": {"rotary_base": 160000},
+               "train": {"decay": "linear"}}]  # fmt: skip
+    given = (*OVERRIDES, f"stages={json.dumps(stages)}")
+    bad = hashes_of(dataset, tmp_path, range(FIRST_BAD, FIRST_BAD + 1))
+    monkeypatch.setenv("SPIKE_HASHES", bad)
+    run_dir = train("run", *given, module=SPIKING).run_dir
+    rewind = _rewind(run_dir)
+    assert (rewind.first_batch, rewind.last_batch) == (FIRST_BAD - 1, 29)
+    assert (rewind.from_step, rewind.to_step) == (30, 20)
+    left_out = [record for record in read_batches(run_dir) if record.step is None]
+    assert [record.stage for record in left_out] == [0] * 3 + [1] * 5
+    assert [record.step for record in read_batches(run_dir) if record.step] == list(range(1, 46))
+    # The stage's end has a checkpoint, though its last batch was left out.
+    ends = [read_manifest(path) for path in published(run_dir / "checkpoints")]
+    assert (22, 8 * (FIRST_BAD + 2)) in [(end.step, end.cursor) for end in ends]
+    skipped = f"train.skip_batches=[{{first: {FIRST_BAD - 1}, last: 29}}]"
+    assert_same_bits(run_dir, train("told", *given, skipped).run_dir)
 
 
 def test_commands_tell_what_was_left_out(spiking: Path) -> None:
