@@ -47,18 +47,18 @@ def main() -> None:
     arguments = parser.parse_args()
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
-    pairs = _columns(arguments.train, 2)
+    pairs = columns(arguments.train, 2)
     (out / "texts.txt").write_text("\n".join(dict.fromkeys(chain(*pairs))) + "\n")
     width = postnorm.load(arguments.model).config.hidden_size
     sizes, length = [width, width // 2, width // 4], ("--max-length", arguments.length)
 
     _command("export", arguments.model, out / "st", "--format", "sentence-transformers", *length)
     torch.manual_seed(1)
-    model = SentenceTransformer(str(out / "st"), trust_remote_code=True, device="cpu")
+    model = with_dropout(out / "st", 0.1)
     train(model, pairs, sizes, arguments.epochs, arguments.batch, arguments.lr)
     model.save_pretrained(str(out / "trained"))
 
-    one, other, gold = zip(*_columns(arguments.sts, 3), strict=True)
+    one, other, gold = zip(*columns(arguments.sts, 3), strict=True)
     for name, source in (("before", arguments.model), ("trained", out / "trained")):
         texts = ("--texts", out / "texts.txt", "--size", width // 2, *length)
         _command("whiten", source, *texts, "--out", out / f"{name}.npz")
@@ -72,6 +72,15 @@ def main() -> None:
             print(f"first {size:3} coordinates  {scored(model)['spearman_cosine']:.4f}", flush=True)
 
 
+def with_dropout(folder: Path, share: float) -> SentenceTransformer:
+    """Load an export, whose own dropout may be 0: two vectors of one text would be the same."""
+    names = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+    config = dict.fromkeys(names, share)
+    return SentenceTransformer(
+        str(folder), trust_remote_code=True, device="cpu", config_kwargs=config
+    )
+
+
 def train(
     model: SentenceTransformer,
     pairs: list[tuple[str, ...]],
@@ -79,13 +88,14 @@ def train(
     epochs: int,
     batch: int,
     lr: float,
+    seed: int = 1,
 ) -> None:
     """Train on pairs; `SentenceTransformerTrainer` does the same where `datasets` is installed."""
     loss = MatryoshkaLoss(model, MultipleNegativesRankingLoss(model), sizes)
     optimizer = torch.optim.AdamW(model.parameters(), lr)
     steps = epochs * (len(pairs) // batch)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
-    order = random.Random(1)
+    order = random.Random(seed)
     model.train()
     for epoch in range(epochs):
         pairs = order.sample(pairs, len(pairs))
@@ -102,7 +112,7 @@ def train(
     model.eval()
 
 
-def _columns(path: Path, number: int) -> list[tuple[str, ...]]:
+def columns(path: Path, number: int) -> list[tuple[str, ...]]:
     """Read the first columns of a file with tabs."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return [tuple(row[:number]) for row in (of.split("\t") for of in lines) if len(row) >= number]

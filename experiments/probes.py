@@ -227,11 +227,11 @@ def words(run: Path, config: PretrainConfig, extra: Mapping[str, Any]) -> ProbeR
 
     Held-out documents are cut into windows of `extra.words` words, of which 15% are masked, with
     all their pieces: by the document and the word's number in it, so that models with other pieces
-    predict the same words. `nats_per_char` predicts the pieces of a word from the left, those
-    before given, which is the probability of the word (Kauf and Ivanova 2023, arXiv 2305.10588);
-    other masked words of several pieces are then given as far, too, which favours a vocabulary that
-    cuts. `nats_per_char_at_once` predicts them at once, as in training, which favours one that does
-    not. `nats_per_char_listed` is of the words in the file `extra.list`, `..._others` of the rest.
+    predict the same words. `nats_per_char` predicts the pieces of a word at once, as training with
+    whole-word masks does: their losses add up to no less than that of the word.
+    `nats_per_char_listed` is of the words in the file `extra.list`, `..._others` of the rest.
+    `nats_per_char_from_left` gives the pieces before (Kauf and Ivanova 2023, arXiv 2305.10588),
+    which is the probability of the word, by a model that has not seen words half masked.
     """
     import torch
     import torch.nn.functional as F
@@ -242,7 +242,7 @@ def words(run: Path, config: PretrainConfig, extra: Mapping[str, Any]) -> ProbeR
     index, model = read_index(config.data.dir), trained_model(run)
     device, of = next(model.parameters()).device, index.vocabulary
     listed = set(Path(extra["list"]).read_text(encoding="utf-8").split())
-    sums = dict.fromkeys(("all", "listed", "others", "at_once", "chars", "chars_listed"), 0.0)
+    sums = dict.fromkeys(("all", "listed", "from_left", "chars", "chars_listed"), 0.0)
     windows = sorted(_windows(config, extra["words"]), key=lambda window: len(window.pieces))
     for at in range(0, len(windows), _WINDOWS_AT_ONCE):
         some = windows[at : at + _WINDOWS_AT_ONCE]
@@ -270,12 +270,10 @@ def words(run: Path, config: PretrainConfig, extra: Mapping[str, Any]) -> ProbeR
             with torch.no_grad():
                 logits = model(shown.to(device), layout, target.to(device)).float().cpu()
             losses = F.cross_entropy(logits, ids.flatten()[target], reduction="none").double()
-            now = place.flatten()[target] == given
-            is_listed = listed_RS[rows_R].flatten()[target] == 1
-            sums["at_once"] += float(losses.sum()) if given == 0 else 0.0
-            sums["all"] += float(losses[now].sum())
-            sums["listed"] += float(losses[now & is_listed].sum())
-            sums["others"] += float(losses[now & ~is_listed].sum())
+            sums["from_left"] += float(losses[place.flatten()[target] == given].sum())
+            if given == 0:
+                sums["all"] += float(losses.sum())
+                sums["listed"] += float(losses[listed_RS[rows_R].flatten()[target] == 1].sum())
     chars, chars_listed = sums["chars"], sums["chars_listed"]
     if not 0 < chars_listed < chars:
         raise DataError(
@@ -285,9 +283,9 @@ def words(run: Path, config: PretrainConfig, extra: Mapping[str, Any]) -> ProbeR
     return ProbeResult(
         {
             "nats_per_char": sums["all"] / chars,
-            "nats_per_char_at_once": sums["at_once"] / chars,
             "nats_per_char_listed": sums["listed"] / chars_listed,
-            "nats_per_char_others": sums["others"] / (chars - chars_listed),
+            "nats_per_char_others": (sums["all"] - sums["listed"]) / (chars - chars_listed),
+            "nats_per_char_from_left": sums["from_left"] / chars,
             "pieces_per_char": sum(len(of.pieces) for of in windows)
             / sum(w.chars for w in windows),
             "masked_chars": chars,

@@ -36,6 +36,8 @@ class PostnormConfig(PretrainedConfig):
         "num_attention_heads": "num_heads",
         "intermediate_size": "ffn_size",
         "max_position_embeddings": "max_positions",
+        "hidden_dropout_prob": "dropout",
+        "attention_probs_dropout_prob": "attention_dropout",
     }
 
     # Of heads: what `pool` reads, and the dropout before them, None for that of the encoder.

@@ -313,7 +313,7 @@ def test_lengths_predict_the_same_tokens(model: EncoderModel, dataset: DatasetIn
         assert found.values[f"accuracy@{length}"] == pytest.approx(np.mean(hits))
 
 
-def test_words_are_predicted_from_the_left(
+def test_words_are_predicted_at_once_and_from_the_left(
     model: EncoderModel, dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = _run_config(dataset)
@@ -325,7 +325,7 @@ def test_words_are_predicted_from_the_left(
     (tmp_path / "list.txt").write_text("\n".join(listed))
     found = probes.words(Path(), config, {"words": 12, "list": str(tmp_path / "list.txt")}).values
     cls, sep, mask = dataset.vocabulary.cls, dataset.vocabulary.sep, dataset.vocabulary.mask
-    losses: dict[str, list[float]] = {"listed": [], "others": [], "at_once": []}
+    losses: dict[str, list[float]] = {"listed": [], "others": [], "from_left": []}
     for window in windows:
         layout = padded(torch.tensor([len(window.pieces) + 2]), len(window.pieces) + 2)
         for given in range(max((stop - start for start, stop, _ in window.masked), default=0)):
@@ -336,18 +336,17 @@ def test_words_are_predicted_from_the_left(
             with torch.no_grad():
                 every = model(torch.tensor([ids]), layout, torch.arange(len(ids))).double()
             for start, stop, text in window.masked:
-                pieces = [every[p + 1].logsumexp(-1) - every[p + 1, window.pieces[p]]
+                pieces = [float(every[p + 1].logsumexp(-1) - every[p + 1, window.pieces[p]])
                           for p in range(start, stop)]  # fmt: skip
                 if given == 0:
-                    losses["at_once"].append(float(sum(pieces)))
-                if stop - start > given:
-                    losses["listed" if text in listed else "others"].append(float(pieces[given]))
+                    losses["listed" if text in listed else "others"] += pieces
+                losses["from_left"] += pieces[given : given + 1]
     chars, of_listed = sum(map(len, masked)), sum(len(of) for of in masked if of in listed)
     assert found["masked_chars"] == chars
-    expected = {"at_once": (losses["at_once"], chars), "listed": (losses["listed"], of_listed),
-                "others": (losses["others"], chars - of_listed)}  # fmt: skip
-    for name, (of, count) in expected.items():
-        assert found[f"nats_per_char_{name}"] == pytest.approx(sum(of) / count, abs=1e-5), name
+    counts = {"listed": of_listed, "others": chars - of_listed, "from_left": chars}
+    for name, count in counts.items():
+        expected = sum(losses[name]) / count
+        assert found[f"nats_per_char_{name}"] == pytest.approx(expected, abs=1e-5), name
     both = sum(losses["listed"]) + sum(losses["others"])
     assert found["nats_per_char"] == pytest.approx(both / chars, abs=1e-5)
 

@@ -139,8 +139,12 @@ def test_a_config_without_arguments_is_the_default(modeling: ModuleType, tmp_pat
     assert config.num_attention_heads == ModelConfig().num_heads
     for name, value in asdict(ModelConfig()).items():
         assert getattr(config, name) == (value if name != "vocab_size" else 30522), name
+    theirs = modeling.PostnormConfig(num_hidden_layers=2, hidden_dropout_prob=0.3)
+    assert (theirs.num_layers, theirs.dropout) == (2, 0.3)
     changed = _config(modeling, "all else")
     changed.save_pretrained(tmp_path)
+    again = modeling.PostnormConfig.from_pretrained(tmp_path, attention_probs_dropout_prob=0.2)
+    assert again.attention_dropout == 0.2
     again = modeling.PostnormConfig.from_pretrained(tmp_path)
     assert {name: getattr(again, name) for name in asdict(ModelConfig())} == asdict(
         ModelConfig(**{**SIZES, **KINDS["all else"]})
