@@ -436,7 +436,9 @@ def _sources_table(sources: Sequence[SourceCoverage]) -> Iterator[str]:
 
 
 def _stretches_table(stretches: Sequence[StretchCoverage]) -> Iterator[str]:
-    rows = [("from step", "steps", "batch", "seq_len", "fill", "tokens a step", "tokens")]
+    rows: list[tuple[str, ...]] = [
+        ("from step", "steps", "batch", "seq_len", "fill", "tokens a step", "tokens")
+    ]
     for part in stretches:
         numbers = part.first_step, part.num_steps, part.global_batch, part.seq_len
         amounts = f"{part.fill:.2%}", f"{part.tokens_per_step:,.0f}", f"{part.tokens:,.0f}"
@@ -450,7 +452,7 @@ def _stretches_table(stretches: Sequence[StretchCoverage]) -> Iterator[str]:
 
 
 def _stages_table(stages: Sequence[StageCoverage]) -> Iterator[str]:
-    rows = [("stage", "data", "source", "epochs before", "after")]
+    rows: list[tuple[str, ...]] = [("stage", "data", "source", "epochs before", "after")]
     for stage in stages:
         for name, after in stage.epochs_after.items():
             before = stage.epochs_before[name]

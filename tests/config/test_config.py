@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from data_prep.config import FiltersConfig, MaskConfig, PrepConfig
+from experiments.grid import SweepConfig
 from experiments.study import StudyConfig
 from experiments.transfer import TransferConfig
 from launch.cluster import ClusterConfig
@@ -129,7 +130,9 @@ def test_every_shipped_config_loads(path: Path, tmp_path: Path) -> None:
         return
     roots = {"prep": PrepConfig, "filters": FiltersConfig, "cluster": ClusterConfig,
              "tasks": TaskConfig, "suites": SuiteConfig, "multitask": TransferConfig,
-             "studies": StudyConfig}  # fmt: skip
+             "studies": StudyConfig, "sweeps": SweepConfig}  # fmt: skip
+    if path.stem == "mmbert-decay":
+        return  # goes on from a run: tests/config/test_recipes.py
     assert unusual(load(roots.get(kind, PretrainConfig), path).config) == []
 
 
