@@ -94,6 +94,7 @@ def _plan(
         _say([plan_json(found)] if as_json else mix_text(found, mix, profile))
         return EXIT_FINISHED
     loaded = _config(config, overrides)
+    warn_of_unusual(loaded)
     result = plan(loaded, profile)
     _say([plan_json(result)] if as_json else plan_text(result, loaded, profile))
     return EXIT_FAILED_DO_NOT_RETRY if result.problems else EXIT_FINISHED

@@ -1,38 +1,30 @@
 """The plan of a run: its time, memory, jobs and disk, before it starts. Pure; needs no SLURM.
 
-Time and state come from the closed forms of `pipeline.model.cost`, bytes of
-activations from a layer that runs in another process (`cost.activation_bytes`, some 5 s); speeds of
-the cluster come from `hardware` of its profile, and the text names each assumption.
+Time and state come from the closed forms of `pipeline.model.cost`, what micro-batches need from
+`launch.memory`; speeds of the cluster come from `hardware` of its profile, and the text names each
+assumption. What another run did before (`continue_from`) is not planned.
 
 A multi-task run is planned without its data, so every row counts as long as its task allows, and an
 example as one row, also where it has more (choices, candidates, windows). `postnorm benchmark` and
 `finetune` read the data and count tokens (`pipeline.finetune.cost`).
-
-A rank of n sends, and receives, in each step
-
-    2 (n - 1) / n * bytes   of what is all-reduced (a reduce-scatter, then an all-gather),
-      (n - 1) / n * bytes   of what is only reduce-scattered or only all-gathered,
-
-over the slowest of the links that the job uses: inside a node, or between nodes. The time of an
-exchange is these bytes over the link's bus bandwidth, the unit of nccl-tests (NVIDIA/nccl-tests,
-doc/PERFORMANCE.md) and of what preflight measures. Latency is not counted, and no pass hides it.
 """
 
 import json
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from launch.cluster import ClusterConfig
-from pipeline.config.data import DataConfig
+from launch.exchange import bus_of, sent_bytes
+from launch.memory import BatchMemory, CarriedScores, carried_text, fused_of, measure, one_row
+from pipeline.config.data import BatchSpec, DataConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.runs import PretrainConfig, RunConfig, TaskRunConfig, load_run
-from pipeline.data.format import INDEX_FILE
+from pipeline.data.format import INDEX_FILE, DatasetIndex
 from pipeline.data.objects import find_index
 from pipeline.errors import ConfigError
-from pipeline.kernels.choose import REFERENCE, Choice, expected_on_gpu
 from pipeline.model import cost
 from pipeline.model.architecture import is_model_folder, read_architecture
 from pipeline.multitask.config import MLM, TaskMix, require_split
@@ -51,17 +43,41 @@ _MEMORY_SHARE = 0.9
 _FREE_SHARE = 1.05
 # ZeRO stages without a closed form here: they take less than stage 1.
 _DIVIDE_MORE = (2, 3)
-_GRADIENT_BYTES = 4
-BUS_EFFICIENCY = 0.8
-"""Share of a data sheet's bandwidth that an all-reduce reaches: 8 A100 have 230 of 300 GB/s."""
-# Stage 3 keeps weights whose next use is nearer than this (stage3_max_reuse_distance).
-_KEPT_ELEMENTS = 1e9
 _STAGE_1 = "; the state is that of ZeRO stage 1, yours takes less"
 
 
 @dataclass(frozen=True)
+class StretchPlan:
+    """The resources of a run's equal batches. Sizes in bytes, times in seconds; None: not known."""
+
+    stage: str
+    """Title of their stage; empty in a run without stages."""
+    first_step: int
+    """Number of the first step, from 1."""
+    steps: int
+    global_batch: int
+    micro_batch: int
+    seq_len: int
+    slots: float
+    flops: float
+    train_s: float | None
+    sent_bytes: float
+    """Bytes that each rank sends, and receives, in all its steps."""
+    activation_bytes: int | None
+    """As in `RunPlan`."""
+    largest_micro_batch: int | None
+    """As in `RunPlan`."""
+    setting: str
+    """What sets the micro-batch."""
+
+
+@dataclass(frozen=True)
 class RunPlan:
-    """The resources of a run. Sizes in bytes, times in seconds; None: not known."""
+    """The resources of a run. Sizes in bytes, times in seconds; None: not known.
+
+    Of several stretches of batches, that is shown which takes most memory, or the last one if
+    memory is not known.
+    """
 
     parameters: int
     ranks: int
@@ -81,14 +97,14 @@ class RunPlan:
     jobs: int | None
     """Jobs of the time limit, one after the other."""
     sequences_per_rank: int
-    """Sequences of a batch for each rank, in the last stretch of batches."""
+    """Sequences of a batch for each rank."""
     micro_batch: int
     accumulation: int
     largest_micro_batch: int | None
     """The largest that fits, of those that divide a rank's share."""
     state_bytes: int
     activation_bytes: int | None
-    """Bytes of the micro-batch's activations; None: not counted."""
+    """Bytes that a micro-batch takes beside the state, mainly activations; None: not counted."""
     fused: tuple[str, ...]
     """Parts whose activations are taken as those of fused kernels."""
     gpu_bytes: float | None
@@ -103,10 +119,15 @@ class RunPlan:
     checkpoints_bytes: int
     """Size of all that are kept, and of the one being written."""
     shards_bytes: int | None
+    """Size of all datasets."""
     free_bytes: int | None
     """Free space on the file system of run_dir."""
     problems: tuple[str, ...]
     """Why the run cannot start as configured; each says what to change."""
+    stretches: tuple[StretchPlan, ...] = ()
+    """Its stretches of equal batches, in order."""
+    carried: CarriedScores | None = None
+    """What carried scores cost at the longest sequences; None: there are none, or not counted."""
 
 
 def plan(
@@ -118,58 +139,59 @@ def plan(
     """
     ranks, hardware = cluster.num_ranks, cluster.hardware
     config.batches.require_split(ranks)
-    index = find_index(config.data.dir)
-    vocab_size = config.model.vocab_size or (index.vocab_size if index else None)
+    indexes = _indexes(config)
+    there = [index for index in indexes if index]
+    vocab_size = config.model.vocab_size or (there[0].vocab_size if there else None)
     if vocab_size is None:
         raise ConfigError(
             f"model.vocab_size is null and data.dir={config.data.dir} has no {INDEX_FILE} to take "
             "it from; prepare the data first, or add model.vocab_size=N to the command"
         )
     model = replace(config.model, vocab_size=vocab_size)
-    steps = config.train.num_steps
-    flops_per_s = hardware.flops_per_rank * hardware.utilisation
     parameters = cost.parameters(model, config.objective)["total"]
-    slots, flops, sent = _work(config, model, parameters, ranks)
-    bus = bus_of(cluster)
-    exchange_s = sent / bus.bytes_per_s if bus else None
-    train_s = flops / (flops_per_s * ranks) + (exchange_s or 0.0) if flops_per_s else None
-    step_s = train_s / steps if train_s is not None else None
-    usable_s = cluster.time_limit_s - cluster.stop_before_end_s - hardware.start_s
-    last = config.batches.stretches[-1]
-    share = last.size // ranks
     # Stage 0 divides nothing.
     divided_by = ranks if config.train.zero_stage else 1
     state = cost.state_bytes(model, divided_by, config.objective)["total"]
+    gpu_bytes = hardware.memory_bytes
+    places, need = _places(config), None
+    if counts_activations:
+        room = None if gpu_bytes is None else _MEMORY_SHARE * gpu_bytes - state
+        need = measure(config, places, cluster, vocab_size, room)
+    bus = bus_of(cluster)
+    stretches = _stretches(config, cluster, places, need.batches if need else (), model)
+    steps = sum(one.steps for one in stretches)
+    sent = sum(one.sent_bytes for one in stretches)
+    exchange_s = sent / bus.bytes_per_s / steps if bus else None
+    times = [one.train_s for one in stretches if one.train_s is not None]
+    train_s = sum(times) if times else None
+    step_s = train_s / steps if train_s is not None else None
+    usable_s = cluster.time_limit_s - cluster.stop_before_end_s - hardware.start_s
+    worst = _worst(stretches)
+    share = worst.global_batch // ranks
     checkpoint = _CHECKPOINT_BYTES * parameters
     save_s = checkpoint / (hardware.write_gb_per_s * 1e9)
     failure_s = NODE_MTBF_HOURS * 3600 / cluster.nodes
     best_s = best_interval_s(save_s, failure_s)
     every_s = config.checkpoint.every_steps * step_s if step_s is not None else None
-    gpu_bytes = hardware.memory_bytes
-    fused = _fused(config, cluster)
-    activations, largest = None, None
-    if counts_activations:
-        room = None if gpu_bytes is None else _MEMORY_SHARE * gpu_bytes - state
-        activations, largest = _activations(config, model, fused, share, room)
     result = RunPlan(
         parameters=parameters,
         ranks=ranks,
         steps=steps,
-        slots=slots,
-        flops=flops,
+        slots=sum(one.slots for one in stretches),
+        flops=sum(one.flops for one in stretches),
         step_s=step_s,
-        exchange_s=exchange_s / steps if exchange_s is not None else None,
+        exchange_s=exchange_s,
         sent_bytes=sent / steps,
         bus=bus.origin if bus else "",
         train_s=train_s,
         jobs=math.ceil(train_s / usable_s) if train_s is not None and usable_s > 0 else None,
         sequences_per_rank=share,
-        micro_batch=last.micro_batch,
-        accumulation=share // last.micro_batch,
-        largest_micro_batch=largest,
+        micro_batch=worst.micro_batch,
+        accumulation=share // worst.micro_batch,
+        largest_micro_batch=worst.largest_micro_batch,
         state_bytes=state,
-        activation_bytes=activations,
-        fused=cost.fused_parts(config.model, fused),
+        activation_bytes=worst.activation_bytes,
+        fused=cost.fused_parts(config.model, fused_of(config, cluster)),
         gpu_bytes=gpu_bytes,
         checkpoint_bytes=checkpoint,
         save_s=save_s,
@@ -178,11 +200,38 @@ def plan(
         best_every_steps=max(1, round(best_s / step_s)) if step_s else None,
         lost_share=save_s / every_s + every_s / (2 * failure_s) if every_s else None,
         checkpoints_bytes=checkpoint * (config.checkpoint.keep + 1),
-        shards_bytes=sum(shard.num_bytes for shard in index.shards) if index else None,
+        shards_bytes=_shards_bytes(there) if len(there) == len(indexes) else None,
         free_bytes=_free_bytes(config.folder.path),
         problems=(),
+        stretches=stretches,
+        carried=need.carried if need else None,
     )
     return replace(result, problems=tuple(_problems(result, config, cluster, usable_s)))
+
+
+def _worst(stretches: Sequence[StretchPlan]) -> StretchPlan:
+    """Return that which takes most memory; the last, if memory is not known."""
+    return max(reversed(stretches), key=lambda one: one.activation_bytes or 0)
+
+
+def _places(config: PretrainConfig) -> list[BatchSpec]:
+    """Return the first batch of each stretch of equal batches that this run computes."""
+    stages, num_steps = config.timeline.stages, config.train.num_steps
+    return [
+        place
+        for place in config.batches.stretches
+        if place.number < num_steps and not stages[place.stage].of
+    ]
+
+
+def _indexes(config: PretrainConfig) -> list[DatasetIndex | None]:
+    """Read the indexes of the data of all stages that this run computes; None: not prepared."""
+    stages = [stage for stage in config.timeline.stages if not stage.of]
+    return [find_index(folder) for folder in dict.fromkeys(stage.data.dir for stage in stages)]
+
+
+def _shards_bytes(indexes: Sequence[DatasetIndex]) -> int:
+    return sum(shard.num_bytes for index in indexes for shard in index.shards)
 
 
 def best_interval_s(save_s: float, failure_s: float) -> float:
@@ -205,9 +254,13 @@ def plan_text(result: RunPlan, config: PretrainConfig, cluster: ClusterConfig) -
         f"run          {config.run_dir}: {result.parameters / 1e6:,.1f} M parameters, "
         f"{_count(result.ranks, 'rank')} on {_count(cluster.nodes, 'node')}"
     )
-    yield f"work         {result.flops:.3g} FLOP: {result.slots:,.0f} slots in " + (
-        f"{result.steps:,} steps"
+    origin = config.origin
+    yield (
+        f"work         {result.flops:.3g} FLOP: {result.slots:,.0f} slots in {result.steps:,} steps"
+        + (f", after {origin}" if origin else "")
     )
+    if len(result.stretches) > 1:
+        yield from _stretches_table(result.stretches)
     if result.train_s is None or result.step_s is None:
         yield "time         not known: name hardware.gpu or hardware.tflops in the profile"
     else:
@@ -221,15 +274,19 @@ def plan_text(result: RunPlan, config: PretrainConfig, cluster: ClusterConfig) -
         how = "one requeued after the other" if cluster.requeue else "a chain, without requeueing"
         yield f"jobs         {result.jobs} of {cluster.time_limit}, {how}"
     largest = result.largest_micro_batch
+    worst = _worst(result.stretches)
+    where = f"{worst.stage}: " if worst.stage else ""
     yield (
-        f"batches      {result.sequences_per_rank} sequences a rank: {result.accumulation} x "
-        f"{result.micro_batch} in a forward pass"
+        f"batches      {where}{result.sequences_per_rank} sequences a rank: "
+        f"{result.accumulation} x {result.micro_batch} in a forward pass"
         + (f"; {largest} would fit" if largest and largest != result.micro_batch else "")
     )
     yield _memory_line(result) + (
         (f", with fused kernels for {' and '.join(result.fused)}" if result.fused else "")
         + (_STAGE_1 if config.train.zero_stage in _DIVIDE_MORE else "")
     )
+    if result.carried:
+        yield from carried_text(result.carried, config)
     every = f" ({_time(result.every_s)})" if result.every_s is not None else ""
     yield (
         f"checkpoints  {result.checkpoint_bytes / 1e9:,.2f} GB, {result.save_s:,.1f} s each at "
@@ -248,6 +305,28 @@ def plan_text(result: RunPlan, config: PretrainConfig, cluster: ClusterConfig) -
     yield f"disk         checkpoints {result.checkpoints_bytes / 1e9:,.1f} GB{shards}{free}"
     for problem in result.problems:
         yield f"problem      {problem}"
+
+
+def _stretches_table(stretches: Sequence[StretchPlan]) -> Iterator[str]:
+    """Yield a line a stretch; what is not known of all of them has no column."""
+    columns = {
+        "stage": [one.stage for one in stretches],
+        "from step": [f"{one.first_step:,}" for one in stretches],
+        "steps": [f"{one.steps:,}" for one in stretches],
+        "batch": [f"{one.global_batch:,}" for one in stretches],
+        "micro": [f"{one.micro_batch:,}" for one in stretches],
+        "seq_len": [f"{one.seq_len:,}" for one in stretches],
+        "slots": [f"{one.slots:.3g}" for one in stretches],
+        "FLOP": [f"{one.flops:.3g}" for one in stretches],
+        "time": ["" if one.train_s is None else _time(one.train_s) for one in stretches],
+        "GiB beside the state": [
+            "" if one.activation_bytes is None else f"{one.activation_bytes / 2**30:,.1f}"
+            for one in stretches
+        ],
+    }
+    known = {name: cells for name, cells in columns.items() if any(cells)}
+    numbers = [place for place, name in enumerate(known) if name != "stage"]
+    yield from table([tuple(known), *zip(*known.values(), strict=True)], right=numbers)
 
 
 def _memory_line(result: RunPlan) -> str:
@@ -342,7 +421,7 @@ def plan_mix(mix: TaskMix, cluster: ClusterConfig) -> MixPlan:
         train=config.train.single,
         kernels=config.kernels,
     )
-    fused = _fused(run, cluster)
+    fused = fused_of(run, cluster)
     tasks, passes = [], []
     for name, share in _shares(mix).items():
         member, length = mix.members[name], data.seq_len
@@ -355,7 +434,7 @@ def plan_mix(mix: TaskMix, cluster: ClusterConfig) -> MixPlan:
         tasks.append(TaskPlan(name, share, examples, length, examples * length * each.total))
         rows = mix.batch_of(name) // (ranks * member.parts)
         # With an MLM head for tasks, too: theirs are not known here, and smaller.
-        of_one = _one_row(run, model, length, fused)
+        of_one = one_row(run, model, length, fused)
         passes.append(replace(of_one, rows=rows, masked_share=data.mask_prob))
     counted = cost.activation_bytes(passes)
     flops = sum(task.flops for task in tasks)
@@ -500,24 +579,8 @@ def _problems(
             f"{result.jobs} jobs are more than max_restarts={cluster.max_restarts} allows: raise "
             "it, or time_limit, or nodes"
         )
-    if (
-        result.gpu_bytes is not None
-        and result.activation_bytes is not None
-        and config.train.zero_stage not in _DIVIDE_MORE
-    ):
-        room = _MEMORY_SHARE * result.gpu_bytes
-        needed = result.state_bytes + result.activation_bytes
-        if needed > room:
-            remedy = (
-                f"set train.micro_batch={result.largest_micro_batch}"
-                if result.largest_micro_batch
-                else "no micro-batch fits: set train.activation_checkpoint_layers=1, or take a "
-                "smaller model"
-            )
-            yield (
-                f"{needed / 2**30:,.1f} GiB a rank are more than {_MEMORY_SHARE:.0%} of the GPU's "
-                f"{result.gpu_bytes / 2**30:,.0f}: {remedy}"
-            )
+    if config.train.zero_stage not in _DIVIDE_MORE:
+        yield from _memory_problems(result)
     if result.free_bytes is not None and result.checkpoints_bytes * _FREE_SHARE > result.free_bytes:
         yield (
             f"{config.checkpoint.keep + 1} checkpoints take {result.checkpoints_bytes / 1e9:,.1f} "
@@ -533,136 +596,84 @@ def _problems(
         )
 
 
-def _work(
-    config: PretrainConfig, model: ModelConfig, parameters: int, ranks: int
-) -> tuple[float, float, float]:
-    """Count the run's slots, its FLOPs, and the bytes that each rank sends.
+def _memory_problems(result: RunPlan) -> Iterator[str]:
+    """Yield the worst of each stage that does not fit."""
+    if result.gpu_bytes is None:
+        return
+    room = _MEMORY_SHARE * result.gpu_bytes
+    worst: dict[str, StretchPlan] = {}
+    for one in result.stretches:
+        if (one.activation_bytes or 0) + result.state_bytes <= room:
+            continue
+        known = worst.setdefault(one.stage, one)
+        if (one.activation_bytes or 0) > (known.activation_bytes or 0):
+            worst[one.stage] = one
+    for stage, one in worst.items():
+        needed = result.state_bytes + (one.activation_bytes or 0)
+        remedy = f"set {one.setting}={one.largest_micro_batch}"
+        if not one.largest_micro_batch:
+            group = result.carried.group if result.carried else 1
+            remedy = (
+                f"no micro-batch fits: set train.activation_checkpoint_layers={group}, "
+                + ("shorten seq_len, begin without scores, " if result.carried else "")
+                + "or take a smaller model"
+            )
+        yield (
+            f"{f'{stage}: ' if stage else ''}{needed / 2**30:,.1f} GiB a rank are more than "
+            f"{_MEMORY_SHARE:.0%} of the GPU's {result.gpu_bytes / 2**30:,.0f}: {remedy}"
+        )
+
+
+def _stretches(
+    config: PretrainConfig,
+    cluster: ClusterConfig,
+    places: Sequence[BatchSpec],
+    memory: Sequence[BatchMemory],
+    model: ModelConfig,
+) -> tuple[StretchPlan, ...]:
+    """Plan stretches of equal batches, of which `memory` is empty if it was not counted.
 
     FLOPs are counted as if every token attended to its whole row.
     """
-    places, num_steps = config.batches.stretches, config.train.num_steps
-    ends = [*(place.number for place in places[1:]), num_steps]
-    slots = flops = sent = 0.0
-    for place, end in zip(places, ends, strict=True):
-        steps = max(0, min(end, num_steps) - place.number)
-        of_step = place.size * place.seq_len
-        of_token = cost.flops_per_token(
-            model, place.seq_len, config.data.mask_prob, objective=config.objective
-        )
+    ranks, parameters = cluster.num_ranks, cost.parameters(model, config.objective)["total"]
+    speed = cluster.hardware.flops_per_rank * cluster.hardware.utilisation * ranks
+    bus, timeline, found = bus_of(cluster), config.timeline, list[StretchPlan]()
+    ends = [*(place.number for place in places[1:]), config.train.num_steps]
+    for number, (place, end) in enumerate(zip(places, ends, strict=True)):
+        steps, stage = end - place.number, timeline.stages[place.stage]
+        slots = float(steps * place.size * place.seq_len)
+        share = stage.data.mask_prob
+        each = cost.flops_per_token(model, place.seq_len, share, objective=config.objective)
         passes = place.size // ranks // place.micro_batch
-        slots += float(steps * of_step)
-        flops += steps * (of_step * of_token.total)
-        sent += steps * sent_bytes(config, parameters, passes, ranks)
-    return slots, flops, sent
+        sent = steps * sent_bytes(config, parameters, passes, ranks)
+        exchange_s = sent / bus.bytes_per_s if bus else 0.0
+        known = memory[number] if memory else None
+        found.append(
+            StretchPlan(
+                stage=stage.title if timeline.has_stages else "",
+                first_step=place.number + 1,
+                steps=steps,
+                global_batch=place.size,
+                micro_batch=place.micro_batch,
+                seq_len=place.seq_len,
+                slots=slots,
+                flops=slots * each.total,
+                train_s=slots * each.total / speed + exchange_s if speed else None,
+                sent_bytes=sent,
+                activation_bytes=known.activation_bytes if known else None,
+                largest_micro_batch=known.largest_micro_batch if known else None,
+                setting=_setting(config, place),
+            )
+        )
+    return tuple(found)
 
 
-@dataclass(frozen=True)
-class Bus:
-    """The bus bandwidth of the slowest link that a job uses; infinite for a single rank."""
-
-    bytes_per_s: float
-    origin: str
-    """Which link it is and where the number is from, in words."""
-
-
-def bus_of(cluster: ClusterConfig) -> Bus | None:
-    """Take measured bandwidths of a profile, else a share of the data sheet's; None: not known."""
-    hardware, device = cluster.hardware, cost.limits(cluster.hardware.gpu)
-    # It is between two nodes that preflight measures, or inside the only one.
-    expected = cluster.preflight.bandwidth_gb_per_s or None
-    links = []
-    if cluster.num_ranks_per_node > 1:
-        sheet = device.link if device else None
-        in_node = expected if cluster.nodes == 1 else None
-        links.append(("inside a node", hardware.intra_node_gb_per_s, in_node, sheet))
-    if cluster.nodes > 1:
-        cards = device.network * cluster.num_ranks_per_node if device and device.network else None
-        links.append(("between nodes", hardware.inter_node_gb_per_s, expected, cards))
-    buses = []
-    for where, measured, of_preflight, sheet in links:
-        if known := measured or of_preflight:
-            speed = known * 1e9
-            origin = "of the profile's hardware" if measured else "of the profile's preflight"
-        elif sheet:
-            speed = sheet * BUS_EFFICIENCY
-            origin = f"{BUS_EFFICIENCY:.0%} of the data sheet's"
-        else:
-            return None
-        buses.append(Bus(speed, f"{speed / 1e9:,.0f} GB/s {where}, {origin}"))
-    return min(buses, key=lambda bus: bus.bytes_per_s, default=Bus(math.inf, ""))
-
-
-def exchanged_bytes(config: RunConfig, parameters: int, passes: float) -> dict[str, float]:
-    """Count the bytes of whole tensors in a step of so many backward passes, by collective.
-
-    They are those of `pipeline/train/engine.py` with DeepSpeed 0.19.8, which
-    `tests/distributed/test_moved.py` counts: gradients are added in fp32 whatever the precision.
-    """
-    stage = config.train.zero_stage
-    gradients = float(_GRADIENT_BYTES * parameters)
-    weights = float((2 if config.train.precision == "bf16" else 4) * parameters)
-    if stage == 0:
-        return {"all-reduce": gradients}
-    if stage < 3:
-        # DeepSpeed all-reduces, although a rank keeps only its part; stage 2 for every micro-batch.
-        return {"all-reduce": gradients * (passes if stage == 2 else 1), "all-gather": weights}
-    # Weights are gathered for every micro-batch, and those of a model that is too large to be kept
-    # for its backward pass twice.
-    times = passes * (2 if 2 * parameters > _KEPT_ELEMENTS else 1)
-    return {"reduce-scatter": gradients * passes, "all-gather": weights * times}
-
-
-def sent_bytes(config: RunConfig, parameters: int, passes: float, ranks: int) -> float:
-    """Count the bytes that each rank sends, and receives, in a step."""
-    whole = exchanged_bytes(config, parameters, passes)
-    return sum(
-        (2 if kind == "all-reduce" else 1) * (ranks - 1) / ranks * num_bytes
-        for kind, num_bytes in whole.items()
-    )
-
-
-def _fused(config: RunConfig, cluster: ClusterConfig) -> Choice:
-    """Predict the kernels that the run will choose, if its GPUs support fused ones."""
-    if not cluster.gpus_per_node:
-        return REFERENCE
-    return expected_on_gpu(config.kernels, config.model, config.train.precision)
-
-
-def _one_row(
-    config: RunConfig, model: ModelConfig, seq_len: int, fused: Choice
-) -> cost.TrainingPass:
-    return cost.TrainingPass(
-        model,
-        1,
-        seq_len,
-        config.train.precision,
-        checkpoint_layers=config.train.activation_checkpoint_layers,
-        fused=fused,
-    )
-
-
-def _activations(
-    config: PretrainConfig, model: ModelConfig, fused: Choice, share: int, room: float | None
-) -> tuple[int | None, int | None]:
-    """Count the bytes of a micro-batch, and find the largest of a rank's share that fits a room.
-
-    Both are None where torch is not installed, the second where the room is not known, too.
-    """
-    last = config.batches.stretches[-1]
-    given = replace(
-        _one_row(config, model, last.seq_len, fused),
-        masked_share=config.data.mask_prob,
-        objective=config.objective,
-    )
-    sizes = [] if room is None else [size for size in range(1, share + 1) if share % size == 0]
-    counted = cost.activation_bytes(
-        [replace(given, rows=size) for size in (last.micro_batch, *sizes)]
-    )
-    if counted is None:
-        return None, None
-    configured, *others = (kept["total"] for kept in counted)
-    fits = [size for size, kept in zip(sizes, others, strict=True) if kept <= (room or 0.0)]
-    return configured, max(fits, default=None)
+def _setting(config: PretrainConfig, place: BatchSpec) -> str:
+    """Name what sets the micro-batch of a stretch."""
+    of_stage = [one for one in config.batches.stretches if one.stage == place.stage]
+    if place != of_stage[-1]:
+        return f"micro_batch of the phase of step {place.number + 1:,}"
+    return f"stages.{place.stage}.train.micro_batch" if config.stages else "train.micro_batch"
 
 
 def _free_bytes(run_dir: Path) -> int | None:
@@ -678,7 +689,6 @@ def _count(number: int, noun: str) -> str:
 
 
 def _time(seconds: float) -> str:
-    for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= size:
-            return f"{seconds / size:,.1f} {unit}"
-    return f"{seconds:,.1f} s"
+    units = (("days", 86400.0), ("h", 3600.0), ("min", 60.0))
+    unit, size = next((one for one in units if seconds >= one[1]), ("s", 1.0))
+    return f"{seconds / size:,.1f} {unit}"

@@ -378,9 +378,9 @@ def _coverage(as_json: bool = JSON, config: str = CONFIG, overrides: list[str] =
     from pipeline.inspect.coverage import coverage, coverage_text
 
     loaded = load_run(config, overrides).config
-    report = coverage(loaded.train_data, loaded.train.num_steps)
+    report = coverage(loaded)
     if as_json:
-        print(json.dumps(asdict(report)))
+        print(json.dumps(report.plain()))
     else:
         for line in coverage_text(report):
             print(line)

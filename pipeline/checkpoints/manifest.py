@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.config.runs import RunConfig
 from pipeline.config.train import CheckpointConfig
 from pipeline.errors import CheckpointError, NewerFormatError
 from pipeline.runtime.checkpoints import (
@@ -46,6 +47,14 @@ def newest_readable(folder: Path) -> tuple[Path, Manifest] | None:
         except CheckpointError:
             continue  # just removed, or damaged, of which the trainer tells
     return None
+
+
+def newest_of(config: RunConfig) -> Manifest | None:
+    """Return the manifest of a run's newest checkpoint, or of that which it begins from."""
+    newest = newest_readable(config.folder.checkpoints)
+    if newest is not None:
+        return newest[1]
+    return read_manifest(config.origin) if config.origin else None
 
 
 def problems(path: Path, on_bytes: Callable[[int], object] = lambda _: None) -> Iterator[str]:

@@ -192,8 +192,12 @@ def build(cls: type[T], values: dict[str, Any], origin: str, overrides: Sequence
 
 
 def warn_of_unusual(config: Any) -> None:
-    """Warn of values that are allowed, but more often a slip than meant."""
-    for text in schema.unusual(config):
+    """Warn of values that are allowed, but more often a slip than meant.
+
+    A class may know more of them, in a method `warnings`.
+    """
+    more = getattr(config, "warnings", list)
+    for text in [*schema.unusual(config), *more()]:
         logger.warning("%s", text)
 
 

@@ -104,6 +104,10 @@ class RunConfig:
         """The run's batches."""
         return self.timeline.batches
 
+    def warnings(self) -> list[str]:
+        """Describe what is allowed, but more often a slip than meant."""
+        return self.timeline.warnings()
+
     def identity_at(self, cursor: int = 0) -> dict[str, Any]:
         """Values that fix weights' shapes, order and masks until a cursor: no resume changes them.
 

@@ -21,7 +21,7 @@ from importlib.util import find_spec
 
 from pipeline.config.model import ModelConfig
 from pipeline.config.objective import MLM, ObjectiveConfig, generator_of
-from pipeline.kernels.choose import REFERENCE, Choice
+from pipeline.kernels.choose import REFERENCE, Choice, padded_width
 from pipeline.runtime import env
 
 WHOLE_STATE_BYTES = {"bf16 weights": 2, "bf16 gradient": 2, "fp32 gradient sum": 4}
@@ -245,6 +245,21 @@ def activation_bytes(passes: Sequence[TrainingPass]) -> list[dict[str, int]] | N
     # freed before a group is computed again.
     counted: list[dict[str, int]] = json.loads(done.stdout)
     return counted
+
+
+def carried_bytes(
+    config: ModelConfig, rows: int, seq_len: int, fused: Choice, precision: str
+) -> int:
+    """Count the bytes of the scores that a layer hands to the next one; 0 where none are carried.
+
+    Each token has one for every slot of its row, in each head: 2 bytes in fused kernels in bf16, 4
+    in PyTorch. A layer's gradient of them is as large.
+    """
+    if config.score_residual == "none":
+        return 0
+    width = padded_width(seq_len) if fused.attention else seq_len
+    of_each = 2 if fused.attention and precision == "bf16" else 4
+    return rows * seq_len * width * config.num_heads * of_each
 
 
 def fused_parts(config: ModelConfig, fused: Choice) -> tuple[str, ...]:

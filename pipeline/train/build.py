@@ -34,6 +34,7 @@ from pipeline.data.staging import stage
 from pipeline.errors import EXIT_FINISHED, EXIT_PREEMPTED, BusyError, DataError
 from pipeline.kernels.choose import Choice, choose
 from pipeline.model.compiled import CompiledLayer, require_compiler
+from pipeline.model.cost import carried_bytes
 from pipeline.model.encoder import EncoderModel
 from pipeline.objectives.base import Objective, TextObjective
 from pipeline.runtime import dist, env, log, watchdog
@@ -176,6 +177,7 @@ def make_model(config: RunConfig, objective: Objective, device: torch.device) ->
             encoder.fuse_residual_norms()
         if config.train.compile:
             encoder.run_layers_by(CompiledLayer())
+        warn_of_scores(config, encoder.config, chosen, _memory_bytes(device))
     if chosen.loss:
         model.fuse_loss()
     return model
@@ -195,6 +197,42 @@ def _kernels(config: RunConfig, model: ModelConfig, device: torch.device) -> Cho
         for dropout, attention_dropout in dropouts
     ]
     return Choice(*map(all, zip(*found, strict=True)))
+
+
+def warn_of_scores(
+    config: RunConfig, model: ModelConfig, kernels: Choice, memory_bytes: int
+) -> None:
+    """Warn if scores that layers keep for one another do not fit, in a stage to come neither."""
+    place = max(config.batches.stretches, key=lambda one: one.micro_batch * one.seq_len**2)
+    shape = place.micro_batch, place.seq_len
+    of_layer = carried_bytes(model, *shape, kernels, config.train.precision)
+    group, layers = config.train.activation_checkpoint_layers, model.num_layers
+    # With groups of layers: those between them, and those of one at a time.
+    kept = layers if group is None else -(-layers // group) + min(group, layers)
+    if of_layer * kept <= memory_bytes:
+        return
+    timeline = config.timeline
+    where = f"{timeline.stages[place.stage].title}, " if timeline.has_stages else ""
+    logger.warning(
+        "%sfrom step %s on: %d x %s slots need %.1f GiB for the scores that layers hand on "
+        "(model.score_residual=%s), and %.1f GiB are here. Lower micro_batch or seq_len there, or "
+        "set train.activation_checkpoint_layers; a run with model.score_residual=none has no such "
+        "scores, but a stage cannot switch them off. `postnorm plan` counts the rest",
+        where,
+        f"{place.number + 1:,}",
+        place.micro_batch,
+        f"{place.seq_len:,}",
+        of_layer * kept / 2**30,
+        model.score_residual,
+        memory_bytes / 2**30,
+    )
+
+
+def _memory_bytes(device: torch.device) -> int:
+    """Return the memory of a GPU, or of this machine."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def open_data(

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 
-from pipeline.checkpoints.manifest import newest_readable
+from pipeline.checkpoints.manifest import newest_of
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.stages import RunStage, Timeline
 from pipeline.data.counts import sequences_at
@@ -14,7 +14,6 @@ from pipeline.data.stages import Counts, is_there, open_indexes, stage_data
 from pipeline.errors import ConfigError
 from pipeline.objectives.base import TextObjective
 from pipeline.runtime import dist
-from pipeline.runtime.checkpoints import Manifest, read_manifest
 from pipeline.train.initial import tokenizer_differences, tokenizer_of
 
 logger = logging.getLogger(__name__)
@@ -27,7 +26,7 @@ def open_stages(config: PretrainConfig) -> list[DataIdentity]:
         DataError: the data of a stage that is not over is missing or damaged.
         ConfigError: two stages' tokenizers differ.
     """
-    newest = _newest(config)
+    newest = newest_of(config)
     if newest is None:
         found = open_indexes(config.timeline)
     else:
@@ -36,13 +35,6 @@ def open_stages(config: PretrainConfig) -> list[DataIdentity]:
         found = open_indexes(config.timeline, current, known)
     _require_one_tokenizer(config.timeline, found)
     return found
-
-
-def _newest(config: PretrainConfig) -> Manifest | None:
-    newest = newest_readable(config.folder.checkpoints)
-    if newest is not None:
-        return newest[1]
-    return read_manifest(config.origin) if config.origin else None
 
 
 def _require_one_tokenizer(timeline: Timeline, found: Sequence[DataIdentity]) -> None:

@@ -131,7 +131,9 @@ def test_every_shipped_config_loads(path: Path, tmp_path: Path) -> None:
         return
     roots = {"prep": PrepConfig, "filters": FiltersConfig, "cluster": ClusterConfig,
              "tasks": TaskConfig, "suites": SuiteConfig, "multitask": TransferConfig,
-             "studies": StudyConfig}  # fmt: skip
+             "studies": StudyConfig, "sweeps": SweepConfig}  # fmt: skip
+    if path.stem == "mmbert-decay":
+        return  # goes on from a run: tests/config/test_recipes.py
     assert unusual(load(roots.get(kind, PretrainConfig), path).config) == []
 
 

@@ -1,17 +1,21 @@
 """What the recipes in configs/train say of themselves: FLOPs, days, corners of learning rates."""
 
+import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from experiments.grid import read_sweep
 from launch.cluster import ClusterConfig
 from launch.plan import plan
-from pipeline.config.load import load
+from pipeline.checkpoints.manifest import CONTENTS
+from pipeline.config.load import load, plain_values
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.schedule import learning_rate
+from pipeline.runtime.checkpoints import MANIFEST_FILE, Manifest, name_of, signed
 
 RECIPES = sorted((Path(__file__).parents[2] / "configs/train").glob("*.yaml"))
 
@@ -76,3 +80,92 @@ def test_a_modern_run_decays_at_its_full_length() -> None:
     assert decay_from <= last.number < decay_from + 1000
     slots = {place.size * place.seq_len for place in config.batches.stretches[-2:]}
     assert slots == {524_288}
+
+
+def _rates(config: PretrainConfig) -> list[tuple[float, float]]:
+    """The learning rate of each stage's first step, behind the warm-up, and of its last one."""
+    timeline, warmup = config.timeline, config.train.warmup_steps
+    found = []
+    for stage in timeline.stages:
+        first = stage.first_batch or warmup
+        last = stage.first_batch + stage.steps - 1
+        found.append(tuple(timeline.learning_rate(step, stage.number) for step in (first, last)))
+    return found
+
+
+@pytest.mark.parametrize(("name", "tokens", "seq_lens", "masks", "rates"), [
+    ("modernbert-base", (1.72e12, 250e9, 50e9), (1024, 8192, 8192), (0.3, 0.3, 0.3),
+     [(8e-4, 8e-4), (3e-4, 3e-4), (3e-4, 3e-7)]),
+    ("ettin-base", (1.7e12, 250e9, 50e9), (1024, 7999, 7999), (0.3, 0.3, 0.15),
+     [(8e-4, 8e-4), (8e-4, 4e-4), (4e-4, 1.6e-5)]),
+    ("mmbert-base", (2.3e12, 600e9), (1024, 8192), (0.3, 0.15), [(8e-4, 8e-4)] * 2),
+])  # fmt: skip
+def test_stages_are_the_published_ones(
+    name: str, tokens: tuple[float, ...], seq_lens: tuple[int, ...], masks: tuple[float, ...],
+    rates: list[tuple[float, float]],
+) -> None:  # fmt: skip
+    config = _read(next(path for path in RECIPES if path.stem == name))
+    stages = config.timeline.stages
+    planned = plan(replace(config, model=replace(config.model, vocab_size=8000)), ClusterConfig(),
+                   counts_activations=False)  # fmt: skip
+    for stage, expected in zip(stages, tokens, strict=True):
+        slots = sum(one.slots for one in planned.stretches if one.stage == stage.title)
+        assert slots == pytest.approx(expected, rel=0.001)
+    assert tuple(stage.data.seq_len for stage in stages) == seq_lens
+    assert tuple(stage.data.mask_prob for stage in stages) == masks
+    bases = [stage.model.rotary_base for stage in stages]
+    assert bases == [10_000, *[160_000] * (len(stages) - 1)]
+    assert sum(_rates(config), ()) == pytest.approx(sum(rates, ()))
+    # A batch has as many tokens in each stage, but for Ettin's odd length; so has a forward pass.
+    for size in ("global_batch", "micro_batch"):
+        slots = [getattr(stage.train, size) * stage.data.seq_len for stage in stages]
+        assert slots == pytest.approx([slots[0]] * len(slots), rel=0.03)
+    shares = {config.eval_data_of(stage).data.mask_prob for stage in stages}
+    assert shares == {0.15}
+
+
+def test_each_recipe_with_stages_has_a_run_at_demo_size(tmp_path: Path) -> None:
+    sweep = RECIPES[0].parents[1] / "sweeps/demo-stages.yaml"
+    _, runs = read_sweep(str(sweep), (), str(tmp_path))
+    with_stages = {path.stem: _read(path) for path in RECIPES if _read(path).stages}
+    assert {run.point["config"] for run in runs} == with_stages.keys()
+    for run in runs:
+        config, stages = with_stages[run.point["config"]], run.config.timeline.stages
+        assert _rates(run.config) == _rates(config)
+        for stage, published in zip(stages, config.timeline.stages, strict=True):
+            assert stage.steps * stage.train.global_batch * stage.data.seq_len < 500_000
+            assert stage.data.mask_prob == published.data.mask_prob
+            assert stage.model.rotary_base == published.model.rotary_base
+
+
+def test_the_decays_of_mmbert_go_on_from_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [path] = [path for path in RECIPES if path.stem == "mmbert-base"]
+    config = _read(path)
+    monkeypatch.chdir(tmp_path)
+    steps = config.train.num_steps
+    folder = Path(config.run_dir, "checkpoints", name_of(steps))
+    folder.mkdir(parents=True)
+    manifest = Manifest(
+        step=steps, cursor=config.batches.number(steps).cursor, skipped=0, alpha=1.0,
+        fingerprint="f", identity={}, config_sha256="c", world_size=8, created_unix_s=1e9,
+        provenance={}, files={}, zero_stage=1, held_out_loss=None, held_out_step=None,
+        contents=CONTENTS, config=plain_values(config),
+    )  # fmt: skip
+    (folder / MANIFEST_FILE).write_text(json.dumps(signed(asdict(manifest))))
+    sweep = str(path.parents[1] / "sweeps/mmbert-decays.yaml")
+    _, runs = read_sweep(sweep, (), str(tmp_path))
+    assert len({run.config.timeline.stages[-1].data.dir for run in runs}) == 3
+    for run in runs:
+        before, (decay,) = run.config.timeline.stages[:2], run.config.timeline.stages[2:]
+        assert [(one.name, one.steps) for one in before] == [
+            (one.name, one.steps) for one in config.timeline.stages
+        ]
+        assert run.config.origin == folder.resolve()
+        assert (decay.data.mask_prob, decay.data.seq_len) == (0.05, 8192)
+        assert decay.model.rotary_base == 160_000
+        assert _rates(run.config)[-1] == pytest.approx((8e-4, 1.6e-5))
+        planned = plan(replace(run.config, model=replace(run.config.model, vocab_size=8000)),
+                       ClusterConfig(), counts_activations=False)  # fmt: skip
+        assert planned.slots == pytest.approx(100e9, rel=1e-3)

@@ -118,8 +118,9 @@ def test_commands_with_a_store(dataset: DatasetIndex, published: Path, tmp_path:
     with pytest.raises(DataError, match="object store"):
         read_index(address)
     config = _config(tmp_path, address)
-    seen = coverage(config.train_data, 10)
-    assert seen == coverage(_config(tmp_path, str(dataset.folder)).train_data, 10)
+    seen, local = coverage(config), coverage(_config(tmp_path, str(dataset.folder)))
+    assert seen.datasets[0].sources == local.datasets[0].sources
+    assert seen.stretches == local.stretches
     assert check_dataset(config.data, 4, "seed") == (dataset.fingerprint, [])
     arguments = {"seq_len": 64, "global_batch": 8}
     ours = TrainDataset(address, stage_dir=str(tmp_path / "node"), **arguments)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.plan import exchanged_bytes
+from launch.exchange import exchanged_bytes
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 from tests.support.ranks import Starter, finish

@@ -8,27 +8,18 @@ import numpy as np
 import pytest
 
 from launch.cluster import ClusterConfig, HardwareConfig, PreflightConfig
-from launch.plan import (
-    Bus,
-    RunPlan,
-    best_interval_s,
-    bus_of,
-    exchanged_bytes,
-    mix_text,
-    plan,
-    plan_json,
-    plan_mix,
-    plan_text,
-    sent_bytes,
-)
-from pipeline.config.load import load
+from launch.exchange import Bus, bus_of, exchanged_bytes, sent_bytes
+from launch.plan import RunPlan, best_interval_s, mix_text, plan, plan_json, plan_mix, plan_text
+from pipeline.config.load import load, warn_of_unusual
 from pipeline.config.model import ModelConfig
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import DatasetIndex
 from pipeline.errors import ConfigError
+from pipeline.kernels.choose import Choice
 from pipeline.model import cost
 from pipeline.model.architecture import read_architecture
 from pipeline.multitask.config import TaskMix, load_mix
+from pipeline.train.build import warn_of_scores
 from pipeline.use.folder import write_config
 from tests.support import warm
 
@@ -345,3 +336,113 @@ def test_a_mix_that_cannot_be_planned_is_told(tmp_path: Path) -> None:
         plan_mix(_mix(tmp_path, "sampling.by=size"), ClusterConfig())
     with pytest.raises(ConfigError, match=r"tasks\.ocnli: a draw of 32 examples"):
         plan_mix(_mix(tmp_path, "tasks.ocnli.parts=3"), ClusterConfig())
+
+
+_TINY = {"num_layers": 6, "hidden_size": 128, "num_heads": 2, "ffn_size": 256, "vocab_size": 8000,
+         "score_residual": "sum"}  # fmt: skip
+
+
+def _staged(tmp_path: Path, *overrides: str, score_residual: str = "sum") -> PretrainConfig:
+    long = {"data": {"seq_len": 1024, "mask_prob": 0.15}, "model": {"rotary_base": 160_000}}
+    stages = [
+        {"name": "stable", "steps": 100},
+        {**long, "name": "long", "steps": 50, "train": {"global_batch": 8, "micro_batch": 8}},
+        {**long, "name": "decay", "tokens": 16 * 1024 * 20,
+         "train": {"decay": "linear", "global_batch": 16, "micro_batch": 2}},
+    ]  # fmt: skip
+    given = {"run_dir": str(tmp_path / "run"), "model": {**_TINY, "score_residual": score_residual},
+             "data": {"dir": str(tmp_path / "data"), "seq_len": 128, "mask_prob": 0.3},
+             "train": {"global_batch": 64, "micro_batch": 16}, "stages": stages}  # fmt: skip
+    path = tmp_path / "staged.yaml"
+    path.write_text(json.dumps(given))
+    return load(PretrainConfig, path, overrides).config
+
+
+def test_each_stage_is_planned_with_its_own_batches_and_masks(tmp_path: Path) -> None:
+    config = _staged(tmp_path)
+    cluster = ClusterConfig(hardware=HardwareConfig(tflops=100))
+    found = plan(config, cluster, counts_activations=False)
+    shapes = [(one.first_step, one.steps, one.global_batch, one.micro_batch, one.seq_len)
+              for one in found.stretches]  # fmt: skip
+    assert shapes == [(1, 100, 64, 16, 128), (101, 50, 8, 8, 1024), (151, 20, 16, 2, 1024)]
+    expected = [
+        steps * batch * length * cost.flops_per_token(config.model, length, share).total
+        for (_, steps, batch, _, length), share in zip(shapes, (0.3, 0.15, 0.15), strict=True)
+    ]
+    assert [one.flops for one in found.stretches] == pytest.approx(expected)
+    assert found.flops == pytest.approx(sum(expected))
+    assert (found.steps, found.slots) == (170, 100 * 64 * 128 + 50 * 8 * 1024 + 20 * 16 * 1024)
+    assert [one.train_s for one in found.stretches] == pytest.approx(
+        [flops / (100e12 * 0.4) for flops in expected]
+    )
+    [line] = [line for line in plan_text(found, config, cluster) if "stage 1 (long)" in line]
+    assert line.split()[3:8] == ["101", "50", "8", "8", "1,024"]
+
+
+@pytest.mark.long
+def test_memory_is_that_of_the_worst_stage_and_scores_are_told_apart(tmp_path: Path) -> None:
+    config = _staged(tmp_path)
+    cluster = ClusterConfig(hardware=HardwareConfig(tflops=100, memory_gib=0.4))
+    found = plan(config, cluster)
+    sizes = [one.activation_bytes or 0 for one in found.stretches]
+    assert found.activation_bytes == max(sizes) == sizes[1]
+    assert (found.micro_batch, found.sequences_per_rank) == (8, 8)
+    carried = found.carried
+    assert carried is not None
+    assert (carried.micro_batch, carried.seq_len) == (8, 1024)
+    assert carried.activation_bytes == sizes[1]
+    plain = plan(_staged(tmp_path, score_residual="none"), cluster)
+    assert carried.without_bytes == plain.stretches[1].activation_bytes
+    assert plain.carried is None
+    # Of 8 x 1,024 tokens, two heads and 1,024 keys in 2 bytes; six layers, and two gradients.
+    of_layer = 8 * 1024 * 1024 * 2 * 2
+    assert sizes[1] - carried.without_bytes == pytest.approx(8 * of_layer, rel=0.01)
+    grouped = plan(
+        _staged(tmp_path, f"train.activation_checkpoint_layers={carried.group}"), cluster
+    )
+    assert carried.grouped_bytes == grouped.stretches[1].activation_bytes < sizes[1]
+    [problem] = found.problems
+    largest = found.largest_micro_batch
+    assert f"set stages.1.train.micro_batch={largest}" in problem
+    fits = plan(_staged(tmp_path, f"stages.1.train.micro_batch={largest}"), cluster)
+    assert not fits.problems
+    text = "\n".join(plan_text(found, config, cluster))
+    assert "model.score_residual=none from the first step on" in text
+    assert f"train.activation_checkpoint_layers={carried.group}" in text
+
+
+def test_another_runs_stages_are_not_planned_again(tmp_path: Path) -> None:
+    whole = _staged(tmp_path)
+    of = str(tmp_path / "other/checkpoints/step-00000150")
+    stages = [replace(stage, of=of if number < 2 else None)
+              for number, stage in enumerate(whole.stages)]  # fmt: skip
+    found = plan(replace(whole, stages=tuple(stages)), ClusterConfig(), counts_activations=False)
+    assert [one.first_step for one in found.stretches] == [151]
+    assert (found.steps, found.slots) == (20, 20 * 16 * 1024)
+
+
+@pytest.mark.parametrize("kernels", [Choice(), Choice(attention=True)], ids=["torch", "fused"])
+def test_a_run_warns_of_scores_that_do_not_fit(
+    kernels: Choice, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = _staged(tmp_path)
+    # As above; fused kernels keep 2 bytes in bf16.
+    needed = 6 * 8 * 1024 * 1024 * 2 * (2 if kernels.attention else 4)
+    warn_of_scores(config, config.model, kernels, needed)
+    assert not caplog.messages
+    warn_of_scores(config, config.model, kernels, needed - 1)
+    [message] = caplog.messages
+    assert message.startswith("stage 1 (long), from step 101 on: 8 x 1,024 slots")
+    assert "model.score_residual=none" in message
+    warn_of_scores(config, replace(config.model, score_residual="none"), kernels, 0)
+    assert len(caplog.messages) == 1
+
+
+def test_a_base_that_goes_back_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_unusual(_staged(tmp_path))
+    assert not caplog.messages
+    warn_of_unusual(_staged(tmp_path, "stages.2.model={}"))
+    [message] = caplog.messages
+    assert "stage 2 (decay) goes back to model.rotary_base=10000" in message
