@@ -142,7 +142,7 @@ def run_status(folder: Path, now_s: float | None = None) -> RunStatus:
     starts = _starts(run, attempts, is_alive=is_alive)
     state = FINISHED if run.done.exists() else starts[-1].state
     step = max([line["step"] for line in train], default=attempts[-1]["resumed_from_step"] or 0)
-    warnings = _warnings(lines, manifest, run)
+    warnings = _refusals(run, attempts) + _warnings(lines, manifest, run)
     if state == RUNNING and idle_s > silence_s:
         silence = f"{idle_s:,.0f} s, more than {_SILENT_INTERVALS} log intervals"
         warnings.insert(0, f"no progress for {silence}: look at {run.logs}")
@@ -271,6 +271,15 @@ def _end_of(codes: list[int], world_size: int) -> tuple[str, str]:
     if missing == 0 and set(codes) == {EXIT_PREEMPTED}:
         return STOPPED, "stopped on request, saved"
     return FAILED, f"failed, trying again may help{also}"
+
+
+def _refusals(run: RunFolder, attempts: list[dict[str, Any]]) -> list[str]:
+    """Report the newest start, if it ended before it trained."""
+    refused = read_json_lines(run.refused)
+    if not refused or refused[-1]["unix_s"] < attempts[-1]["unix_s"]:
+        return []
+    last = refused[-1]
+    return [f"the last start, {date(last['unix_s'])}, job {last['job']}, failed: {last['error']}"]
 
 
 def _warnings(lines: list[dict[str, Any]], manifest: Manifest | None, run: RunFolder) -> list[str]:

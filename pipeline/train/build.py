@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import IO
@@ -91,7 +91,11 @@ def train_run(config: RunConfig, rank: Rank, work: Workload) -> int:
         notifier = Notifier(command, run_dir, rank.process.job)
         code = leaving(
             lambda: _telling(
-                lambda: _run(config, rank.process, work, device, requests, notifier),
+                lambda: _noting_refusal(
+                    lambda: _run(config, rank.process, work, device, requests, notifier),
+                    folder,
+                    rank.process,
+                ),
                 notifier,
                 by_hand=by_hand,
             ),
@@ -106,6 +110,19 @@ def train_run(config: RunConfig, rank: Rank, work: Workload) -> int:
             work.finish()
         close_process_group()
     return code
+
+
+def _noting_refusal(work: Callable[[], int], folder: RunFolder, process: ProcessInfo) -> int:
+    """Do some work; where it fails before its attempt is on record, put the reason on record."""
+    try:
+        return work()
+    except Exception as error:
+        attempts = read_json_lines(folder.attempts)
+        if process.is_first and (not attempts or attempts[-1].get("job") != process.job):
+            why = {"unix_s": time.time(), "job": process.job, "error": str(error)}
+            with suppress(OSError):  # it would hide the error itself
+                append_json(folder.refused, why)
+        raise
 
 
 def _telling(work: Callable[[], int], notifier: Notifier, *, by_hand: bool) -> int:
