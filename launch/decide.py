@@ -30,6 +30,7 @@ from pipeline.errors import (
     EXIT_STOPPED,
 )
 from pipeline.runtime.run_folder import RunFolder
+from pipeline.runtime.summary import counted
 
 _T = TypeVar("_T")
 logger = logging.getLogger(__name__)
@@ -319,11 +320,7 @@ def _how_it_ended(attempt: JobAttempt) -> str:
 
 def _codes_text(codes: Sequence[int], ranks: int) -> str:
     """Count exit codes, such as `exit codes 1 of 3 ranks, none of 1 rank`."""
-    parts = [f"{code} of {_ranks(codes.count(code))}" for code in sorted(set(codes))]
+    parts = [f"{code} of {counted(codes.count(code), 'rank')}" for code in sorted(set(codes))]
     if ranks > len(codes):
-        parts.append(f"none of {_ranks(ranks - len(codes))}")
+        parts.append(f"none of {counted(ranks - len(codes), 'rank')}")
     return f"exit codes {', '.join(parts)}"
-
-
-def _ranks(number: int) -> str:
-    return f"{number} rank" + ("" if number == 1 else "s")

@@ -24,7 +24,15 @@ from pipeline.errors import (
 )
 from pipeline.runtime.files import read_json_lines
 from pipeline.runtime.run_folder import RunFolder
-from pipeline.runtime.summary import FolderSummary, Line, date, duration, number, progress_bar
+from pipeline.runtime.summary import (
+    FolderSummary,
+    Line,
+    counted,
+    date,
+    duration,
+    number,
+    progress_bar,
+)
 
 RUNNING, FINISHED, STOPPED, FAILED, KILLED = "running", "finished", "stopped", "failed", "killed"
 UNKNOWN = "unknown"
@@ -365,7 +373,7 @@ def summary(folder: Path, status: RunStatus) -> FolderSummary:
     starts = [
         (
             f"start {start.attempt}",
-            f"{date(start.unix_s)}  {begin_text(start)}, {start.world_size} ranks, job "
+            f"{date(start.unix_s)}  {begin_text(start)}, {counted(start.world_size, 'rank')}, job "
             f"{start.job} on {start.host}: {start.end}",
         )
         for start in status.starts
@@ -394,7 +402,8 @@ def progress_lines(status: RunStatus) -> Iterator[Line]:
     speed = number(status.tokens_per_s, ",.0f")
     yield "tokens", f"{number(status.tokens, ',')} seen, {speed}/s"
     if status.state != FINISHED:
-        training = "" if status.state == RUNNING else " of training left"
+        is_known = status.state != RUNNING and status.eta_s is not None
+        training = " of training left" if is_known else ""
         life = f"   last sign of life {duration(status.idle_s)} ago"
         yield "ETA", f"{duration(status.eta_s)}{training}{life}"
     saved = status.checkpoint

@@ -40,6 +40,7 @@ from pipeline.runtime.files import append_json, read_json_lines, write_atomic, w
 from pipeline.runtime.notify import FAILED, FINISHED, STARTED, STOPPED, WENT_BACK, Notifier
 from pipeline.runtime.rank import Rank, leaving
 from pipeline.runtime.run_folder import FORMAT_VERSION, RunFolder
+from pipeline.runtime.summary import counted
 from pipeline.sinks.base import SinkContext, Sinks, find_sinks
 from pipeline.train.batch_log import BatchLog
 from pipeline.train.deepspeed import deepspeed_config
@@ -262,10 +263,10 @@ def _run(
         # Before the engine is made, which copies the weights into its masters.
         work.start(model)
     logger.info(
-        "%s: %s parameters, %d ranks on %s, %s",
+        "%s: %s parameters, %s on %s, %s",
         run_dir,
         f"{num_parameters:,}",
-        process.world_size,
+        counted(process.world_size, "rank"),
         device.type,
         data.description,
     )
@@ -289,7 +290,7 @@ def _run(
         requests=requests,
     )
     start = f"from {resumed_from.name}" if resumed_from else "from step 0"
-    notifier.send(STARTED, f"{start}, {process.world_size} ranks")
+    notifier.send(STARTED, f"{start}, {counted(process.world_size, 'rank')}")
     code = _attempt(run, resumed_from, rewound=False)
     while code is None:
         if process.is_first:
