@@ -364,7 +364,10 @@ class ClusterConfig:
         "max_restarts + 1 jobs are queued as an array of which one runs after the other",
     )
     max_attempts_without_progress: int = param(
-        2, "attempts in a row without a new checkpoint before the job stops", ge=1
+        2,
+        "attempts in a row without progress before the job stops: a new checkpoint, evaluation or "
+        "finished part of a fine-tuning, or exit code 75 of a program",
+        ge=1,
     )
     max_submit_jobs: int = param(
         0,

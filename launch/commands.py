@@ -1,6 +1,7 @@
 """The verbs of `python -m launch`."""
 
 import json
+import logging
 import os
 import sys
 import time
@@ -22,11 +23,19 @@ from launch.records import (
     PRETRAIN,
     PROGRAM,
     is_run,
+    measured_save_s,
     read_prep,
     require_run,
 )
 from launch.script import render
-from launch.site import ask_sbatch, check, profile_here, within_site
+from launch.site import (
+    ask_sbatch,
+    check,
+    preemption,
+    preemption_remarks,
+    profile_here,
+    within_site,
+)
 from launch.status import (
     PrepReport,
     prep_report,
@@ -61,6 +70,7 @@ from pipeline.runtime.cli import CONFIG, OVERRIDES, RUN, Verb, argument, at_leas
 from pipeline.runtime.run_folder import RunFolder
 from pipeline.runtime.summary import FolderSummary
 
+logger = logging.getLogger(__name__)
 _CLUSTER: Any = option("YAML file of the cluster; default: one GPU")
 
 
@@ -265,6 +275,10 @@ def _run_here(
 def _hand_over(draft: SubmissionPlan, *, dry_run: bool, stop_file: Path | None = None) -> int:
     """Check the site and call sbatch; remove a STOP file that must not stop this job."""
     checked = check(draft.cluster, draft.job.kind, work_dir=draft.job.work_dir, optional=dry_run)
+    for remark in preemption_remarks(
+        preemption(draft.cluster), measured_save_s(draft.run_dir), draft.cluster
+    ):
+        logger.warning("%s", remark)
     if dry_run:
         print(f"# {checked}\n{dry_run_text(draft)}", end="")
         return EXIT_FINISHED

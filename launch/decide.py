@@ -12,7 +12,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from launch.records import FOLDER, PRETRAIN, append_history, history, newest_checkpoint
+from launch.records import (
+    EVALUATE,
+    FINETUNE,
+    FOLDER,
+    PRETRAIN,
+    PROGRAM,
+    append_history,
+    history,
+    progress,
+)
 from pipeline.errors import (
     EXIT_FAILED_DO_NOT_RETRY,
     EXIT_FAILED_RETRY,
@@ -21,6 +30,7 @@ from pipeline.errors import (
     EXIT_STOPPED,
 )
 from pipeline.runtime.run_folder import RunFolder
+from pipeline.runtime.summary import counted
 
 _T = TypeVar("_T")
 logger = logging.getLogger(__name__)
@@ -44,11 +54,11 @@ class JobAttempt:
     restart: int
     nodes: tuple[str, ...]
     before: str | None
-    """Newest checkpoint when the attempt began."""
+    """`records.progress` when the attempt began, such as the newest checkpoint."""
     ranks: int
     """Number of ranks that were started."""
     after: str | None = None
-    """Newest checkpoint when it ended."""
+    """The same when it ended."""
     codes: tuple[int, ...] = ()
     """Exit codes that ranks left behind; a rank that was killed left none."""
     is_done: bool = False
@@ -59,11 +69,21 @@ class JobAttempt:
     """Exit code of srun, for the record only."""
     jobs_before: int = 0
     """Jobs of its chain that came before, where jobs are not requeued."""
+    kind: str = PRETRAIN
+    """Kind of the job, of `launch.records`."""
 
     @property
     def starts_before(self) -> int:
         """Number of starts before this one, by requeues or by jobs of a chain."""
         return self.restart + self.jobs_before
+
+    @property
+    def newest(self) -> str:
+        """How far it is, in words."""
+        if self.kind == PROGRAM:
+            return "the program's own files say how far it is"
+        what = "progress" if self.kind in (EVALUATE, FINETUNE) else "checkpoint"
+        return f"{what} {self.after or 'none'}"
 
 
 @dataclass(frozen=True)
@@ -128,12 +148,13 @@ def read_end(begun: JobAttempt, kind: str, run_dir: Path) -> JobAttempt:
     """Fill in what the files of an attempt say of its end."""
     codes = exit_codes(run_dir, f"{begun.job}.{begun.restart}")
     done = is_done(kind, run_dir, codes, begun.ranks)
-    return replace(begun, after=newest_checkpoint(run_dir), codes=codes, is_done=done)
+    after = progress(kind, run_dir)
+    return replace(begun, after=after, codes=codes, is_done=done, kind=kind)
 
 
 def decide(attempt: JobAttempt, misses_before: int, limits: Limits, run_dir: Path) -> Decision:
     """Decide what follows an attempt, after some without progress in a row. Pure."""
-    newest = f"checkpoint {attempt.after or 'none'}"
+    newest = attempt.newest
     # done.json alone may be left from an earlier, shorter run.
     if attempt.is_done and attempt.codes[:1] == (EXIT_FINISHED,):
         return Decision("finished", EXIT_FINISHED, f"done; {newest}")
@@ -143,7 +164,8 @@ def decide(attempt: JobAttempt, misses_before: int, limits: Limits, run_dir: Pat
             f"rank {attempt.codes.index(EXIT_FAILED_DO_NOT_RETRY)} failed permanently (exit code "
             f"{EXIT_FAILED_DO_NOT_RETRY}); see its message above and in {run_dir}/logs; {newest}"
         )
-    if EXIT_STOPPED in attempt.codes:
+    # Of a user's program it is a code as any other.
+    if EXIT_STOPPED in attempt.codes and attempt.kind != PROGRAM:
         how = f"stopped by {RunFolder(run_dir).stop}; `postnorm resume` continues"
         return Decision("stopped", EXIT_STOPPED, f"{how}; {newest}")
     how = _how_it_ended(attempt)
@@ -154,8 +176,9 @@ def decide(attempt: JobAttempt, misses_before: int, limits: Limits, run_dir: Pat
         )
     misses = misses_before + 1 if is_miss(attempt) else 0
     if misses >= limits.without_progress:
+        what = "a new checkpoint" if attempt.kind == PRETRAIN else "progress"
         return give_up(
-            f"{misses} attempts in a row without a new checkpoint (max_attempts_without_progress="
+            f"{misses} attempts in a row without {what} (max_attempts_without_progress="
             f"{limits.without_progress}); the last {how}{_limit_text(attempt, limits)}; {newest}; "
             f"see {run_dir}/logs"
         )
@@ -166,8 +189,11 @@ def is_miss(attempt: JobAttempt) -> bool:
     """Return whether an attempt counts as one without progress: it made no new checkpoint.
 
     An attempt that was preempted before it had anything to save does not count; an attempt that
-    the time limit ended there does, since the next one would end there, too.
+    the time limit ended there does, since the next one would end there, too. A program says by its
+    exit code that it has saved, whatever ended it: `max_restarts` is its only limit then.
     """
+    if attempt.kind == PROGRAM:
+        return not _has_saved(attempt)
     if attempt.after != attempt.before:
         return False
     return attempt.at_limit or not _has_saved(attempt)
@@ -294,11 +320,7 @@ def _how_it_ended(attempt: JobAttempt) -> str:
 
 def _codes_text(codes: Sequence[int], ranks: int) -> str:
     """Count exit codes, such as `exit codes 1 of 3 ranks, none of 1 rank`."""
-    parts = [f"{code} of {_ranks(codes.count(code))}" for code in sorted(set(codes))]
+    parts = [f"{code} of {counted(codes.count(code), 'rank')}" for code in sorted(set(codes))]
     if ranks > len(codes):
-        parts.append(f"none of {_ranks(ranks - len(codes))}")
+        parts.append(f"none of {counted(ranks - len(codes), 'rank')}")
     return f"exit codes {', '.join(parts)}"
-
-
-def _ranks(number: int) -> str:
-    return f"{number} rank" + ("" if number == 1 else "s")

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Literal
 
 from launch import control
-from launch.site import ask_sbatch, check, profile_here
+from launch.records import measured_save_s
+from launch.site import ask_sbatch, check, preemption, preemption_remarks, profile_here
 from launch.status import RunReport, decision, run_report
 from launch.submit import Origin, SubmissionPlan, prepare_mix, prepare_training, require_data
 from launch.submit import submit as hand_over
@@ -232,6 +233,9 @@ def submit(
     draft = _draft(source)
     work_dir = draft.job.work_dir
     logger.info("%s", check(draft.cluster, draft.job.kind, work_dir=work_dir))
+    save_s = measured_save_s(draft.run_dir)
+    for remark in preemption_remarks(preemption(draft.cluster), save_s, draft.cluster):
+        logger.warning("%s", remark)
     logger.info("%s", ask_sbatch(draft.script))
     return _SlurmRun(draft.run_dir, hand_over(draft))
 

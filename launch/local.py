@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from launch.decide import JobAttempt, Limits, end_attempt, read_end
-from launch.records import newest_checkpoint
+from launch.records import progress
 from pipeline.errors import (
     EXIT_FAILED_DO_NOT_RETRY,
     EXIT_FAILED_RETRY,
@@ -52,7 +52,7 @@ def run_local(words: list[str], kind: str, run_dir: Path, num_ranks: int, limits
     # fixed what stopped it.
     job, restart = f"local-{time.time_ns()}", 0
     while True:
-        before = newest_checkpoint(run_dir)
+        before = progress(kind, run_dir)
         start = f"{job}.{restart}"
         is_asked = _run_ranks(words, run_dir, num_ranks, start)
         nodes = (socket.gethostname(),)
@@ -69,7 +69,7 @@ def run_local(words: list[str], kind: str, run_dir: Path, num_ranks: int, limits
             logger.log(logging.INFO if quiet else logging.ERROR, "end: %s", decision.reason)
             return decision.exit_code
         if is_asked:
-            raise KeyboardInterrupt(f"newest checkpoint: {attempt.after or 'none'}")
+            raise KeyboardInterrupt(attempt.newest)
         logger.warning("starting again: %s", decision.reason)
         restart += 1
 

@@ -31,7 +31,7 @@ from pipeline.multitask.config import MLM, TaskMix, require_split
 from pipeline.multitask.draws import shares
 from pipeline.runtime.checkpoints import split_step
 from pipeline.runtime.run_folder import RunFolder
-from pipeline.runtime.summary import table
+from pipeline.runtime.summary import counted, table
 
 NODE_MTBF_HOURS = 6000.0
 """Mean time between failures of a node of 8 GPUs: what Llama 3's 16,384 GPUs had, 419 interruptions
@@ -252,7 +252,7 @@ def plan_text(result: RunPlan, config: PretrainConfig, cluster: ClusterConfig) -
     hardware = cluster.hardware
     yield (
         f"run          {config.run_dir}: {result.parameters / 1e6:,.1f} M parameters, "
-        f"{_count(result.ranks, 'rank')} on {_count(cluster.nodes, 'node')}"
+        f"{counted(result.ranks, 'rank')} on {counted(cluster.nodes, 'node')}"
     )
     origin = config.origin
     yield (
@@ -519,8 +519,8 @@ def mix_text(result: MixPlan, mix: TaskMix, cluster: ClusterConfig) -> Iterator[
     hardware = cluster.hardware
     yield (
         f"run          {mix.config.run_dir}: {result.parameters / 1e6:,.1f} M parameters and the "
-        f"heads of {_count(len(mix.tasks), 'task')}, {_count(result.ranks, 'rank')} on "
-        f"{_count(cluster.nodes, 'node')}"
+        f"heads of {counted(len(mix.tasks), 'task')}, {counted(result.ranks, 'rank')} on "
+        f"{counted(cluster.nodes, 'node')}"
     )
     head = ("task", "draws", "examples", "longest row", "FLOP at most")
     rows = [
@@ -682,10 +682,6 @@ def _free_bytes(run_dir: Path) -> int | None:
         if folder.is_dir():
             return shutil.disk_usage(folder).free
     return None
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def _time(seconds: float) -> str:

@@ -90,6 +90,7 @@ _REASONS_BY_PREFIX = {
     "launch failed requeued held": "a node failed to start it, and SLURM holds it: "
     "scontrol release {job}",
     "job_requeued_in_held_state": "requeued and held: scontrol release {job}",
+    "job requeued in held state": "requeued and held: scontrol release {job}",
     "Nodes required for job are DOWN": "nodes it needs are down, drained or reserved",
 }
 

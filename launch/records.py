@@ -163,6 +163,38 @@ def newest_checkpoint(run_dir: Path) -> str | None:
     return path.read_text(encoding="utf-8").strip() if path.is_file() else None
 
 
+def progress(kind: str, run_dir: Path) -> str | None:
+    """Describe what a job of a kind has achieved: it has got on where this differs from before.
+
+    The newest checkpoint of a run, the evaluations of a job of evaluations, and of a fine-tuning
+    its finished parts (seeds, trials) with the checkpoints of the others. A program has none that
+    is known here: its exit code says whether it got on. None: nothing yet.
+    """
+    if kind == PROGRAM:
+        return None
+    if kind == EVALUATE:
+        number = len(read_json_lines(RunFolder(run_dir).evaluations))
+        return f"{number} evaluations" if number else None
+    if kind != FINETUNE:
+        return newest_checkpoint(run_dir)
+    parts = [run_dir, *sorted(run_dir.glob("seed-*")), *sorted(run_dir.glob("search/*"))]
+    finished = [part for part in parts if RunFolder(part).result.is_file()]
+    saved = [
+        f"{part.relative_to(run_dir)}/{checkpoint}".removeprefix("./")
+        for part in parts
+        if part not in finished and (checkpoint := newest_checkpoint(part))
+    ]
+    told = [f"{len(finished)} finished"] * bool(finished) + saved
+    return ", ".join(told) or None
+
+
+def measured_save_s(run_dir: Path) -> float | None:
+    """Read how long the longest of the last saves took until it was published; None without one."""
+    lines = [line for line in read_json_lines(RunFolder(run_dir).metrics) if "save_s" in line]
+    took = (float(line["save_s"]) + float(line.get("save_written_s", 0.0)) for line in lines[-20:])
+    return max(took, default=None)
+
+
 def exclude_nodes(run_dir: Path, names: Iterable[str]) -> None:
     """Add nodes that the run's job must not get again."""
     path = run_dir / FOLDER / EXCLUDED_FILE

@@ -7,6 +7,7 @@ enforces them.
 import difflib
 import getpass
 import logging
+import math
 import os
 import re
 from collections import Counter
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from launch.cluster import ClusterConfig, cluster_of, mebibytes, seconds
+from launch.decide import TO_REQUEUE_S
 from launch.slurm import NoAnswerError, NoSlurmError, SlurmError, run_command
 from pipeline.errors import ConfigError
 
@@ -171,6 +173,106 @@ def submit_limit(account: str, qos: str) -> int | None:
     taken = {qos} if qos else names if len(names) == 1 else set()
     limits = [limit for _, _, limit in mine] + [limit for name, limit in of_qos if name in taken]
     return min((int(limit) for limit in limits if limit.isdecimal()), default=None)
+
+
+@dataclass(frozen=True)
+class Preemption:
+    """What becomes of a job when another one needs its nodes."""
+
+    where: str
+    """Such as `partition low`."""
+    mode: str
+    """REQUEUE, CANCEL or SUSPEND."""
+    grace_s: float
+    """Seconds between SLURM's word and the end."""
+
+
+def preemption(cluster: ClusterConfig) -> list[Preemption]:
+    """Ask how jobs of a profile are preempted; empty: they are not, or SLURM cannot be asked."""
+    try:
+        settings = _settings()
+        kind, default = settings.get("PreemptType", ""), settings.get("PreemptMode", "")
+        if kind.endswith("qos"):
+            rows = _accounting("qos", "format=name,preemptmode,gracetime")
+            named = [(f"qos {name}", mode, grace) for name, mode, grace in rows if name]
+            wanted = {f"qos {cluster.qos}"}
+        elif kind.endswith("partition_prio"):
+            text = run_command(["scontrol", "--oneliner", "show", "partition"])
+            named, wanted = parse_preempted(text, cluster.partition)
+        else:
+            return []
+    except (NoSlurmError, SlurmError):
+        return []
+    return [
+        Preemption(where, mode, seconds(grace, "GraceTime") if ":" in grace else float(grace or 0))
+        for where, said, grace in named
+        if where in wanted
+        and (mode := _mode(default if said.lower() in ("", "cluster") else said)) is not None
+    ]
+
+
+def parse_preempted(text: str, wanted: str) -> tuple[list[tuple[str, str, str]], set[str]]:
+    """Read `scontrol --oneliner show partition`.
+
+    Returns:
+        Name, PreemptMode and GraceTime of each partition above which there is another one, and the
+        names of those that a job asks for: the default one without a name.
+    """
+    every = [
+        dict(word.split("=", 1) for word in line.split() if "=" in word)
+        for line in text.splitlines()
+        if line.startswith("PartitionName=")
+    ]
+    highest = max((int(each.get("PriorityTier", "1")) for each in every), default=1)
+    named = [
+        (f"partition {each['PartitionName']}", each.get("PreemptMode", ""), each["GraceTime"])
+        for each in every
+        if "GraceTime" in each and int(each.get("PriorityTier", "1")) < highest
+    ]
+    names = wanted.split(",") if wanted else [
+        each["PartitionName"] for each in every if each.get("Default") == "YES"
+    ]  # fmt: skip
+    return named, {f"partition {name}" for name in names}
+
+
+def _mode(text: str) -> str | None:
+    return next((mode for mode in ("CANCEL", "REQUEUE", "SUSPEND") if mode in text.upper()), None)
+
+
+def preemption_remarks(
+    found: Iterable[Preemption], save_s: float | None, cluster: ClusterConfig
+) -> list[str]:
+    """Say where a preempted job would lose steps, or not come back, and what to do.
+
+    `save_s` is how long a save of the run has taken; None: not measured, so that the profile's
+    `stop_before_end_s` stands for what a job needs to save and to go back to the queue.
+    """
+    needed_s, how = float(cluster.stop_before_end_s), "as stop_before_end_s of the profile says"
+    if save_s is not None:
+        needed_s, how = save_s + TO_REQUEUE_S, f"of which a save took {save_s:.1f} s"
+    texts = []
+    for each in found:
+        about = (
+            f"{each.where} preempts with PreemptMode={each.mode} after GraceTime={each.grace_s:g} s"
+        )
+        if each.mode == "SUSPEND":
+            texts.append(
+                f"{about}: a job that stands still for longer than train.hang_timeout_s ends, and "
+                "starts again from its last checkpoint"
+            )
+        elif each.grace_s < needed_s:
+            # Measured on 22.05: a job that has saved before the end of it requeues itself in both.
+            lost = "the steps since the last checkpoint are lost"
+            ask = f"ask the site for GraceTime >= {math.ceil(needed_s)}"
+            more = f"save more often (checkpoint.every_steps), or {ask}"
+            if each.mode == "CANCEL":
+                lost += ", and nothing starts it again but `postnorm resume`"
+                more = f"take a partition or QOS with PreemptMode=REQUEUE, or {ask}"
+            texts.append(
+                f"{about}; a job needs {needed_s:.0f} s to save and go back to the queue, {how}. "
+                f"Where that is too long {lost}: {more}"
+            )
+    return texts
 
 
 def host_names(host_list: str) -> list[str]:

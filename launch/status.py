@@ -5,12 +5,14 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from launch import queue
+from launch.cluster import cluster_of
 from launch.records import (
+    CLUSTER_FILE,
     FOLDER,
     LAST_DECISIONS,
     PREP_RECORD,
@@ -19,15 +21,18 @@ from launch.records import (
     failed_stages,
     history,
     last_folder,
+    measured_save_s,
     newest,
     prep_jobs,
     read_prep,
     submissions,
 )
+from launch.site import preemption, preemption_remarks
 from launch.slurm import SlurmError
 from pipeline.data.format import INDEX_FILE
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, PostnormError
 from pipeline.inspect.status import RunStatus, begin_text, progress_lines, run_status
+from pipeline.runtime.files import read_json_lines
 from pipeline.runtime.run_folder import RunFolder
 from pipeline.runtime.summary import (
     LABEL_WIDTH,
@@ -61,6 +66,8 @@ class RunReport:
     start."""
     run_problem: str
     """Why there is no such status, or empty."""
+    remarks: list[str] = field(default_factory=list)
+    """What the site's preemption would cost the run while its job is in the queue."""
 
     @property
     def job(self) -> queue.JobFacts | None:
@@ -104,7 +111,17 @@ def run_report(run_dir: Path) -> RunReport:
         jobs = _jobs_of_run(run_dir)
     except (SlurmError, ConfigError) as error:
         problem = str(error)
-    return report_of(run_dir, jobs, problem)
+    report = report_of(run_dir, jobs, problem)
+    return replace(report, remarks=_remarks(run_dir)) if any(j.is_alive for j in jobs) else report
+
+
+def _remarks(run_dir: Path) -> list[str]:
+    """Compare a run's saves with the site's preemption, by the profile of its last submission."""
+    try:
+        cluster = cluster_of(str(last_folder(run_dir) / CLUSTER_FILE))
+    except (PostnormError, OSError):
+        return []  # a foreign job, or a damaged record, which others tell of
+    return preemption_remarks(preemption(cluster), measured_save_s(run_dir), cluster)
 
 
 def report_of(run_dir: Path, jobs: list[queue.JobFacts], queue_problem: str) -> RunReport:
@@ -148,7 +165,9 @@ def own_status(run_dir: Path) -> tuple[RunStatus | None, str]:
     if not run_dir.exists():
         return None, "the folder is gone"
     if not RunFolder(run_dir).attempts.exists():
-        return None, "training has not started yet"
+        refused = read_json_lines(RunFolder(run_dir).refused)
+        told = f"the last start failed: {refused[-1].get('error')}" if refused else ""
+        return None, told or "training has not started yet"
     try:
         return run_status(run_dir), ""
     except Exception as error:  # noqa: BLE001 - a damaged folder must not hide jobs or other runs
@@ -246,7 +265,7 @@ def run_summary(report: RunReport, now_s: float | None = None) -> FolderSummary:
         lines.append(("excluded", " ".join(report.excluded)))
     lines += progress_lines(report.run) if report.run else [("run", report.run_problem)]
     lines += _start_lines(report)
-    warnings = report.run.warnings if report.run else []
+    warnings = [*(report.run.warnings if report.run else []), *report.remarks]
     return FolderSummary(report.run_dir, headline(report), lines, warnings)
 
 

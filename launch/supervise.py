@@ -32,7 +32,7 @@ from launch.records import (
     append_start,
     exclude_nodes,
     excluded_nodes,
-    newest_checkpoint,
+    progress,
     script_starts,
 )
 from pipeline.config.runs import PretrainConfig
@@ -106,18 +106,18 @@ def _begin(start: JobStart) -> str:
         return _order(start, _no_storage(start, error))
     _say(
         f"start: job {attempt.job}, restart {attempt.restart}, nodes {' '.join(attempt.nodes)}, "
-        f"checkpoint {before or 'none'}"
+        f"{replace(attempt, after=before, kind=start.kind).newest}"
     )
     # Time is nearly up: the ranks end at once, and that is judged as their end.
     return RANKS if start.preflight is None or attempt.at_limit else CHECK
 
 
 def _record_start(start: JobStart) -> str | None:
-    """Write down what this start found, and return the name of its newest checkpoint."""
+    """Write down what this start found, and return how far it was."""
     attempt, run_dir = start.attempt, start.run_dir
     if attempt.starts_before == 0:
         _forget_nodes(run_dir)
-    before = newest_checkpoint(run_dir)
+    before = progress(start.kind, run_dir)
     if start.preflight is not None:
         start.records.mkdir(parents=True, exist_ok=True)
     known = {"job": attempt.job, "restart": attempt.restart, "nodes": list(attempt.nodes)}

@@ -29,6 +29,7 @@ from pipeline.errors import CheckpointError, ConfigError
 from pipeline.runtime import dist
 from pipeline.runtime.checkpoints import FOLDER, STATE_FOLDER, Manifest, published, read_manifest
 from pipeline.runtime.env import ProcessInfo
+from pipeline.runtime.summary import counted
 
 _MOST_NAMES = 5
 _SHA256_DIGITS = 64
@@ -257,10 +258,10 @@ class CheckpointStore:
         manifest = read_manifest(path)
         if manifest.world_size != self._process.world_size:
             logger.info(
-                "%s was saved by %d ranks, this run has %d: data and schedules continue unchanged, "
+                "%s was saved by %s, this run has %d: data and schedules continue unchanged, "
                 "dropout draws other numbers",
                 path,
-                manifest.world_size,
+                counted(manifest.world_size, "rank"),
                 self._process.world_size,
             )
         counters = {name: getattr(manifest, name) for name in COUNTERS}

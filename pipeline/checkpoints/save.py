@@ -59,6 +59,7 @@ from pipeline.runtime.checkpoints import (
 from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.files import (
     make_folder,
+    remove_abandoned,
     rename,
     retry_storage,
     sync_folder,
@@ -210,6 +211,8 @@ class Saver:
 
     def _prepare(self) -> None:
         make_folder(self.folder)
+        for folder in (self.folder, self.folder.parent):
+            remove_abandoned(folder)
         for what, prefix in (("save", _UNFINISHED), ("removal", REMOVING)):
             for path in self.folder.glob(f"{prefix}*"):
                 logger.warning("removing %s: a %s that was never finished", path, what)

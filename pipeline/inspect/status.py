@@ -26,7 +26,15 @@ from pipeline.errors import (
 from pipeline.runtime.checkpoints import Manifest
 from pipeline.runtime.files import read_json_lines
 from pipeline.runtime.run_folder import RunFolder
-from pipeline.runtime.summary import FolderSummary, Line, date, duration, number, progress_bar
+from pipeline.runtime.summary import (
+    FolderSummary,
+    Line,
+    counted,
+    date,
+    duration,
+    number,
+    progress_bar,
+)
 
 RUNNING, FINISHED, STOPPED, FAILED, KILLED = "running", "finished", "stopped", "failed", "killed"
 UNKNOWN = "unknown"
@@ -146,7 +154,7 @@ def run_status(folder: Path, now_s: float | None = None) -> RunStatus:
     starts = _starts(run, attempts, is_alive=is_alive)
     state = FINISHED if run.done.exists() else starts[-1].state
     step = max([line["step"] for line in train], default=attempts[-1]["resumed_from_step"] or 0)
-    warnings = _warnings(lines, manifest, run)
+    warnings = _refusals(run, attempts) + _warnings(lines, manifest, run)
     if state == RUNNING and idle_s > silence_s:
         silence = f"{idle_s:,.0f} s, more than {_SILENT_INTERVALS} log intervals"
         warnings.insert(0, f"no progress for {silence}: look at {run.logs}")
@@ -290,6 +298,15 @@ def _end_of(codes: list[int], world_size: int) -> tuple[str, str]:
     return FAILED, f"failed, trying again may help{also}"
 
 
+def _refusals(run: RunFolder, attempts: list[dict[str, Any]]) -> list[str]:
+    """Report the newest start, if it ended before it trained."""
+    refused = read_json_lines(run.refused)
+    if not refused or refused[-1]["unix_s"] < attempts[-1]["unix_s"]:
+        return []
+    last = refused[-1]
+    return [f"the last start, {date(last['unix_s'])}, job {last['job']}, failed: {last['error']}"]
+
+
 def _warnings(lines: list[dict[str, Any]], manifest: Manifest | None, run: RunFolder) -> list[str]:
     train = [line for line in lines if line["kind"] == "train"][-_RECENT_LINES:]
     skips = [line for line in lines if line["kind"] == "skip"]
@@ -373,7 +390,7 @@ def summary(folder: Path, status: RunStatus) -> FolderSummary:
     starts = [
         (
             f"start {start.attempt}",
-            f"{date(start.unix_s)}  {begin_text(start)}, {start.world_size} ranks, job "
+            f"{date(start.unix_s)}  {begin_text(start)}, {counted(start.world_size, 'rank')}, job "
             f"{start.job} on {start.host}: {start.end}",
         )
         for start in status.starts
@@ -404,7 +421,8 @@ def progress_lines(status: RunStatus) -> Iterator[Line]:
     speed = number(status.tokens_per_s, ",.0f")
     yield "tokens", f"{number(status.tokens, ',')} seen, {speed}/s"
     if status.state != FINISHED:
-        training = "" if status.state == RUNNING else " of training left"
+        is_known = status.state != RUNNING and status.eta_s is not None
+        training = " of training left" if is_known else ""
         life = f"   last sign of life {duration(status.idle_s)} ago"
         yield "ETA", f"{duration(status.eta_s)}{training}{life}"
     saved = status.checkpoint

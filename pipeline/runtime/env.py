@@ -13,6 +13,13 @@ from string import Template
 from pipeline.errors import ConfigError
 
 _GROUP_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_MPI = {
+    "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    "MVAPICH": ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK"),
+    "MPICH or Intel MPI": ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"),
+}
+"""By MPI: variables with the number of processes, this one's, and this one's on its node."""
+_IN_KUBERNETES = "KUBERNETES_SERVICE_HOST"
 RUN_DIR_VARIABLE = "POSTNORM_RUN_DIR"
 """Set by `launch`, so that a rank can record how it ended."""
 START_VARIABLE = "POSTNORM_START"
@@ -50,12 +57,19 @@ def process_info(environ: Mapping[str, str] | None = None) -> ProcessInfo:
     """
     environ = os.environ if environ is None else environ
     missing = [name for name in _GROUP_VARIABLES if not environ.get(name)]
+    if missing == ["LOCAL_RANK"] and environ.get(_IN_KUBERNETES):
+        raise ConfigError(
+            f"LOCAL_RANK is not set, and this pod has {_num_gpus()} GPUs, so that RANK="
+            f"{environ['RANK']} is that of the pod: start a process for each GPU in it, with "
+            "`torchrun --nnodes=$WORLD_SIZE --node-rank=$RANK --nproc-per-node=N "
+            "--master-addr=$MASTER_ADDR --master-port=$MASTER_PORT -m postnorm pretrain CONFIG`"
+        )
     if missing:
         raise ConfigError(
             f"process-group variables not set: {', '.join(missing)}. On one machine start with "
-            "`torchrun --standalone --nproc-per-node N -m postnorm pretrain CONFIG`, under SLURM "
-            "with `postnorm submit CONFIG`. Set all of them or, for one process that trains or "
-            "evaluates, none"
+            "`torchrun --standalone --nproc-per-node N -m postnorm pretrain CONFIG`, on several "
+            "with torchrun on each, under SLURM with `postnorm submit CONFIG`. Set all of them or, "
+            "for one process that trains or evaluates, none"
         )
     numbers = {name: environ[name] for name in _GROUP_VARIABLES if name != "MASTER_ADDR"}
     for name, text in numbers.items():
@@ -75,10 +89,15 @@ def process_info_or_alone(environ: MutableMapping[str, str] | None = None) -> Pr
     Then the variables of that group are set, for torch and DeepSpeed.
 
     Raises:
-        ConfigError: some variables are missing or are not numbers, or SLURM has several tasks and
-            none of them has the variables.
+        ConfigError: some variables are missing or are not numbers, or SLURM or mpirun started
+            several processes and none of them has the variables.
     """
     environ = os.environ if environ is None else environ
+    # Kubeflow and others set all but this one. Where a pod has one GPU or none, there can be no
+    # other process of the run beside this one.
+    is_alone = environ.get(_IN_KUBERNETES) and environ.get("RANK") and _num_gpus() <= 1
+    if is_alone and not environ.get("LOCAL_RANK"):
+        environ["LOCAL_RANK"] = "0"
     if any(environ.get(name) for name in _GROUP_VARIABLES[:3]):
         return process_info(environ)
     # Nothing is guessed: N tasks would start N runs of one process each, all writing to one folder.
@@ -91,6 +110,15 @@ def process_info_or_alone(environ: MutableMapping[str, str] | None = None) -> Pr
             "them from SLURM_PROCID, SLURM_LOCALID and SLURM_NTASKS as its job scripts do; for one "
             "process start it with `srun --ntasks=1`"
         )
+    for program, (size, rank, local_rank) in _MPI.items():
+        if environ.get(size, "1") != "1":
+            raise ConfigError(
+                f"{program} has started {environ[size]} processes ({size}), and none of "
+                f"{', '.join(_GROUP_VARIABLES)} is set: each would do the whole work by itself. "
+                "Start one process a node with torchrun, or set them: `mpirun ... bash -c "
+                f"'RANK=${rank} WORLD_SIZE=${size} LOCAL_RANK=${local_rank} MASTER_ADDR=HOST "
+                "MASTER_PORT=29500 exec postnorm pretrain CONFIG'`"
+            )
     # With port 0 rank 0 takes any port that is free; no other rank has to know it.
     environ.update(
         # Port 0: a free port that is looked up first can be taken before it is used.
@@ -101,6 +129,11 @@ def process_info_or_alone(environ: MutableMapping[str, str] | None = None) -> Pr
         MASTER_PORT="0",
     )
     return process_info(environ)
+
+
+def _num_gpus() -> int:
+    """Count the GPUs that this machine, or this pod, shows."""
+    return len([path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdecimal()])
 
 
 def _job(environ: Mapping[str, str]) -> str:

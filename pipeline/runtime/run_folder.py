@@ -163,6 +163,11 @@ class RunFolder:
                 f"{path} is a run that was submitted but has not started {missing}. "
                 f"`postnorm status {path}` tells what it waits for."
             )
+        if refused := read_json_lines(self.refused):
+            return RunFolderError(
+                f"{path} is a run that has not trained {missing}: its last start was refused: "
+                f"{refused[-1].get('error')}"
+            )
         if self.logs.is_dir():
             return RunFolderError(
                 f"{path} is a run that has not started {missing}. {self.logs} holds the messages "
@@ -183,6 +188,8 @@ class RunFolder:
     """The config that DeepSpeed gets; absent at ZeRO stage 0."""
     attempts = _Inside("attempts.jsonl")
     """One JSON line for each start."""
+    refused = _Inside("refused.jsonl")
+    """One JSON line for each start that ended before it trained, with the reason."""
     lock = _Inside("lock")
     """Locked while rank 0 lives."""
     # Written while it trains.

@@ -16,8 +16,9 @@ from types import FrameType, TracebackType
 from pipeline.errors import EXIT_INTERRUPTED
 
 _NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
-_EARLY = ("pretrain", "finetune", "multitask", "evaluate")
-"""Verbs that look at the request; any other is to be killed by the signals."""
+EARLY = ("pretrain", "finetune", "multitask", "evaluate", "benchmark", "transfer")
+"""Verbs that train or evaluate here, and look at the request; any other is to be killed by the
+signals."""
 
 
 class StopRequest:
@@ -58,7 +59,7 @@ def listen_early(words: Sequence[str]) -> None:
 
     Any other verb ends at Ctrl-C, in one line even while modules are imported.
     """
-    if words and words[0] in _EARLY:
+    if words and words[0] in EARLY and "--dry-run" not in words:
         listen()
     else:
         sys.excepthook = _without_traceback

@@ -184,6 +184,11 @@ def _drawn(console: "Console", *parts: Any) -> list[str]:
     return [line.rstrip() for line in drawn.get().splitlines()]
 
 
+def counted(number: int, noun: str) -> str:
+    """Write such as `1 rank` and `2 ranks`."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
 def duration(seconds: float | None) -> str:
     """Write such as `2d 03:04:05`; None is `unknown`."""
     if seconds is None:

@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -50,6 +50,7 @@ from pipeline.runtime.files import (
 from pipeline.runtime.notify import FAILED, FINISHED, STARTED, STOPPED, WENT_BACK, Notifier
 from pipeline.runtime.rank import Rank, leaving
 from pipeline.runtime.run_folder import FORMAT_VERSION, RunFolder
+from pipeline.runtime.summary import counted
 from pipeline.sinks.base import SinkContext, Sinks, find_sinks
 from pipeline.train.batch_log import BatchLog
 from pipeline.train.deepspeed import deepspeed_config
@@ -101,7 +102,11 @@ def train_run(config: RunConfig, rank: Rank, work: Workload) -> int:
         notifier = Notifier(command, run_dir, rank.process.job)
         code = leaving(
             lambda: _telling(
-                lambda: _run(config, rank.process, work, device, requests, notifier),
+                lambda: _noting_refusal(
+                    lambda: _run(config, rank.process, work, device, requests, notifier),
+                    folder,
+                    rank.process,
+                ),
                 notifier,
                 by_hand=by_hand,
             ),
@@ -116,6 +121,19 @@ def train_run(config: RunConfig, rank: Rank, work: Workload) -> int:
             work.finish()
         close_process_group()
     return code
+
+
+def _noting_refusal(work: Callable[[], int], folder: RunFolder, process: ProcessInfo) -> int:
+    """Do some work; where it fails before its attempt is on record, put the reason on record."""
+    try:
+        return work()
+    except Exception as error:
+        attempts = read_json_lines(folder.attempts)
+        if process.is_first and (not attempts or attempts[-1].get("job") != process.job):
+            why = {"unix_s": time.time(), "job": process.job, "error": str(error)}
+            with suppress(OSError):  # it would hide the error itself
+                append_json(folder.refused, why)
+        raise
 
 
 def _telling(work: Callable[[], int], notifier: Notifier, *, by_hand: bool) -> int:
@@ -317,10 +335,10 @@ def _run(
         # Before the engine is made, which copies the weights into its masters.
         work.start(model)
     logger.info(
-        "%s: %s parameters, %d ranks on %s, %s",
+        "%s: %s parameters, %s on %s, %s",
         run_dir,
         f"{num_parameters:,}",
-        process.world_size,
+        counted(process.world_size, "rank"),
         device.type,
         data.description,
     )
@@ -344,7 +362,7 @@ def _run(
         requests=requests,
     )
     start = f"from {resumed_from.name}" if resumed_from else "from step 0"
-    notifier.send(STARTED, f"{start}, {process.world_size} ranks")
+    notifier.send(STARTED, f"{start}, {counted(process.world_size, 'rank')}")
     code = _attempt(run, resumed_from, rewound=False)
     while code is None:
         if process.is_first:

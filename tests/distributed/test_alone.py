@@ -3,14 +3,18 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from pipeline.config import strict_yaml
 from pipeline.data.format import DatasetIndex
 from pipeline.errors import EXIT_FAILED_RETRY, EXIT_PREEMPTED
 from tests.support.grids import first_in_ci
-from tests.support.processes import python
+from tests.support.pages import ROOT, blocks
+from tests.support.processes import free_port, python
 from tests.support.ranks import CONFIG, Ranks, losses
 
 pytestmark = pytest.mark.usefixtures("processes")
@@ -70,3 +74,42 @@ def test_torchrun_starts_ranks_of_the_door(dataset: DatasetIndex, tmp_path: Path
     _run(tmp_path / "run", dataset, *_SIX_STEPS, launcher=launcher)
     assert _attempts(tmp_path / "run") == [(2, None)]
     assert len(losses(tmp_path / "run")) == 6
+
+
+def _pods() -> tuple[list[str], dict[str, str]]:
+    """The command of the manifest in docs/without_slurm.md, and its variables."""
+    [block] = [b for b in blocks(ROOT / "docs" / "without_slurm.md") if b.kind == "yaml"]
+    _, job = (strict_yaml.parse(part, "page").plain() for part in block.text.split("---\n"))
+    pod = job["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    assert pod["subdomain"] == job["metadata"]["name"]
+    assert f"--nnodes={job['spec']['completions']}" in container["args"][0]
+    variables = {each["name"]: each["value"] for each in container["env"]}
+    assert variables["MASTER_ADDR"] == f"{job['metadata']['name']}-0.{pod['subdomain']}"
+    return [*container["command"], *container["args"]], variables
+
+
+@pytest.mark.parametrize("how", first_in_ci(["a process a pod", "torchrun in pods"]))
+def test_pods_train_one_run(how: str, dataset: DatasetIndex, tmp_path: Path) -> None:
+    """Two pods, as Kubeflow and the manifest of the documentation start them."""
+    config, run_dir = tmp_path / "train.yaml", tmp_path / "run"
+    config.write_text(CONFIG)
+    words = [f"run_dir={run_dir}", f"data.dir={dataset.folder}", *_SIX_STEPS]
+    command = [sys.executable, "-m", "postnorm", "pretrain", str(config), *words]
+    pod = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "PYTHONPATH": str(ROOT)}
+    port = free_port()
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if how == "torchrun in pods":
+        command, group = _pods()
+        text = command[-1].replace("torchrun", f"{sys.executable} -m torch.distributed.run")
+        text = text.replace("--master-port=29500", f"--master-port={port}")
+        command[-1] = text.replace("/shared/train.yaml", f"{config} {' '.join(words)}")
+        group |= {"MASTER_ADDR": "127.0.0.1", "GPUS": "1"}
+    pods = [
+        subprocess.Popen(command, env={**_NO_GROUP, **pod, **group, "RANK": rank,
+                                       "JOB_COMPLETION_INDEX": rank}, cwd=tmp_path)
+        for rank in "01"
+    ]  # fmt: skip
+    assert [process.wait(200) for process in pods] == [0, 0]
+    assert _attempts(run_dir) == [(2, None)]
+    assert len(losses(run_dir)) == 6

@@ -1,6 +1,7 @@
 """Killed and stopped runs continue bit for bit; what does not fit is refused."""
 
 import json
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -163,6 +164,9 @@ def test_a_run_of_a_newer_version_is_left_as_it_is(straight_run: Path, train: Tr
     assert "the fields planes, which this version does not know" in ranks.output
     assert _checkpoints(run_dir) == before
     assert (run_dir / "attempts.jsonl").read_text() == attempts
+    # A start that was refused is on record, and shown until another one trains.
+    [first, *_] = run_status(run_dir).warnings
+    assert re.match("the last start, .* failed: .*the fields planes", first)
     newest.write_text(original)
     record = {**json.loads(attempts), "format_version": 2, "git_revision": "abc"}
     (run_dir / "attempts.jsonl").write_text(attempts + json.dumps(record))

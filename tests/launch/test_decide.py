@@ -14,9 +14,12 @@ from launch.decide import (
     decide,
     end_attempt,
     exit_codes,
+    is_miss,
     patiently,
 )
-from launch.records import newest_checkpoint
+from launch.records import EVALUATE, FINETUNE, PRETRAIN, PROGRAM, newest_checkpoint, progress
+from pipeline.runtime.files import append_json
+from pipeline.runtime.run_folder import RunFolder
 
 LIMITS = Limits(restarts=5, without_progress=2)
 FAILED = JobAttempt(job="7", restart=0, nodes=("n1", "n2"), before="step-00000010",
@@ -181,3 +184,43 @@ def test_damaged_history_and_exit_codes_do_not_hide_the_verdict(tmp_path: Path) 
     (tmp_path / "exit" / "7.0" / "rank-00000").write_text("7x\n")
     assert exit_codes(tmp_path, "7.0") == (1,)
     assert end_attempt(FAILED, LIMITS, tmp_path).word == "requeue"
+
+
+def test_a_program_gets_on_by_its_exit_code() -> None:
+    """It has no checkpoints that are known: 75 at each limit goes on until max_restarts."""
+    saved = replace(SAVED, kind=PROGRAM, before=None, after=None, at_limit=True)
+    assert _word(saved, 1) == "requeue"
+    assert not is_miss(saved)
+    assert _word(replace(saved, restart=5)) == "failed"
+    failed = replace(saved, codes=(75, 75, 75, 1))
+    assert is_miss(failed)
+    assert _word(failed, 1) == "failed"
+    # 3 is no STOP file: a code like others, which is tried again.
+    assert _word(replace(saved, codes=(3,) * 4)) == "requeue"
+    assert _word(replace(saved, codes=(2,) * 4)) == "failed"
+
+
+def test_progress_is_of_the_kind_of_job(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    for kind in (PRETRAIN, EVALUATE, FINETUNE, PROGRAM, "multitask"):
+        assert progress(kind, tmp_path) is None
+    append_json(run.evaluations, {"step": 10})
+    assert progress(EVALUATE, tmp_path) == "1 evaluations"
+    for seed, step in ((1, 40), (2, 20), (3, None)):
+        folder = tmp_path / f"seed-{seed}"
+        folder.mkdir()
+        if step:
+            (folder / "checkpoints").mkdir()
+            (folder / "checkpoints" / "latest").write_text(f"step-{step:08d}\n")
+    before = progress(FINETUNE, tmp_path)
+    assert before == "seed-1/step-00000040, seed-2/step-00000020"
+    (tmp_path / "seed-1" / "result.json").write_text("{}")
+    assert progress(FINETUNE, tmp_path) == "1 finished, seed-2/step-00000020"
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest").write_text("step-00000020\n")
+    assert progress(PRETRAIN, tmp_path) == progress("multitask", tmp_path) == "step-00000020"
+    assert progress(PROGRAM, tmp_path) is None
+    # An evaluation that its time limit ends counts only if it evaluated something.
+    ended = replace(SAVED, kind=EVALUATE, before="1 evaluations", at_limit=True)
+    assert is_miss(replace(ended, after="1 evaluations"))
+    assert not is_miss(replace(ended, after="2 evaluations"))

@@ -236,3 +236,30 @@ def test_ranks_are_bound_if_can_be(slurm: FakeSlurm, tmp_path: Path, said: str, 
     own = tmp_path / "c.yaml"
     own.write_text("cpu_bind: ''\n")
     assert profile_here(str(own)).cpu_bind == ""
+
+
+def test_preemption_is_compared_with_the_time_of_a_save() -> None:
+    text = (
+        "PartitionName=train Default=YES PriorityTier=10 PreemptMode=REQUEUE GraceTime=5 Nodes=a\n"
+        "PartitionName=scrap Default=NO PriorityTier=1 PreemptMode=CANCEL GraceTime=60 Nodes=a\n"
+        "PartitionName=high Default=NO PriorityTier=100 PreemptMode=OFF GraceTime=0 Nodes=a\n"
+    )
+    named, wanted = site.parse_preempted(text, "")
+    assert (named, wanted) == (
+        [("partition train", "REQUEUE", "5"), ("partition scrap", "CANCEL", "60")],
+        {"partition train"},
+    )
+    assert site.parse_preempted(text, "scrap,high")[1] == {"partition scrap", "partition high"}
+    cluster = ClusterConfig(stop_before_end_s=90)
+    for mode, grace_s, save_s, expected in (
+        ("CANCEL", 60, None, "90 s .*`postnorm resume`.*PreemptMode=REQUEUE.*GraceTime >= 90"),
+        ("CANCEL", 60, 50.0, "70 s .*a save took 50.0 s.*GraceTime >= 70"),
+        ("CANCEL", 60, 39.0, None),
+        ("REQUEUE", 5, 1.0, "checkpoint.every_steps.*GraceTime >= 21"),
+        ("REQUEUE", 30, 1.0, None),
+        ("SUSPEND", 0, 1.0, "train.hang_timeout_s"),
+    ):
+        found = [site.Preemption("partition p", mode, grace_s)]
+        remarks = site.preemption_remarks(found, save_s, cluster)
+        assert len(remarks) == (expected is not None)
+        assert all(re.search(str(expected), text) for text in remarks), remarks

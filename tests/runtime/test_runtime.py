@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ConfigError, PostnormError
+from pipeline.runtime import env
 from pipeline.runtime.env import multiplies_bf16, process_info, process_info_or_alone
 from pipeline.runtime.files import sha256_file, write_atomic
 from tests.support.processes import output, python
@@ -81,6 +82,36 @@ def test_a_process_may_be_alone_but_not_one_of_several() -> None:
         with pytest.raises(ConfigError, match="SLURM has 4 tasks"):
             process_info_or_alone({name: "4"})
     assert process_info_or_alone({"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1"}).world_size == 1
+
+
+@pytest.mark.parametrize(("size", "rank", "program"), [
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "Open MPI"),
+    ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MVAPICH"),
+    ("PMI_SIZE", "PMI_RANK", "MPICH"),
+])  # fmt: skip
+def test_several_processes_of_mpirun_are_refused(size: str, rank: str, program: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{program}.* 4 processes.*RANK=\${rank} .*{size}"):
+        process_info_or_alone({size: "4", rank: "2"})
+    assert process_info_or_alone({size: "1", rank: "0"}).world_size == 1
+    assert process_info_or_alone({**GROUP, size: "4", rank: "2"}) == process_info(GROUP)
+
+
+def test_a_pod_without_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", **GROUP}
+    del pod["LOCAL_RANK"]
+    for num_gpus in (0, 1):
+        monkeypatch.setattr(env, "_num_gpus", lambda n=num_gpus: n)
+        environ = dict(pod)
+        found = process_info_or_alone(environ)
+        assert (found.rank, found.local_rank, found.world_size) == (1, 0, 2)
+        assert environ["LOCAL_RANK"] == "0"  # DeepSpeed reads it
+    # Whose rank it is is not certain: the pod's, or that of one of its processes.
+    monkeypatch.setattr(env, "_num_gpus", lambda: 8)
+    with pytest.raises(ConfigError, match=r"8 GPUs.*torchrun .*--node-rank=\$RANK"):
+        process_info_or_alone(dict(pod))
+    del pod["KUBERNETES_SERVICE_HOST"]
+    with pytest.raises(ConfigError, match="not set: LOCAL_RANK"):
+        process_info_or_alone(dict(pod))
 
 
 @pytest.mark.usefixtures("processes")

@@ -9,9 +9,10 @@ from pathlib import Path
 PARTITIONS = {
     "train": "Default=YES PriorityTier=10 PreemptMode=REQUEUE GraceTime=5",
     "low": "PriorityTier=1 PreemptMode=REQUEUE GraceTime=5",
+    "scrap": "PriorityTier=1 PreemptMode=CANCEL GraceTime=60",
     "high": "PriorityTier=100 PreemptMode=OFF",
 }
-"""Jobs in `high` push jobs in the others back into the queue."""
+"""Jobs in `high` push jobs in the others back into the queue, those in `scrap` out of it."""
 
 _LONGEST_SOCKET = 107  # bytes of its path; slurmstepd listens on one
 
