@@ -3,7 +3,7 @@
     python -m benchmarks.sentence_vectors MODEL --train pairs.tsv --sts sts.tsv --out DIR
 
 Files, training and scores are those of `examples/sentence_vectors.py`, for three seeds of training.
-Prints one line of JSON: Spearman's correlation of each way to make vectors, and its difference from
+The last line is JSON: Spearman's correlation of each way to make vectors, and its difference from
 the model's own vectors with the interval of `pipeline.tasks.intervals`, over seeds and pairs.
 """
 
