@@ -139,7 +139,7 @@ def plan(
     """
     ranks, hardware = cluster.num_ranks, cluster.hardware
     config.batches.require_split(ranks)
-    indexes = _indexes(config)
+    indexes = [find_index(folder) for folder in config.data_dirs]
     there = [index for index in indexes if index]
     vocab_size = config.model.vocab_size or (there[0].vocab_size if there else None)
     if vocab_size is None:
@@ -222,12 +222,6 @@ def _places(config: PretrainConfig) -> list[BatchSpec]:
         for place in config.batches.stretches
         if place.number < num_steps and not stages[place.stage].of
     ]
-
-
-def _indexes(config: PretrainConfig) -> list[DatasetIndex | None]:
-    """Read the indexes of the data of all stages that this run computes; None: not prepared."""
-    stages = [stage for stage in config.timeline.stages if not stage.of]
-    return [find_index(folder) for folder in dict.fromkeys(stage.data.dir for stage in stages)]
 
 
 def _shards_bytes(indexes: Sequence[DatasetIndex]) -> int:
