@@ -199,7 +199,7 @@ def plan(
         best_every_s=best_s,
         best_every_steps=max(1, round(best_s / step_s)) if step_s else None,
         lost_share=save_s / every_s + every_s / (2 * failure_s) if every_s else None,
-        checkpoints_bytes=checkpoint * (config.checkpoint.keep + 1),
+        checkpoints_bytes=checkpoint * _num_checkpoints(config),
         shards_bytes=_shards_bytes(there) if len(there) == len(indexes) else None,
         free_bytes=_free_bytes(config.folder.path),
         problems=(),
@@ -212,6 +212,12 @@ def plan(
 def _worst(stretches: Sequence[StretchPlan]) -> StretchPlan:
     """Return that which takes most memory; the last, if memory is not known."""
     return max(reversed(stretches), key=lambda one: one.activation_bytes or 0)
+
+
+def _num_checkpoints(config: PretrainConfig) -> int:
+    """Count those that are kept, those at the ends of stages too, and the one being written."""
+    own = [stage for stage in config.timeline.stages if not stage.of]
+    return config.checkpoint.keep + len(own)
 
 
 def _places(config: PretrainConfig) -> list[BatchSpec]:
@@ -577,7 +583,7 @@ def _problems(
         yield from _memory_problems(result)
     if result.free_bytes is not None and result.checkpoints_bytes * _FREE_SHARE > result.free_bytes:
         yield (
-            f"{config.checkpoint.keep + 1} checkpoints take {result.checkpoints_bytes / 1e9:,.1f} "
+            f"{_num_checkpoints(config)} checkpoints take {result.checkpoints_bytes / 1e9:,.1f} "
             f"GB, {result.free_bytes / 1e9:,.1f} are free below {config.run_dir}: lower "
             "checkpoint.keep, or choose another run_dir"
         )
