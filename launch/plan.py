@@ -139,7 +139,7 @@ def plan(
     """
     ranks, hardware = cluster.num_ranks, cluster.hardware
     config.batches.require_split(ranks)
-    indexes = _indexes(config)
+    indexes = [find_index(folder) for folder in config.data_dirs]
     there = [index for index in indexes if index]
     vocab_size = config.model.vocab_size or (there[0].vocab_size if there else None)
     if vocab_size is None:
@@ -199,7 +199,7 @@ def plan(
         best_every_s=best_s,
         best_every_steps=max(1, round(best_s / step_s)) if step_s else None,
         lost_share=save_s / every_s + every_s / (2 * failure_s) if every_s else None,
-        checkpoints_bytes=checkpoint * (config.checkpoint.keep + 1),
+        checkpoints_bytes=checkpoint * _num_checkpoints(config),
         shards_bytes=_shards_bytes(there) if len(there) == len(indexes) else None,
         free_bytes=_free_bytes(config.folder.path),
         problems=(),
@@ -214,6 +214,12 @@ def _worst(stretches: Sequence[StretchPlan]) -> StretchPlan:
     return max(reversed(stretches), key=lambda one: one.activation_bytes or 0)
 
 
+def _num_checkpoints(config: PretrainConfig) -> int:
+    """Count those that are kept, those at the ends of stages too, and the one being written."""
+    own = [stage for stage in config.timeline.stages if not stage.of]
+    return config.checkpoint.keep + len(own)
+
+
 def _places(config: PretrainConfig) -> list[BatchSpec]:
     """Return the first batch of each stretch of equal batches that this run computes."""
     stages, num_steps = config.timeline.stages, config.train.num_steps
@@ -222,12 +228,6 @@ def _places(config: PretrainConfig) -> list[BatchSpec]:
         for place in config.batches.stretches
         if place.number < num_steps and not stages[place.stage].of
     ]
-
-
-def _indexes(config: PretrainConfig) -> list[DatasetIndex | None]:
-    """Read the indexes of the data of all stages that this run computes; None: not prepared."""
-    stages = [stage for stage in config.timeline.stages if not stage.of]
-    return [find_index(folder) for folder in dict.fromkeys(stage.data.dir for stage in stages)]
 
 
 def _shards_bytes(indexes: Sequence[DatasetIndex]) -> int:
@@ -583,7 +583,7 @@ def _problems(
         yield from _memory_problems(result)
     if result.free_bytes is not None and result.checkpoints_bytes * _FREE_SHARE > result.free_bytes:
         yield (
-            f"{config.checkpoint.keep + 1} checkpoints take {result.checkpoints_bytes / 1e9:,.1f} "
+            f"{_num_checkpoints(config)} checkpoints take {result.checkpoints_bytes / 1e9:,.1f} "
             f"GB, {result.free_bytes / 1e9:,.1f} are free below {config.run_dir}: lower "
             "checkpoint.keep, or choose another run_dir"
         )

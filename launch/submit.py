@@ -121,7 +121,7 @@ def prepare_training(
     RunFolder(run_dir).refuse_foreign()
     file = submission_folder(run_dir, next_number(run_dir)) / CONFIG_FILE
     words = ("pipeline", PRETRAIN, str(file))
-    draft = _draft(PRETRAIN, run_dir, words, cluster, source, [config.data.dir, *roots])
+    draft = _draft(PRETRAIN, run_dir, words, cluster, source, [*_inputs_of(config), *roots])
     return replace(draft, config=resolved_text(config))
 
 
@@ -172,8 +172,14 @@ def _root(config: TaskConfig, work_dir: str) -> str:
 
 def require_data(config: PretrainConfig, work_dir: str) -> None:
     """Refuse a run whose dataset is missing or damaged, or whose probes cannot be read."""
-    require_index(config.data.dir, work_dir)
+    for folder in config.data_dirs:
+        require_index(folder, work_dir)
     probe_tasks(config.monitor, work_dir)
+
+
+def _inputs_of(config: PretrainConfig) -> list[str]:
+    """Name what a run reads: the data of its stages, and the checkpoint that it goes on from."""
+    return [*config.data_dirs, *([str(config.origin)] if config.origin else [])]
 
 
 def require_index(folder: str, work_dir: str) -> None:
@@ -240,7 +246,7 @@ def checkout_job(config: PretrainConfig, source: Origin) -> Job:
         work_dir=source.work_dir,
         start=("-m",),
         log_dir=source.work_dir,
-        mounts=mounts_of(source.work_dir, config.run_dir, config.data.dir),
+        mounts=mounts_of(source.work_dir, config.run_dir, *_inputs_of(config)),
         profile=source.cluster,
     )
 

@@ -87,4 +87,6 @@ def test_yaml_examples_load(block: Block, tmp_path: Path) -> None:
     if kind is not None:
         load(kind, path)
     else:
-        load(PretrainConfig, path, ["run_dir=runs/mine", "data.dir=data/mine"])
+        # There is no run to go on from: what such a file says is read as a run's own.
+        given = ["run_dir=runs/mine", "data.dir=data/mine", "continue_from=null"]
+        load(PretrainConfig, path, given)

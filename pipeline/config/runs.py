@@ -90,6 +90,11 @@ class RunConfig:
         return Path(of[-1]) if of else None
 
     @property
+    def data_dirs(self) -> list[str]:
+        """The datasets of its stages, each once, without those that another run did before."""
+        return list(dict.fromkeys(s.data.dir for s in self.timeline.stages if not s.of))
+
+    @property
     def folder(self) -> RunFolder:
         """The folder `run_dir`."""
         return RunFolder(Path(self.run_dir))

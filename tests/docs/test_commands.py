@@ -37,6 +37,18 @@ _SMALLER = {
     "eval_every_steps: 500": "eval_every_steps: 12, eval_sequences: 8",
 }
 """What the examples of README.md have, and what is quick."""
+_STAGED = ("staged.yaml", "decay.yaml", "decays.yaml")
+_SMALLER_STAGES = {
+    "seq_len: 128": "seq_len: 64",
+    "seq_len: 1024": "seq_len: 128",
+    "steps: 16_000": "steps: 8",
+    "steps: 2_000": "steps: 4",
+    "@18000": "@12",
+    "global_batch: 128, micro_batch: 32": "global_batch: 8, micro_batch: 4",
+    "global_batch: 16, micro_batch: 4": "global_batch: 4, micro_batch: 2",
+    "data/good": "data/mine",
+}
+"""The same of docs/stages.md, whose files are `_STAGED`; with those of README.md's it also has."""
 _SCRIPTS = ("api",)
 """Pages whose Python is a program; `test_formats` runs that of formats.md."""
 
@@ -181,6 +193,11 @@ def workshop(tmp_path_factory: pytest.TempPathFactory, processes: None) -> Path:
         prep, train = prep.replace(long, short), train.replace(long, short)
     (folder / "prep.yaml").write_text(prep)
     (folder / "train.yaml").write_text(train)
+    staged = (block.text for block in blocks(ROOT / "docs/stages.md") if block.kind == "yaml")
+    for name, text in zip(_STAGED, staged, strict=True):
+        for long, short in (_SMALLER_STAGES | _SMALLER).items():
+            text = text.replace(long, short)
+        (folder / name).write_text(text)
     (folder / "bin").mkdir()
     program = f'#!/bin/sh\nexec {sys.executable} -m postnorm "$@"\n'
     write_program(folder / "bin" / "postnorm", program)

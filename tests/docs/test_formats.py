@@ -67,7 +67,7 @@ def test_masks_of_a_step(steps: TrainSteps, code: dict[str, Any]) -> None:
     locations = steps.order.segment(cursor).locate(cursor, place.size)
     assert set(locations.epochs.tolist()) == {1}
     slots = steps.split.slots(locations, 64)
-    [batch] = steps._inputs(
+    [batch] = steps.of(cursor).of.inputs(
         slots, locations, place.number, micro_batch=place.size, places=np.arange(place.size)
     )
     found = [

@@ -375,6 +375,8 @@ def test_each_stage_is_planned_with_its_own_batches_and_masks(tmp_path: Path) ->
     assert [one.train_s for one in found.stretches] == pytest.approx(
         [flops / (100e12 * 0.4) for flops in expected]
     )
+    # Those that are kept, the one being written, and the ends of two stages.
+    assert found.checkpoints_bytes == (config.checkpoint.keep + 3) * found.checkpoint_bytes
     [line] = [line for line in plan_text(found, config, cluster) if "stage 1 (long)" in line]
     assert line.split()[3:8] == ["101", "50", "8", "8", "1,024"]
 

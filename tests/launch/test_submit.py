@@ -1,6 +1,7 @@
 """A run handed to SLURM: what is copied, what is refused, what is left behind."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,11 @@ from typing import Any
 import pytest
 
 from launch.cluster import ClusterConfig
-from pipeline.config.load import load, resolved_text
+from launch.submit import Origin, prepare_training
+from pipeline.config.load import build, load, resolved_text
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import DatasetIndex
+from pipeline.errors import ConfigError
 from tests.support.checkpoints import make_checkpoint
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.processes import Processes, output, wait_until
@@ -55,6 +58,28 @@ class Place:
 @pytest.fixture
 def place(tmp_path: Path, dataset: DatasetIndex, processes: None) -> Place:
     return Place(tmp_path, dataset)
+
+
+def test_a_job_has_the_data_of_all_stages(dataset: DatasetIndex, tmp_path: Path) -> None:
+    other = str(tmp_path / "elsewhere")
+    stages = [{"name": "stable", "steps": 10},
+              {"name": "decay", "steps": 5, "data": {"dir": other}}]  # fmt: skip
+    values = {"run_dir": "runs/mine", "data": {"dir": str(dataset.folder), "seq_len": 64},
+              "train": {"global_batch": 8, "micro_batch": 4, "warmup_steps": 2}}  # fmt: skip
+    work = tmp_path / "work"
+    source = Origin("train.yaml", (), None, str(work))
+    cluster = ClusterConfig(gpus_per_node=0, ranks_per_node=1)
+    config = build(PretrainConfig, {**values, "stages": stages}, "here")
+    with pytest.raises(ConfigError, match=f"data.dir={other}"):
+        prepare_training(config, cluster, source)
+    shutil.copytree(dataset.folder, other)
+    mounts = prepare_training(config, cluster, source).job.mounts
+    assert mounts == (str(work), str(dataset.folder), other)
+    # A run that goes on from another one reads its own data, and that one's checkpoint.
+    of = str(tmp_path / "theirs/checkpoints/step-00000010")
+    stages[0]["of"] = of
+    config = build(PretrainConfig, {**values, "stages": stages}, "here")
+    assert prepare_training(config, cluster, source).job.mounts == (str(work), other, of)
 
 
 def test_everything_a_job_needs_is_copied(place: Place) -> None:
