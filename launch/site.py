@@ -229,10 +229,8 @@ def parse_preempted(text: str, wanted: str) -> tuple[list[tuple[str, str, str]],
         for each in every
         if "GraceTime" in each and int(each.get("PriorityTier", "1")) < highest
     ]
-    names = wanted.split(",") if wanted else [
-        each["PartitionName"] for each in every if each.get("Default") == "YES"
-    ]  # fmt: skip
-    return named, {f"partition {name}" for name in names}
+    defaults = [each["PartitionName"] for each in every if each.get("Default") == "YES"]
+    return named, {f"partition {name}" for name in (wanted.split(",") if wanted else defaults)}
 
 
 def _mode(text: str) -> str | None:

@@ -19,16 +19,17 @@ NEEDED = {"pyproject.toml", "constraints.txt", "LICENSE", "README.md", "data_pre
           "pipeline", "postnorm", "experiments", "configs"}  # fmt: skip
 
 
-def _instructions() -> list[tuple[str, str]]:
+def instructions() -> list[tuple[str, str]]:
+    """The steps of the Dockerfile, each with its arguments."""
     lines = [line for line in DOCKERFILE.splitlines() if line and not line.startswith("#")]
     joined = re.sub(r"\\\n\s*", "", "\n".join(lines)).splitlines()
     return [(line.partition(" ")[0], line.partition(" ")[2]) for line in joined]
 
 
 def test_dependencies_come_before_code_and_the_user_is_not_root() -> None:
-    instructions = _instructions()
-    assert {name for name, _ in instructions} <= INSTRUCTIONS
-    words = [f"{name} {text}" for name, text in instructions]
+    steps = instructions()
+    assert {name for name, _ in steps} <= INSTRUCTIONS
+    words = [f"{name} {text}" for name, text in steps]
     [fetch] = [i for i, line in enumerate(words) if "--requirement requirements.txt" in line]
     assert words.index("COPY pyproject.toml constraints.txt ./") < fetch < words.index("COPY . .")
     assert words.index("USER postnorm") > max(i for i, line in enumerate(words) if "RUN" in line)
@@ -93,7 +94,7 @@ def test_the_definition_is_filled_in_as_both_programs_do() -> None:
 
 
 def test_the_folder_of_the_image_belongs_to_its_user() -> None:
-    words = [f"{name} {text}" for name, text in _instructions()]
+    words = [f"{name} {text}" for name, text in instructions()]
     [make] = [i for i, line in enumerate(words) if "--mode=1777 /work" in line]
     assert "--owner=postnorm" in words[make]
     assert make < words.index("WORKDIR /work")

@@ -1,15 +1,21 @@
 """The verbs of `postnorm` and of `pipeline`: examples, groups, nearest words, what loads torch."""
 
+import errno
+import inspect
 import json
+import os
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
 from pipeline.commands import GROUPS
-from pipeline.runtime import cli
+from pipeline.errors import explained
+from pipeline.runtime import cli, stop
 from pipeline.runtime.cli import Parser
 from postnorm.__main__ import groups
 from tests.support.checkpoints import make_checkpoint
@@ -211,3 +217,58 @@ except ImportError:
     print([signal.getsignal(s) is signal.SIG_DFL for s in (signal.SIGTERM, signal.SIGUSR1)])
 """
     assert python("-c", program) == f"{[verb == 'export'] * 2}\n"
+
+
+def test_a_file_in_the_place_of_a_verb_names_the_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, meant in ((["prep", "p.yaml"], "run p.yaml"), (["t.yaml"], "pretrain t.yaml")):
+        with pytest.raises(SystemExit) as ended:
+            cli.parse(PARSERS["postnorm"], words)
+        assert ended.value.code == 2
+        assert f"did you mean `{meant}`?" in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be_written_is_told_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for words, said in (
+        (["encode", "m", "--out", f"{tmp_path}/none/v.npy"], f"{tmp_path}/none does not exist"),
+        (["encode", "m", "--out", f"{tmp_path}/file/v.npy"], f"{tmp_path}/file is a file"),
+        (["export", "m", f"{tmp_path}/file/new/out"], f"{tmp_path}/file is a file"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            cli.parse(PARSERS["postnorm"], words)
+        assert ended.value.code == 2
+        assert said in capsys.readouterr().err
+    assert cli.parse(PARSERS["postnorm"], ["export", "m", f"{tmp_path}/new/out"]).out.name == "out"
+
+
+def test_errors_of_the_system_have_their_code_and_remedy() -> None:
+    for number, code, remedy in (
+        (errno.ENOSPC, 2, "free space"), (errno.EDQUOT, 2, "quota"), (errno.EROFS, 2, "writable"),
+        (errno.ENOENT, 2, "correct the path"), (errno.ENOTDIR, 2, "correct the path"),
+        (errno.EACCES, 2, "for you"), (errno.ESTALE, 1, "the same command continues"),
+        (errno.EMFILE, 1, "the same command continues"),
+    ):  # fmt: skip
+        told = explained(OSError(number, os.strerror(number), "/some/path"))
+        assert told.exit_code == code
+        assert remedy in str(told)
+        assert "/some/path" in str(told)
+    # Where no other try helps, nothing says that one does.
+    assert "the same command" not in str(explained(OSError(errno.ENOENT, "none", "/p")))
+
+
+def test_verbs_that_train_hear_signals_from_their_first_moment() -> None:
+    """A signal of the first seconds would kill them; each verb that looks at one is listed."""
+    every = {verb.name: verb for verbs in groups().values() for verb in verbs}
+    looking = {
+        name
+        for name, verb in every.items()
+        if name not in ("profile", "bandwidth")  # which save nothing
+        if "_as_rank(" in inspect.getsource(_function(verb.function))
+    }
+    assert looking == set(stop.EARLY)
+
+
+def _function(function: Callable[..., object]) -> Callable[..., object]:
+    return function.args[0] if isinstance(function, partial) else function
