@@ -219,7 +219,8 @@ def test_a_disk_that_is_full_at_a_border_costs_nothing(
     script = f'mount -t tmpfs -o size=1600k none {small}; exec "$@"'
     again = f"mount -o remount,size=64m {small}"
     code = (
-        "import subprocess; from pathlib import Path; from tests.distributed.test_stages import Ranks, _lines, assert_same_bits;"
+        "import subprocess; from pathlib import Path;"
+        "from tests.distributed.test_stages import Ranks, _lines, assert_same_bits;"
         f"given = {[*_BASE, 'train.num_steps=16', f'stages={json.dumps(runs.stages)}']!r};"
         "from pipeline.data.format import read_index;"
         f"start = lambda: Ranks(Path({str(small / 'run')!r}),"
