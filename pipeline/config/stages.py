@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from pipeline.config import schedule, schema, strict_yaml
@@ -130,8 +131,14 @@ class Timeline:
         sections = [_sections(data, model, train, stage, k) for k, stage in enumerate(stages)]
         sections = sections or [(data, model, train)]
         sizes = [
-            StageBatches(_steps(stage, *section[::2]), section[0].seq_len, *_batch(section[2]))
-            for stage, section in zip(stages, sections, strict=False)
+            StageBatches(
+                stage.steps or _until(stage.tokens or 0, of_data.seq_len, *_batch(of_train), first),
+                of_data.seq_len,
+                *_batch(of_train),
+            )
+            for stage, (of_data, _, of_train), first in zip(
+                stages, sections, (phases, *[()] * len(stages)), strict=False
+            )
         ]
         first, _, first_train = sections[0]
         self.batches = BatchPlan(
@@ -354,20 +361,35 @@ def _total_steps(stages: list[Any], root: dict[str, Any]) -> int | None:
                 for of, name, default in (
                     ("data", "seq_len", DataConfig.seq_len),
                     ("train", "global_batch", TrainConfig.global_batch),
+                    ("train", "micro_batch", TrainConfig.micro_batch),
                 )
             ]
-            total += config.steps or _until(config.tokens or 0, *sizes)
+            first = root.get("phases") or () if stage is stages[0] else ()
+            phases = tuple(PhaseConfig(**phase) for phase in first)
+            seq_len, whole, micro = sizes
+            total += config.steps or _until(config.tokens or 0, seq_len, whole, micro, phases)
         except (ConfigError, TypeError, AttributeError, ZeroDivisionError):
             return None
     return total
 
 
-def _steps(stage: StageConfig, data: DataConfig, train: TrainConfig) -> int:
-    return stage.steps or _until(stage.tokens or 0, data.seq_len, train.global_batch)
-
-
-def _until(tokens: float, seq_len: int, global_batch: int) -> int:
-    return max(1, math.ceil(tokens / (seq_len * global_batch)))
+def _until(
+    tokens: float,
+    seq_len: int,
+    global_batch: int,
+    micro_batch: int,
+    phases: tuple[PhaseConfig, ...] = (),
+) -> int:
+    """Count the batches until so many slots are reached; phases come first, with their own."""
+    batches = 0
+    if phases:
+        firsts = BatchPlan(
+            phases, seq_len=seq_len, global_batch=global_batch, micro_batch=micro_batch
+        ).stretches
+        batches = firsts[-1].number
+        for one, after in pairwise(firsts):
+            tokens -= (after.number - one.number) * one.size * one.seq_len
+    return batches + max(1, math.ceil(tokens / (seq_len * global_batch)))
 
 
 def _batch(train: TrainConfig) -> tuple[int, int]:

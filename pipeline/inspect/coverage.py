@@ -398,7 +398,7 @@ def coverage_text(found: Coverage) -> Iterator[str]:
     if found.stages:
         yield from (*_stretches_table(found.stretches), "", *_stages_table(found.stages))
         for each in found.datasets:
-            yield from ("", f"{each.dir}, walked through {' and '.join(each.stages)}:")
+            yield from ("", f"{each.dir}, walked through {', '.join(each.stages)}:")
             yield from (*_sources_table(each.sources), _pass_text(each))
         yield from ("", f"the planned run: {found.num_steps:,} steps")
     else:

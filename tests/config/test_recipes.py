@@ -110,7 +110,8 @@ def test_stages_are_the_published_ones(
                    counts_activations=False)  # fmt: skip
     for stage, expected in zip(stages, tokens, strict=True):
         slots = sum(one.slots for one in planned.stretches if one.stage == stage.title)
-        assert slots == pytest.approx(expected, rel=0.001)
+        # Up to a batch more, the slots of the first stage's phases counted as they are.
+        assert expected <= slots < expected + stage.train.global_batch * stage.data.seq_len
     assert tuple(stage.data.seq_len for stage in stages) == seq_lens
     assert tuple(stage.data.mask_prob for stage in stages) == masks
     bases = [stage.model.rotary_base for stage in stages]

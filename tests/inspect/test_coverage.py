@@ -14,6 +14,7 @@ from pipeline.data.format import DatasetIndex
 from pipeline.data.order import Order
 from pipeline.errors import DataError
 from pipeline.inspect.coverage import coverage, coverage_text
+from tests.support.checkpoints import make_checkpoint
 from tests.support.variants import Variants
 
 pytestmark = pytest.mark.long
@@ -73,7 +74,7 @@ def test_stages_say_what_they_see_and_each_dataset_is_walked_once(
     pass_steps = stable + (epochs[64] * 3 / 5) * 64 / (4 * 128)
     assert found.datasets[0].pass_steps == pytest.approx(pass_steps, rel=0.03)
     text = "\n".join(coverage_text(found))
-    assert f"{base.folder}, walked through stage 0 (stable) and stage 1 (long):" in text
+    assert f"{base.folder}, walked through stage 0 (stable), stage 1 (long):" in text
     assert "in what was walked, every token of every document is seen once" in text
     body = found.plain()
     assert body["sources"] == body["datasets"][0]["sources"]
@@ -121,6 +122,20 @@ def test_data_of_a_coming_stage_is_missed(tmp_path: Path, variants: Variants) ->
     ])  # fmt: skip
     with pytest.raises(DataError, match=r"stage 1 \(other\).*nowhere"):
         coverage(config)
+
+
+def test_the_data_of_another_runs_stages_may_be_gone(tmp_path: Path, variants: Variants) -> None:
+    base = variants["base"]
+    of = str(make_checkpoint(tmp_path / "theirs", 5))
+    gone = {"name": "stable", "steps": 5, "of": of, "data": {"dir": str(tmp_path / "gone")}}
+    found = coverage(_config(tmp_path, base, [gone, {"name": "decay", "steps": 5}]))
+    assert found.is_exact
+    assert [stage.stage for stage in found.stages] == ["stage 1 (decay)"]
+    [dataset] = found.datasets
+    assert dataset.stages == ("stage 1 (decay)",)
+    assert dataset.pass_steps == pytest.approx(_epoch(base, 64) / 8)
+    assert [part.first_step for part in found.stretches] == [6]
+    assert found.stages[0].epochs_before == {"one": 0}
 
 
 def test_a_mix_that_a_stage_changes_is_followed(tmp_path: Path, variants: Variants) -> None:
