@@ -67,7 +67,7 @@ def test_parameters_in_the_table_of_models() -> None:
 
 @pytest.mark.parametrize(
     "block",
-    [block for page in PAGES for block in blocks(page) if block.kind == "yaml"],
+    [b for page in PAGES for b in blocks(page) if b.kind == "yaml" and "apiVersion:" not in b.text],
     ids=lambda block: block.name,
 )
 def test_yaml_examples_load(block: Block, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from pipeline.checkpoints.manifest import (
     REMOVING,
     Retention,
     remove,
+    remove_tree,
     superseded,
 )
 from pipeline.checkpoints.probe import ProbeRunner
@@ -216,7 +217,7 @@ class Saver:
         for what, prefix in (("save", _UNFINISHED), ("removal", REMOVING)):
             for path in self.folder.glob(f"{prefix}*"):
                 logger.warning("removing %s: a %s that was never finished", path, what)
-                shutil.rmtree(path)
+                remove_tree(path)
         target = self._config.checkpoint.copy_to
         if target is not None:
             self._mirror = Mirror(self._config.folder.path, Path(target), self._rule)

@@ -33,7 +33,7 @@ from pipeline.config.load import build
 from pipeline.data.format import read_index
 from pipeline.errors import ConfigError, DataError
 from pipeline.model.heads import Pool
-from pipeline.runtime.files import write_json_atomic
+from pipeline.runtime.files import rename, write_json_atomic
 from pipeline.runtime.summary import table
 from pipeline.tasks.readers import read_task
 from pipeline.tasks.scores import correlations, ranks
@@ -162,11 +162,12 @@ def encode_lines(
             progress.save()
         file.seek(0)
         write_header(file, lines.num_rows, width)
-    record.unlink()
     if not lines.num_rows:
+        record.unlink()
         partial.unlink()
         raise DataError("no text to encode; give one a line on standard input")
-    partial.replace(out)
+    rename(partial, out)
+    record.unlink()  # after it: without its record the work of hours would be done again
     return lines.num_rows
 
 

@@ -12,6 +12,7 @@ from pipeline.data.format import DatasetIndex
 from pipeline.data.reader import BlockReader
 from pipeline.data.staging import stage
 from pipeline.errors import EXIT_FAILED_RETRY, DataError, StorageError
+from pipeline.runtime import files
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], list[float]
             return real(*args)  # type: ignore[arg-type]
 
         monkeypatch.setattr(os, "preadv", preadv)
-        monkeypatch.setattr(reading.time, "sleep", pauses.append)
+        monkeypatch.setattr(files.time, "sleep", pauses.append)
         return pauses
 
     return fail
@@ -45,10 +46,10 @@ def test_a_moment_s_failure_is_tried_again(
     reader = BlockReader(dataset)
     pauses = failing(number, 3)
     assert (reader.block(1).tokens == expected.tokens).all()
-    assert pauses == list(reading.PAUSES_S[:3])
+    assert pauses == list(files.PAUSES_S[:3])
     staging = failing(number, 2)
     stage(dataset, tmp_path)
-    assert staging == list(reading.PAUSES_S[:2])
+    assert staging == list(files.PAUSES_S[:2])
     assert f"member {dataset.block_key(1)[:6]}" in caplog.text
     assert os.strerror(number) in caplog.text
 
@@ -63,7 +64,7 @@ def test_lasting_failure_names_the_member_and_asks_for_another_start(
     with pytest.raises(StorageError, match=rf"member {key}\.\*") as found:
         reader.block(1)
     assert found.value.exit_code == EXIT_FAILED_RETRY
-    assert pauses == list(reading.PAUSES_S)
+    assert pauses == list(files.PAUSES_S)
     with pytest.raises(StorageError, match=rf"member {key}\.docs\.npy"):
         reader.doc_ends(1)
 

@@ -25,7 +25,7 @@ from tests.support.run_folder import RunFolder as StartedRun
     (("x/",), r"attempts\.jsonl.*run_dir"), (("x/attempts.jsonl",), r"attempts\.jsonl"),
     (("x/config.json", "x/model.safetensors"), "model folder, not a run folder"),
     (("x/index.json",), "dataset, not a run"), (("x/manifest.json",), "checkpoint.*not a run"),
-    (("x/launch/0001/submission.json",), "submitted.*launch status"),
+    (("x/launch/0001/submission.json",), "submitted.*postnorm status"),
     (("x/logs/rank-00000.log",), "not started.*x/logs"),
 ], ids=str)  # fmt: skip
 def test_each_other_folder_is_named(tmp_path: Path, names: tuple[str, ...], said: str) -> None:
