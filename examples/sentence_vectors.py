@@ -13,14 +13,7 @@ The whitening is fit on the texts of pairs.tsv alone. Scores are Spearman's corr
 `postnorm sts` and, for the first coordinates, of sentence-transformers' own evaluator. The trained
 folder is one of sentence-transformers, which every verb of postnorm reads, too.
 
-What both gave to a small encoder: benchmarks/results/sentence_vectors.md. Expected output, without
-progress and the commands that are printed before they run:
-
-    pooling  whitening  size  spearman
-    mean     -           128    0.1250
-    mean     texts.txt    64    0.2091
-    first 128 coordinates  0.1250
-    first  64 coordinates  ...
+What both gave to a small encoder: benchmarks/results/sentence_vectors.md.
 """
 
 import argparse
