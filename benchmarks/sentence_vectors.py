@@ -2,7 +2,7 @@
 
     python -m benchmarks.sentence_vectors MODEL --train pairs.tsv --sts sts.tsv --out DIR
 
-Files, training and scores are those of `examples/sentence_vectors.py`, for three seeds of training.
+Files, training and scores are those of `examples/sentence_vectors.py`, for some seeds of training.
 The last line is JSON: Spearman's correlation of each way to make vectors, and its difference from
 the model's own vectors with the interval of `pipeline.tasks.intervals`, over seeds and pairs.
 """
@@ -21,8 +21,6 @@ from pipeline.use.model import Model, load
 from pipeline.use.sentences import export_sentence_transformers
 from pipeline.use.vectors import cosines
 
-_SEEDS = (1, 2, 3)
-
 
 def main() -> None:
     """Score a model's vectors, whitened, trained, and both."""
@@ -34,6 +32,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--seeds", type=int, default=3, help="of training")
     arguments = parser.parse_args()
     pairs, sts = columns(arguments.train, 2), columns(arguments.sts, 3)
     texts, length = list(dict.fromkeys(chain(*pairs))), arguments.length
@@ -55,8 +54,8 @@ def main() -> None:
             for name, each in found.items()
         }
 
-    tables = {name: [of] * len(_SEEDS) for name, of in scored(model).items()}
-    for seed in _SEEDS:
+    tables = {name: [of] * arguments.seeds for name, of in scored(model).items()}
+    for seed in range(1, arguments.seeds + 1):
         torch.manual_seed(seed)
         trained = with_dropout(arguments.out / "st", 0.1)
         train(trained, pairs, sizes, arguments.epochs, 64, arguments.lr, seed)

@@ -13,8 +13,7 @@ The whitening is fit on the texts of pairs.tsv alone. Scores are Spearman's corr
 `postnorm sts` and, for the first coordinates, of sentence-transformers' own evaluator. The trained
 folder is one of sentence-transformers, which every verb of postnorm reads, too.
 
-Expected output:
-
+What both gave to a small encoder: benchmarks/results/sentence_vectors.md.
 """
 
 import argparse
@@ -58,7 +57,8 @@ def main() -> None:
     train(model, pairs, sizes, arguments.epochs, arguments.batch, arguments.lr)
     model.save_pretrained(str(out / "trained"))
 
-    one, other, gold = zip(*columns(arguments.sts, 3), strict=True)
+    one, other, similarity = map(list, zip(*columns(arguments.sts, 3), strict=True))
+    gold = list(map(float, similarity))
     for name, source in (("before", arguments.model), ("trained", out / "trained")):
         texts = ("--texts", out / "texts.txt", "--size", width // 2, *length)
         _command("whiten", source, *texts, "--out", out / f"{name}.npz")
@@ -68,7 +68,7 @@ def main() -> None:
         folder = str(out / {"before": "st"}.get(name, name))
         model = SentenceTransformer(folder, trust_remote_code=True, device="cpu")
         for size in sizes:
-            scored = EmbeddingSimilarityEvaluator(one, other, map(float, gold), truncate_dim=size)
+            scored = EmbeddingSimilarityEvaluator(one, other, gold, truncate_dim=size)
             print(f"first {size:3} coordinates  {scored(model)['spearman_cosine']:.4f}", flush=True)
 
 
