@@ -11,9 +11,12 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.objective import ObjectiveConfig, ObjectiveKind
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.train import TrainConfig
+from pipeline.data.counts import sequences_at
 from pipeline.data.format import CLS_ID, SEP_ID, DatasetIndex
 from pipeline.data.reader import BlockReader
+from pipeline.data.run_order import StageData
 from pipeline.inspect.run import OpenedRun, step_text
+from pipeline.objectives.inputs import train_inputs
 
 
 def _run(dataset: DatasetIndex, folder: Path, kind: ObjectiveKind) -> OpenedRun:
@@ -21,7 +24,11 @@ def _run(dataset: DatasetIndex, folder: Path, kind: ObjectiveKind) -> OpenedRun:
                             objective=ObjectiveConfig(kind=kind),
                             data=DataConfig(dir=str(dataset.folder), seq_len=64),
                             train=TrainConfig(global_batch=16, micro_batch=8))  # fmt: skip
-    return OpenedRun(folder, config.train_data, 10, (), dataset, [], world_size=1)
+    counts = sequences_at(dataset, config.batches.seq_lens, None, config.objective)
+    inputs = train_inputs(config.train_data, dataset)
+    stages = [StageData(dataset, config.train_data, inputs, counts)]
+    given = config.train_data, 10, (), dataset, config.timeline, stages, []
+    return OpenedRun(folder, *given, world_size=1)
 
 
 @pytest.mark.parametrize("kind", ["mlm_nsp", "mlm_sop"])
