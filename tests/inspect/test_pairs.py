@@ -24,11 +24,11 @@ def _run(dataset: DatasetIndex, folder: Path, kind: ObjectiveKind) -> OpenedRun:
                             objective=ObjectiveConfig(kind=kind),
                             data=DataConfig(dir=str(dataset.folder), seq_len=64),
                             train=TrainConfig(global_batch=16, micro_batch=8))  # fmt: skip
-    data = config.train_data
-    counts = sequences_at(dataset, data.batches.seq_lens, None, data.objective)
-    stages = [StageData(dataset, data, train_inputs(data, dataset), counts)]
-    given = folder, data, 10, (), dataset, config.timeline, stages
-    return OpenedRun(*given, [], world_size=1)
+    counts = sequences_at(dataset, config.batches.seq_lens, None, config.objective)
+    inputs = train_inputs(config.train_data, dataset)
+    stages = [StageData(dataset, config.train_data, inputs, counts)]
+    given = config.train_data, 10, (), dataset, config.timeline, stages, []
+    return OpenedRun(folder, *given, world_size=1)
 
 
 @pytest.mark.parametrize("kind", ["mlm_nsp", "mlm_sop"])
