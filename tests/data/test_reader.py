@@ -38,7 +38,7 @@ def _read_everything(folder: Path) -> None:
 def test_intact_and_unfinished_datasets(dataset: DatasetIndex, tmp_path: Path) -> None:
     _read_everything(dataset.folder)
     assert verify(dataset.folder) == []
-    with pytest.raises(DataError, match="data_prep run"):
+    with pytest.raises(DataError, match="postnorm prep run"):
         read_index(tmp_path)
 
 
