@@ -11,11 +11,10 @@ import pytest
 from experiments.grid import read_sweep
 from launch.cluster import ClusterConfig
 from launch.plan import plan
-from pipeline.checkpoints.manifest import CONTENTS
 from pipeline.config.load import load, plain_values
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.schedule import learning_rate
-from pipeline.runtime.checkpoints import MANIFEST_FILE, Manifest, name_of, signed
+from pipeline.runtime.checkpoints import CONTENTS, MANIFEST_FILE, Manifest, name_of, signed
 
 RECIPES = sorted((Path(__file__).parents[2] / "configs/train").glob("*.yaml"))
 

@@ -361,7 +361,7 @@ def test_an_arm_may_be_read_as_a_mean(tmp_path: Path, monkeypatch: pytest.Monkey
         "pipeline.use.average.average",
         lambda sources, out, *, last: averaged.append((*sources, last)),
     )
-    monkeypatch.setattr(read, "read_masks", lambda model, config: (
+    monkeypatch.setattr(read, "read_masks", lambda model, config, source: (
         {"loss": 4.0 if model.name == "mean" else 5.0, "accuracy": 0.1}))  # fmt: skip
     for name in made.runs:
         _finish(tmp_path, name, 5.5)

@@ -150,12 +150,12 @@ def test_adam_is_the_task_file_s(task_file: Make, tiny_model: Path, tmp_path: Pa
     prepared = prepare(load_task(str(path)), "t", str(tiny_model), None)
     config = run_config(prepared, 1, tmp_path, 1)
     assert (config.train.adam_beta2, config.train.adam_eps) == (0.9, 1e-8)
-    protocol = json.loads(TaskWork(prepared, config, tmp_path).index.content)["protocol"]
+    protocol = json.loads(TaskWork(prepared, config, tmp_path).indexes[0].content)["protocol"]
     assert (protocol["beta2"], protocol["eps"]) == (0.9, 1e-8)
     # With the defaults a run that was begun without them is continued.
     prepared = prepare(load_task(str(task_file("classify"))), "t", str(tiny_model), None)
     work = TaskWork(prepared, run_config(prepared, 1, tmp_path, 1), tmp_path)
-    protocol = json.loads(work.index.content)["protocol"]
+    protocol = json.loads(work.indexes[0].content)["protocol"]
     assert not {"beta2", "eps"} & set(protocol)
     assert "weight_decay" in protocol
 

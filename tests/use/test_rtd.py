@@ -121,7 +121,7 @@ def test_generator_and_discriminator_go_on_in_another_vocabulary(
     assert initial.parts is not None
     assert initial.parts.objective == OF_RTD["objective"]
     changed = case.OBJECTIVE.make_model(replace(config, vocab_size=len(new))).eval()
-    run: Any = SimpleNamespace(identity=OF_RTD, init_from="changed")
+    run: Any = SimpleNamespace(identity_at=lambda: OF_RTD, init_from="changed")
     weights = initial.weights | _parts(changed, initial, run)
     missing, _ = changed.load_state_dict(weights, strict=False)
     assert not missing
@@ -152,6 +152,6 @@ def test_parts_of_another_objective_are_left_out_with_a_word(
     model = case.OBJECTIVE.make_model(MODEL)
     initial = initial_weights(_run(tmp_path, model, MODEL, **OF_RTD).parents[1])
     objective = ObjectiveConfig(**identity.get("objective", {"kind": "rtd"}))
-    run: Any = SimpleNamespace(identity=identity, init_from=tmp_path)
+    run: Any = SimpleNamespace(identity_at=lambda: identity, init_from=tmp_path)
     assert _parts(make_objective(objective).make_model(MODEL), initial, run) == {}
     assert "parameters of its objective rtd are left out" in caplog.text
