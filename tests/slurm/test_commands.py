@@ -120,7 +120,7 @@ def test_a_run_is_looked_at_requeued_and_cancelled(
     assert "restart 1" in out, "the log was not followed over the requeue"
     assert f"job {job} has ended: CANCELLED" in err
     assert command("requeue", run.folder).returncode == 2
-    assert "launch resume" in command("requeue", run.folder).stderr
+    assert "postnorm resume" in command("requeue", run.folder).stderr
 
 
 def test_cancel_lets_it_save_first(cluster: SlurmCluster, command: Command, tmp_path: Path) -> None:
