@@ -68,6 +68,12 @@ def continued(root: YamlNode, cls: type[Any]) -> YamlNode:
     first = dict(own[0]) if isinstance(own[0], dict) else own[0]
     if isinstance(first, dict) and rate is not None:
         first["train"] = {"lr": rate, **(first.get("train") or {})}
+        if first["train"]["lr"] == 0:
+            raise ConfigError(
+                f"continue_from={given}: the learning rate is 0 there, because a decay has ended, "
+                "and nothing would be learned; give the first of stages a train.lr, or continue "
+                "from a checkpoint before the decay"
+            )
     merged["stages"] = [*before, first, *own[1:]]
     return strict_yaml.of_plain(merged, f"continue_from={given}", root)
 

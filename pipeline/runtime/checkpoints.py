@@ -43,7 +43,7 @@ class Manifest:
     """The residual's alpha that the next step would use; below 1 in the warm-up."""
     fingerprint: str
     identity: dict[str, Any]
-    """Config values that a resumed run must share: see `resume.identity`."""
+    """Config values that a resumed run must share: see `RunConfig.identity_at`."""
     config_sha256: str
     world_size: int
     created_unix_s: float

@@ -187,6 +187,18 @@ def test_a_fork_of_a_run_without_stages_takes_its_rate(tmp_path: Path) -> None:
     assert config.timeline.learning_rate(30, 1) == last < 1e-3
 
 
+def test_a_fork_of_a_decay_that_has_ended_wants_a_rate(tmp_path: Path) -> None:
+    ended = {**_DECAY, "train": {"decay": "linear", "min_lr": 0.0}}
+    source = _load(tmp_path, _STABLE, ended)
+    _save(tmp_path / "run", source, 31)
+    fork = tmp_path / "fork.yaml"
+    fork.write_text(f"run_dir: {tmp_path}/fork\ncontinue_from: {tmp_path}/run\n"
+                    "stages: [{name: more, steps: 5}]\n")  # fmt: skip
+    with pytest.raises(ConfigError, match=r"continue_from=.*rate is 0 there.*train\.lr"):
+        load_run(fork)
+    assert load_run(fork, ["stages.0.train.lr=1e-4"]).config.timeline.stages[2].first_lr == 1e-4
+
+
 @pytest.mark.parametrize(
     ("lines", "facts"),
     [
