@@ -1,11 +1,15 @@
-"""False alarms and missed plateaus of the doctor over small real runs; a table and one JSON line.
+"""False alarms and misses of the doctor over small real runs; a table and one JSON line.
 
-    python -m benchmarks.doctor OUT [--jobs 2] [--only '24-*'] [--dataset DATASET]
-        [--table benchmarks/results/doctor.md]
+    python -m benchmarks.doctor OUT [--rule divergence] [--jobs 2] [--only '24-*']
+        [--dataset DATASET] [--table benchmarks/results/doctor.md]
 
-Example, the published table, about two hours of two cores:
+Example, the published tables, about two hours of two cores and half an hour:
 
     python -m benchmarks.doctor runs/doctor --table benchmarks/results/doctor.md
+    python -m benchmarks.doctor runs/divergence --rule divergence \\
+        --table benchmarks/results/divergence.md
+
+What follows is the rule of plateaus; `benchmarks/divergence.py` has the other one.
 
 The runs are a full grid of depth, start, learning rate and batch, width 48, on the corpus that is
 embedded in `configs/prep/demo.yaml`: a sweep, which a second call continues. A run has *learned* if
@@ -17,7 +21,7 @@ that differs in this alone learned.
 
 import argparse
 import json
-import subprocess
+import math
 import sys
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -26,16 +30,17 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
+from benchmarks import divergence
 from benchmarks.machine import versions
+from benchmarks.sweep import postnorm, run_sweep
+from pipeline.checkpoints.state import LossHistory
 from pipeline.config.load import build
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import read_index
 from pipeline.inspect.status import valid_lines
 from pipeline.runtime.files import read_json_lines
 from pipeline.runtime.run_folder import RunFolder
-from pipeline.train.doctor import LastStep, PlateauDoctor, reach
+from pipeline.train.doctor import Doctor, LastStep, Plateau, reach
 from pipeline.train.metrics import GroupNorms
 
 _DEMO = Path(__file__).parents[1] / "configs/prep/demo.yaml"
@@ -47,6 +52,7 @@ _STARTS = {
 }
 _DEPTHS, _RATES, _BATCHES = (4, 12, 24), (3e-4, 3e-3, 2e-2), (4, 16)
 _LEARNED_NATS = 0.1
+_VOCABULARY = 4096
 _STEPS, _TIMES = 600, 3
 Truth = Literal["learned", "late", "stuck"]
 
@@ -105,16 +111,21 @@ class Curve:
 
     def told(self, config: PretrainConfig, entropy: float) -> tuple[int, str] | None:
         """Return step and text of the warning that the doctor gives for these numbers."""
-        doctor = PlateauDoctor(config, entropy, config.data.dir)
+        guess = math.log(_VOCABULARY)
+        doctor = Doctor(config, config.data.dir, unigram_entropy=entropy, uniform_guess=guess)
+        losses = LossHistory()
         evaluations = {int(step): loss for step, loss in self.held_out}
         before = 0
         for number, loss, accuracy, alpha, lr, norm, ratio, tokens in self.lines:
             step = int(number)
             layers = {"layer_00": GroupNorms(ratio, 0.0), "layer_01": GroupNorms(1.0, 0.0)}
-            last = LastStep(step, alpha, lr, norm, layers, tokens / (step - before))
-            plateau = doctor.look({"loss": loss, "accuracy": accuracy}, last)
-            if plateau:
-                return step, plateau.advice
+            # Each step of a log line is taken for its mean.
+            for batch in range(before, step):
+                losses.add(batch, loss, config.spikes, guess)
+            last = LastStep(step, step - 1, alpha, lr, norm, layers, tokens / (step - before))
+            found = doctor.look({"loss": loss, "accuracy": accuracy}, last, losses)
+            if isinstance(found, Plateau):
+                return step, found.advice
             if step in evaluations:
                 doctor.evaluated(step, evaluations[step])
             before = step
@@ -263,6 +274,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", type=Path)
+    parser.add_argument("--rule", choices=("plateau", "divergence"), default="plateau")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", default="*", help="names of runs, such as '24-*'")
     parser.add_argument("--dataset", type=Path, help="in place of the embedded corpus")
@@ -271,7 +283,9 @@ def main() -> int:
     out: Path = arguments.out.absolute()
     dataset = arguments.dataset or out / "data"
     if not arguments.dataset:
-        _postnorm("prep", "run", str(_DEMO), f"output_dir={dataset}")
+        postnorm("prep", "run", str(_DEMO), f"output_dir={dataset}")
+    if arguments.rule == "divergence":
+        return divergence.measure(out, dataset, arguments.only, arguments.jobs, arguments.table)
     chosen = [point for point in GRID if fnmatch(point.name, arguments.only)]
     if not chosen:
         parser.error(f"--only {arguments.only!r}: no such run; names are like {GRID[0].name}")
@@ -291,22 +305,10 @@ def main() -> int:
 
 
 def _run(out: Path, config: dict[str, Any], points: list[Point], jobs: int) -> dict[str, Curve]:
-    """Run what is missing of a sweep in a folder, and read what has ended."""
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "base.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
-    runs = [{"folder": point.name} | point.overrides() for point in points]
-    body = {"verb": "pretrain", "config": "base.yaml", "dir": str(out / "runs"), "runs": runs}
-    (out / "sweep.yaml").write_text(yaml.safe_dump(body, sort_keys=False))
-    _postnorm(
-        "submit", "--sweep", str(out / "sweep.yaml"), "--local", "--jobs", str(jobs), check=False
-    )
+    """Run what is missing of the grid in a folder, and read what has ended."""
+    run_sweep(out, config, {point.name: point.overrides() for point in points}, jobs)
     curves = {point.name: read(out / "runs" / point.name) for point in points}
     return {name: curve for name, curve in curves.items() if curve}
-
-
-def _postnorm(*words: str, check: bool = True) -> int:
-    command = [sys.executable, "-m", "postnorm", *words]
-    return subprocess.run(command, check=check, stdout=sys.stderr).returncode
 
 
 if __name__ == "__main__":

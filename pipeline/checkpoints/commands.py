@@ -15,7 +15,7 @@ from pipeline.checkpoints.manifest import (
     REJECTED,
     REMOVING,
     Retention,
-    cursors_of,
+    manifests_of,
     newest_good,
     problems,
     remove,
@@ -121,8 +121,7 @@ def retention_of(run: Path) -> Retention | None:
     path = RunFolder(run).resolved
     if not path.is_file():
         return None
-    config = load_run(path).config
-    return Retention.of(config.checkpoint, config.timeline.borders)
+    return Retention.of(load_run(path).config)
 
 
 def rows(run: Path, *, verify: bool = False) -> list[CheckpointRow]:
@@ -142,7 +141,8 @@ def rows(run: Path, *, verify: bool = False) -> list[CheckpointRow]:
     }
     reasons = {}
     if rule is not None:
-        reasons = rule.reasons(counted, cursors_of({step_of(path): path for path in paths}))
+        there = {step_of(path): path for path in paths if step_of(path) in counted}
+        reasons = rule.reasons(counted, manifests_of(there))
     return [
         CheckpointRow(
             path=str(path),

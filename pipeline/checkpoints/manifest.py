@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.config.runs import RunConfig
-from pipeline.config.train import CheckpointConfig
 from pipeline.errors import CheckpointError, NewerFormatError
 from pipeline.runtime.checkpoints import (
     MANIFEST_FILE,
@@ -150,38 +149,66 @@ class Retention:
     borders: frozenset[int] = frozenset()
     """Cursors at which a stage ends: these checkpoints are kept, so that other stages can begin
     from them."""
+    skip_before: int = 0
+    """While losses are high, the newest from this many batches before the first high one is
+    kept."""
 
     @classmethod
-    def of(cls, config: CheckpointConfig, borders: Iterable[int] = ()) -> "Retention":
-        """Return the rule of a run's config, whose stages end at `borders`."""
-        given = config.keep, config.keep_every_steps, config.keep_best, config.keep_first
-        return cls(*given, frozenset(borders))
+    def of(cls, config: RunConfig) -> "Retention":
+        """Return the rule of a run's config."""
+        given = config.checkpoint
+        return cls(
+            given.keep,
+            given.keep_every_steps,
+            given.keep_best,
+            given.keep_first,
+            frozenset(config.timeline.borders),
+            config.spikes.skip_before_steps,
+        )
 
     def reasons(
-        self, losses: dict[int, float | None], cursors: Mapping[int, int] | None = None
+        self, losses: dict[int, float | None], manifests: Mapping[int, Manifest] | None = None
     ) -> dict[int, list[str]]:
         """Return why each checkpoint is kept; an empty list if it is not kept.
 
-        `losses` are held-out losses by step; None without an evaluation. `cursors` are by step.
+        `losses` are held-out losses by step; None without an evaluation. `manifests` are by step;
+        without those that are damaged.
         """
+        manifests = manifests or {}
         steps = sorted(losses, reverse=True)
         scored = [(loss, step) for step, loss in losses.items() if loss is not None]
         # Among equal losses the later step is better: it has seen more data.
         ranked = sorted((s for s in scored if math.isfinite(s[0])), key=lambda s: (s[0], -s[1]))
         best = {step: rank for rank, (_, step) in enumerate(ranked[: self.keep_best], 1)}
+        healthy = self._healthy(manifests)
         reasons: dict[int, list[str]] = {step: [] for step in steps}
         for place, step in enumerate(steps):
             if place < self.keep:
                 reasons[step].append("newest" if place == 0 else f"newest {place + 1}")
             if self.keep_first and step == 0:
                 reasons[step].append("first")
-            if cursors and cursors.get(step) in self.borders:
+            if step in manifests and manifests[step].cursor in self.borders:
                 reasons[step].append("end of a stage")
+            if step == healthy:
+                reasons[step].append("before the loss rose")
             if self.keep_every_steps and step and step % self.keep_every_steps == 0:
                 reasons[step].append(f"every {self.keep_every_steps}")
             if step in best:
                 reasons[step].append("best" if best[step] == 1 else f"best {best[step]}")
         return reasons
+
+    def _healthy(self, manifests: Mapping[int, Manifest]) -> int | None:
+        """Find the newest step from before the losses became high; None while they are not."""
+        high = manifests[max(manifests)].losses.get("high") if manifests else None
+        if not high:
+            return None
+        first_high = high[0][0]
+        # As `FaultHandler` looks for a checkpoint: with the batches to leave out, or without.
+        for first in (first_high - self.skip_before, first_high):
+            steps = [step for step, each in manifests.items() if each.next_batch <= max(0, first)]
+            if steps:
+                return max(steps)
+        return None
 
 
 def superseded(folder: Path, rule: Retention, good: Path) -> list[Path]:
@@ -192,16 +219,16 @@ def superseded(folder: Path, rule: Retention, good: Path) -> list[Path]:
     paths = {step_of(path): path for path in published(folder)}
     paths = {step: path for step, path in paths.items() if step <= step_of(good)}
     losses = {step: own_loss(path) for step, path in paths.items()}
-    reasons = rule.reasons(losses, cursors_of(paths))
+    reasons = rule.reasons(losses, manifests_of(paths))
     return [paths[step] for step in sorted(losses) if not reasons[step] and paths[step] != good]
 
 
-def cursors_of(paths: Mapping[int, Path]) -> dict[int, int]:
-    """Read the cursors of checkpoints, by step; without those whose manifest is damaged."""
+def manifests_of(paths: Mapping[int, Path]) -> dict[int, Manifest]:
+    """Read the manifests of checkpoints, by step; without those that are damaged."""
     found = {}
     for step, path in paths.items():
         with suppress(CheckpointError):
-            found[step] = read_manifest(path).cursor
+            found[step] = read_manifest(path)
     return found
 
 

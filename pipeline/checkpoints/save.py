@@ -125,7 +125,7 @@ class Saver:
         self._process = process
         self._least_bytes = num_parameters * _BYTES_PER_PARAMETER
         self._provenance = provenance()
-        self._rule = Retention.of(config.checkpoint, config.timeline.borders)
+        self._rule = Retention.of(config)
         self._host = HostCopy()
         self._writing: _Writing | None = None
         self._tidying_step: int | None = None

@@ -354,11 +354,14 @@ def _compare(
 
 # The standard deviation of normal noise is this times the median distance from the median.
 _TO_DEVIATION = 1.4826
+# How far above its best a loss is that has diverged: half of what was learned, and at least a nat.
+_LOST = 0.5
+_LEAST_LOST_NATS = 1.0
 
 
 @dataclass
 class LossHistory:
-    """Losses of applied steps, as many as the next decision about a spike needs.
+    """Losses of applied steps, as many as the next decision about a spike or a divergence needs.
 
     They are the same on all ranks and are saved with every checkpoint, so a run that was killed
     decides like one that was not.
@@ -367,38 +370,76 @@ class LossHistory:
     usual: list[float] = field(default_factory=list)
     """The last `window_steps` losses before those in `high`."""
     high: list[tuple[int, float]] = field(default_factory=list)
-    """(batch, loss) of the last steps, all above the limit."""
+    """(batch, loss) of the last steps, all above the limit: the first, and of the others the last
+    `window_steps`."""
+    start: float | None = None
+    """What a model that has learned nothing has: the first loss, or a uniform guess if lower."""
+    best: float | None = None
+    """The least median of `steps_in_a_row` losses in a row; before these the first loss."""
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "LossHistory":
-        """Build it from a manifest; manifests of earlier versions have no losses."""
+        """Build it from a manifest; those of earlier versions have less, or no losses."""
         high = [(batch, loss) for batch, loss in values.get("high", [])]
-        return cls(list(values.get("usual", [])), high)
+        return cls(list(values.get("usual", [])), high, values.get("start"), values.get("best"))
 
     def limit(self, config: SpikeConfig) -> float:
-        """Return the loss above which a step counts as high; infinite until the window is full."""
+        """Return the loss above which a step counts as high.
+
+        Until the window is full that is what has diverged.
+        """
         if len(self.usual) < config.window_steps:
-            return math.inf
+            return self.ceiling
         usual = np.array(self.usual)
         median = float(np.median(usual))
         deviation = _TO_DEVIATION * float(np.median(np.abs(usual - median)))
-        return median + max(config.rise_nats, config.deviations * deviation)
+        return min(self.ceiling, median + max(config.rise_nats, config.deviations * deviation))
 
-    def add(self, batch: int, loss: float, config: SpikeConfig) -> None:
-        """Add the loss of the next applied step; NaN (a batch without targets) is ignored."""
+    @property
+    def ceiling(self) -> float:
+        """The loss above which a run that stays there has diverged; infinite before the first."""
+        if self.start is None or self.best is None:
+            return math.inf
+        return self.best + max(_LEAST_LOST_NATS, _LOST * (self.start - self.best))
+
+    def add(
+        self, batch: int, loss: float, config: SpikeConfig, uniform_guess: float | None = None
+    ) -> None:
+        """Add the loss of the next applied step; NaN (a batch without targets) is ignored.
+
+        `uniform_guess` is the loss of a model for which all answers are alike; None: not known.
+        """
         if math.isnan(loss):
             return
+        if self.start is None:
+            self.start = loss if uniform_guess is None else min(loss, uniform_guess)
+            self.best = loss
         if loss > self.limit(config):
             self.high.append((batch, loss))
+            # Where nothing goes back, they may be all that are to come.
+            del self.high[1 : -config.window_steps]
             return
         # The loss came back down, so the high ones were noise and belong to the window.
         self.usual += [before for _, before in self.high] + [loss]
         self.usual = self.usual[-config.window_steps :]
         self.high = []
+        if len(self.usual) >= config.steps_in_a_row:
+            assert self.best is not None
+            self.best = min(self.best, float(np.median(self.usual[-config.steps_in_a_row :])))
 
     def is_spike(self, config: SpikeConfig) -> bool:
         """Return whether the last steps form a spike."""
         return len(self.high) >= config.steps_in_a_row
+
+    def has_diverged(self, config: SpikeConfig) -> bool:
+        """Return whether the last steps are far above the best ones."""
+        last = [loss for _, loss in self.high[-config.steps_in_a_row :]]
+        return len(last) == config.steps_in_a_row and min(last) > self.ceiling
+
+    def last(self, config: SpikeConfig) -> list[float]:
+        """Return the losses of the last steps, at most `steps_in_a_row`, the newest at the end."""
+        losses = [*self.usual, *(loss for _, loss in self.high)]
+        return losses[-config.steps_in_a_row :]
 
 
 @dataclass

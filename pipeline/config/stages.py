@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -244,6 +244,12 @@ class Timeline:
         return self.continues(number) and (
             self.stages[number].data.mix == self.stages[number - 1].data.mix
         )
+
+    def same_losses(self, number: int) -> bool:
+        """Return whether a stage's losses can be compared with those of the one before it: same
+        data and masks, of whatever length."""
+        before, stage = (replace(self.stages[n].data, seq_len=1) for n in (number - 1, number))
+        return before == stage
 
     def segments_before(self, number: int) -> int:
         """Count the stretches of one order of sequences before a stage: see `data.run_order`."""

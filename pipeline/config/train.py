@@ -355,7 +355,8 @@ class KernelsConfig:
 @dataclass(frozen=True, kw_only=True)
 class SpikeConfig:
     """A step is high if its loss is above the median of the last `window_steps` by `rise_nats` and
-    by `deviations`; `steps_in_a_row` high steps are a spike.
+    by `deviations`, or if it has lost half of what the run had learned, and a nat at least;
+    `steps_in_a_row` high steps are a spike.
 
     Then the run goes back to the newest checkpoint from before it, and leaves out the batches of
     the spike and of `skip_before_steps` before it: what PaLM's authors did by hand (Chowdhery et
@@ -365,7 +366,7 @@ class SpikeConfig:
 
     rewind: bool = param(True, "go back; false only warns")
     window_steps: int = param(
-        200, "steps that the median is taken of; with fewer there is no spike", unit="steps", ge=8
+        200, "steps that the median is taken of, when there are as many", unit="steps", ge=8
     )
     rise_nats: float = param(0.5, "least rise above the median", unit="nats a masked token", gt=0)
     deviations: float = param(

@@ -237,6 +237,7 @@ class TaskWork:
     """The `pipeline.train.run.Workload` of a task."""
 
     unigram_entropy = None
+    uniform_guess = None
 
     def __init__(
         self,

@@ -323,7 +323,8 @@ def _warnings(lines: list[dict[str, Any]], manifest: Manifest | None, run: RunFo
             f"after step {skips[-1]['step']}: `postnorm inspect {run.path} --skip` shows "
             "the batches"
         )
-    found += _plateau_warnings(lines, train) + _rank_warnings(lines, run)
+    found += _divergence_warnings(lines, train) or _plateau_warnings(lines, train)
+    found += _rank_warnings(lines, run)
     ledger = read_ledger(run.path)
     if ledger.diverged:
         newest = ledger.diverged[-1]
@@ -353,6 +354,22 @@ def _warnings(lines: list[dict[str, Any]], manifest: Manifest | None, run: RunFo
     return found
 
 
+def _divergence_warnings(lines: list[dict[str, Any]], train: list[dict[str, Any]]) -> list[str]:
+    """Report the newest divergence, unless the loss came back down since."""
+    told = [line for line in lines if line["kind"] == "divergence"]
+    losses = [line["loss"] for line in train if line["loss"] is not None]
+    if not told or not losses or losses[-1] < told[-1]["limit"]:
+        return []
+    newest = told[-1]
+    guess = newest["uniform_guess"]
+    beside = "" if guess is None else f", a uniform guess has {guess:.3f}"
+    return [
+        f"diverged: the loss is {losses[-1]:.3f}, high since batch {newest['since_batch']:.0f}; "
+        f"the best was {newest['best']:.3f}{beside}: its log and TensorBoard's texts list the "
+        "likely causes"
+    ]
+
+
 def _plateau_warnings(lines: list[dict[str, Any]], train: list[dict[str, Any]]) -> list[str]:
     """Report the newest plateau, unless the run has learned since."""
     told = [line for line in lines if line["kind"] == "plateau"]
@@ -365,7 +382,7 @@ def _plateau_warnings(lines: list[dict[str, Any]], train: list[dict[str, Any]]) 
     return [
         f"plateau: the loss stayed at {newest['loss']:.3f} from step {newest['since']:.0f} to "
         f"{newest['step']}, the unigram entropy is {newest['unigram_entropy']:.3f}: the run learns "
-        "how frequent tokens are and no more; its log and TensorBoard's texts list what to change"
+        "no more than how frequent tokens are; its log and TensorBoard's texts list what to change"
     ]
 
 

@@ -140,6 +140,7 @@ class MultiTaskWork:
     """The `pipeline.train.run.Workload` of multi-task training."""
 
     unigram_entropy = None
+    uniform_guess = None
 
     def __init__(
         self,

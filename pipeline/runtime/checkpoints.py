@@ -72,6 +72,11 @@ class Manifest:
     """Of the data of the stages before that of `fingerprint`."""
 
     @property
+    def next_batch(self) -> int:
+        """Number of the batch that comes after it."""
+        return self.step + self.skipped + self.left_out
+
+    @property
     def num_bytes(self) -> int:
         """Size of its files without the manifest."""
         return sum(int(entry["bytes"]) for entry in self.files.values())

@@ -27,7 +27,7 @@ from pipeline.runtime.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
-STARTED, WENT_BACK, REQUEUED = "started", "went_back", "requeued"
+STARTED, WENT_BACK, DIVERGED, REQUEUED = "started", "went_back", "diverged", "requeued"
 FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
 # Reported by the launcher, since the ranks may be dead by then.
 _ENDS = {"finished": FINISHED, "requeue": REQUEUED, "stopped": STOPPED, "failed": FAILED}

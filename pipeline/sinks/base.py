@@ -147,8 +147,8 @@ class Sinks:
     def write(self, step: int, kind: str, values: dict[str, float]) -> None:
         """Record named numbers of a step.
 
-        The kind is `train`, `eval`, `probe`, `skip`, `save`, `straggler` or `plateau`. NaN, which
-        JSON lacks, is written as null.
+        The kind is `train`, `eval`, `probe`, `skip`, `save`, `straggler`, `plateau` or
+        `divergence`. NaN, which JSON lacks, is written as null.
         """
         shown = {name: value if math.isfinite(value) else None for name, value in values.items()}
         record = {"step": step, "kind": kind, "attempt": self._attempt, "unix_s": time.time()}
@@ -187,7 +187,7 @@ def tag_of(kind: str, name: str) -> str:
     Sections are quality/, speed/, health/, data/, layers/ and probes/. Means that an objective
     names itself are quality.
     """
-    if kind in ("skip", "straggler", "plateau"):
+    if kind in ("skip", "straggler", "plateau", "divergence"):
         return f"health/{kind}_{name}"
     if kind == "save":
         return f"speed/{name}"

@@ -360,6 +360,7 @@ def _run(
         store=store,
         saver=saver,
         requests=requests,
+        notifier=notifier,
     )
     start = f"from {resumed_from.name}" if resumed_from else "from step 0"
     notifier.send(STARTED, f"{start}, {counted(process.world_size, 'rank')}")

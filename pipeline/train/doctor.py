@@ -1,13 +1,18 @@
-"""Detects a run that has learned token frequencies and nothing more, and what to change.
+"""Detects a run that learns no more than token frequencies or has diverged, and what to change.
+
+A run has diverged if the losses of the last `spikes.steps_in_a_row` steps are all far above its
+best: half of what it had learned is lost, counted from the first loss or the uniform guess, and at
+least a nat (`checkpoints.state.LossHistory`). It has, too, if they are a nat above the uniform
+guess after both warm-ups and 100 more updates. This is told at once, and again when it comes again.
 
 A plateau is told once, at the first log line where all of this holds for a window of steps behind
 both warm-ups (learning rate and alpha) that this attempt has seen. The window is the last half of
 these steps, and at least `patience_steps`: 100 updates, 20 log intervals and 2% of the run,
-whichever is longest.
+whichever is longest, but no more than half of what a short run has, down to ten log lines.
 
 - Level: the mean loss of the window's last half is above 95% of the unigram entropy, the loss of a
-  model that knows only the frequencies of tokens. There is no upper limit: a loss that stays above
-  the entropy has not even learned these.
+  model that knows only the frequencies of tokens. A loss between it and the uniform guess has not
+  even learned these; a run that has diverged is no plateau.
 - Accuracy: a straight line through the window's accuracies rises by less than 0.01.
 - Either the lower layers are cut off, or nothing falls any more.
 
@@ -37,12 +42,20 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pipeline.checkpoints.state import LossHistory
 from pipeline.config.runs import RunConfig
 from pipeline.runtime.remote import is_address
 from pipeline.train.metrics import GroupNorms
 
 _LEAST_UPDATES = 100
 _LEAST_INTERVALS = 20
+_LEAST_LINES = 10
+_SOON = 3
+"""Times a length within which something is soon after its beginning."""
+_LEAST_JUMP = 1.0
+"""Nats from one step to the next."""
+_ABOVE_GUESS = 1.0
+"""Nats above the uniform guess that no run of ours had behind its warm-ups and learned."""
 _SHARE_OF_RUN = 0.02
 _LEVEL = 0.95
 _LEAST_FALL = 0.01
@@ -71,6 +84,7 @@ class LastStep:
     """The last step's numbers, from which causes are read."""
 
     step: int
+    batch: int
     alpha: float
     lr: float
     grad_norm: float
@@ -103,24 +117,54 @@ class Plateau(NamedTuple):
     """What to change, in Markdown."""
 
 
-class PlateauDoctor:
-    """Follows the means of one attempt's log lines and its evaluations, and warns once."""
+class Divergence(NamedTuple):
+    """What the doctor says of a run whose losses are far above its best."""
 
-    def __init__(self, config: RunConfig, unigram_entropy: float, dataset: str) -> None:
+    since_batch: int
+    """Number of the first batch with a high loss; the last one's where none ever was low."""
+    loss: float
+    """Median of the last steps, nats."""
+    best: float
+    """Least median of as many steps in a row, nats."""
+    limit: float
+    """Nats; a loss below it is one of a run that has not diverged."""
+    uniform_guess: float
+    """Nats; NaN where it is not known."""
+    advice: str
+    """What to change, in Markdown."""
+
+
+class Doctor:
+    """Follows one attempt's losses, log lines and evaluations, and warns."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        dataset: str,
+        *,
+        unigram_entropy: float | None,
+        uniform_guess: float | None,
+    ) -> None:
+        """Take what is known of the losses, in nats; without an entropy there are no plateaus."""
         train = config.train
         self._config, self._dataset = config, dataset
         self._entropy = unigram_entropy
+        self._guess = uniform_guess
+        self._has_diverged = False
         self._warm_ups = max(train.warmup_steps, train.alpha_warmup_steps)
         self._begin: int | None = None
         """Steps before the first line; a resumed attempt has not seen those of earlier ones."""
+        self._first_batch: int | None = None
+        """Of the attempt."""
         self._lines: list[_Line] = []
         self._held_out: list[tuple[int, float]] = []
         self._told = False
-        self.patience_steps = max(
-            _LEAST_UPDATES,
-            _LEAST_INTERVALS * config.monitor.log_every_steps,
-            round(_SHARE_OF_RUN * train.num_steps),
+        interval = config.monitor.log_every_steps
+        patience = max(
+            _LEAST_UPDATES, _LEAST_INTERVALS * interval, round(_SHARE_OF_RUN * train.num_steps)
         )
+        half = (train.num_steps - self._warm_ups) // 2
+        self.patience_steps = min(patience, max(_LEAST_LINES * interval, half))
 
     def evaluated(self, step: int, loss: float) -> None:
         """Note the loss of the evaluation set after a step, nats a masked token."""
@@ -128,21 +172,57 @@ class PlateauDoctor:
         if step > self._warm_ups and math.isfinite(loss) and is_new:
             self._held_out.append((step, loss))
 
-    def look(self, means: Mapping[str, float], last: LastStep) -> Plateau | None:
-        """Return what to say when the rule first holds; None at all other times.
+    def look(
+        self, means: Mapping[str, float], last: LastStep, losses: LossHistory
+    ) -> Plateau | Divergence | None:
+        """Return what to say when a rule first holds; None at all other times.
 
         Args:
             means: of the interval that ends with `last`: `loss` in nats a masked token, `accuracy`.
             last: the interval's last step.
+            losses: of all steps up to it.
         """
+        interval = self._config.monitor.log_every_steps
+        if self._begin is None:
+            self._begin, self._first_batch = last.step - interval, last.batch + 1 - interval
+        had_diverged, self._has_diverged = self._has_diverged, self._diverges(last, losses)
+        if self._has_diverged:
+            # What comes after it is another curve.
+            self._lines, self._held_out, self._begin = [], [], last.step
+            return None if had_diverged else self._divergence(last, losses)
+        return self._plateau(means, last) if self._entropy is not None else None
+
+    def _diverges(self, last: LastStep, losses: LossHistory) -> bool:
+        spikes = self._config.spikes
+        if losses.has_diverged(spikes):
+            return True
+        recent = losses.last(spikes)
+        if self._guess is None or len(recent) < spikes.steps_in_a_row:
+            return False
+        is_late = last.step > self._warm_ups + _LEAST_UPDATES
+        return is_late and min(recent) > self._guess + _ABOVE_GUESS
+
+    def _divergence(self, last: LastStep, losses: LossHistory) -> Divergence:
+        spikes = self._config.spikes
+        loss, best = float(np.median(losses.last(spikes))), losses.best
+        assert best is not None, "a run that has losses has a best one"
+        limit = losses.ceiling
+        if not losses.has_diverged(spikes):
+            assert self._guess is not None, "the other rule needs it"
+            limit = self._guess + _ABOVE_GUESS
+        since = losses.high[0][0] if losses.high else last.batch
+        guess = math.nan if self._guess is None else self._guess
+        advice = self._advice_diverged(last, losses, loss, since)
+        return Divergence(since, loss, best, limit, guess, advice)
+
+    def _plateau(self, means: Mapping[str, float], last: LastStep) -> Plateau | None:
         loss, accuracy = means["loss"], means["accuracy"]
+        assert self._entropy is not None
+        assert self._begin is not None
         if self._told or last.step <= self._warm_ups or not math.isfinite(loss):
             return None
-        if self._begin is None:
-            before = last.step - self._config.monitor.log_every_steps
-            self._begin = max(self._warm_ups, before)
         self._lines.append(_Line(last.step, loss, accuracy, reach(last.layers)))
-        seen = last.step - self._begin
+        seen = last.step - max(self._warm_ups, self._begin)
         num_steps = max(self.patience_steps, seen // 2)
         # The lines of a step are never read again once the window has passed it.
         self._lines = [line for line in self._lines if line.step > last.step - num_steps]
@@ -156,11 +236,15 @@ class PlateauDoctor:
         )
 
     def _is_stuck(self, num_steps: int, seen: int) -> bool:
+        assert self._entropy is not None
         # Intervals without an applied step have no loss.
-        if len(self._lines) < _LEAST_INTERVALS // 2:
+        if len(self._lines) < _LEAST_LINES:
             return False
         steps, losses, accuracies, _ = np.array(self._lines, np.float64).T
-        if losses[len(losses) // 2 :].mean() <= _LEVEL * self._entropy:
+        level = losses[len(losses) // 2 :].mean()
+        if level <= _LEVEL * self._entropy:
+            return False
+        if self._guess is not None and level > self._guess + _ABOVE_GUESS:
             return False
         rise, error = _rise(steps, accuracies, num_steps)
         if seen >= 2 * self.patience_steps and self._is_cut_off():
@@ -180,7 +264,62 @@ class PlateauDoctor:
         before, after = np.median(reach[: len(reach) // 2]), np.median(reach[len(reach) // 2 :])
         return bool(np.median(reach) < _CUT_OFF and after <= _COMES_BACK * before)
 
+    def _advice_diverged(self, last: LastStep, losses: LossHistory, loss: float, since: int) -> str:
+        guess = f"a uniform guess has {self._guess:.3f}, " if self._guess is not None else ""
+        causes = sorted(self._causes_diverged(last, losses, since), reverse=True)
+        before = losses.usual[-1] if losses.usual else losses.start
+        return "\n".join(
+            [
+                f"The run has diverged: the loss is {loss:.3f} at step {last.step}, and high since "
+                f"batch {since}; {guess}the best was {losses.best:.3f}, the last before it "
+                f"{before:.3f}. Likely causes, the likeliest first:",
+                "",
+                *(f"{place}. {text}" for place, (_, text) in enumerate(causes, 1)),
+                "",
+                f"Gradient norm {last.grad_norm:.3g}, learning rate {last.lr:.3g}, alpha "
+                f"{last.alpha:.3f}.",
+            ]
+        )
+
+    def _causes_diverged(
+        self, last: LastStep, losses: LossHistory, since: int
+    ) -> list[tuple[float, str]]:
+        """Return what may have made the loss rise, as `_causes`."""
+        train, spikes = self._config.train, self._config.spikes
+        assert self._first_batch is not None
+        into = since - self._first_batch
+        is_new = self._first_batch > 0 and into <= _SOON * spikes.steps_in_a_row
+        # A rate that was good for long is seldom the cause; one that has just become high is.
+        is_young = last.step <= max(_SOON * self._warm_ups, _LEAST_UPDATES)
+        weight, rate = self._rate()
+        before = losses.usual[-1] if losses.usual else math.inf
+        jumps = bool(losses.high) and losses.high[0][1] - before > _LEAST_JUMP
+        found = [
+            (weight + is_young, f"{rate}; train.grad_clip={train.grad_clip:g}"),
+            (
+                (1.0 if jumps else 0.5) - 0.4 * is_young,
+                f"a bad batch: `postnorm inspect {self._config.folder.path} --batch {since}` shows "
+                "what was trained on; train.skip_batches leaves batches out",
+            ),
+            (
+                3.0 if is_new else 0.1,
+                "the state that this attempt began with: `postnorm checkpoint verify`, and the "
+                f"changes since its checkpoint in {self._config.folder.attempts.name}",
+            ),
+            (
+                0.3 if train.precision == "bf16" else 0.0,
+                f"numbers: train.precision={train.precision}; go on from a checkpoint from before "
+                "it with fp32 for some steps: if the loss stays low there, it is the precision",
+            ),
+        ]
+        if self._entropy is not None:
+            found.append(
+                (self._weight_of_start() * (1.0 if is_young else 0.2), self._start_of(last))
+            )
+        return [each for each in found if each[0] > 0]
+
     def _advice(self, since: int, mean: float, last: LastStep) -> str:
+        assert self._entropy is not None
         causes = sorted(self._causes(last), reverse=True)
         learned = (
             "the model has learned how frequent tokens are, and nothing from their context"
@@ -215,15 +354,8 @@ class PlateauDoctor:
 
     def _causes(self, last: LastStep) -> list[tuple[float, str]]:
         """Return what may be the cause, each with a weight: 1 and more is a likely one."""
-        model, train = self._config.model, self._config.train
         return [
-            (
-                self._weight_of_start(),
-                f"start: {model.num_layers} layers with model.init={model.init}, "
-                f"model.residual={model.residual}, model.score_residual={model.score_residual} and "
-                f"train.alpha_warmup_steps={train.alpha_warmup_steps} (alpha is {last.alpha:.3f}): "
-                + self._start(),
-            ),
+            (self._weight_of_start(), self._start_of(last)),
             self._rate(),
             (
                 min(1.0, _SMALL_BATCH_TOKENS / last.tokens_per_step / 2),
@@ -237,6 +369,8 @@ class PlateauDoctor:
         """Compare the peak learning rate with what is usual, as `_causes`."""
         model, train = self._config.model, self._config.train
         text = f"learning rate: train.lr={train.lr:g}"
+        if self._entropy is None:
+            return 0.8, f"{text}: lower it threefold, or double train.warmup_steps"
         if train.optimizer != "adamw":
             return 0.5, f"{text} with {train.optimizer}: try a third of it, and three times it"
         usual = _USUAL_RATE_BY_WIDTH / model.hidden_size
@@ -255,7 +389,16 @@ class PlateauDoctor:
             return 0.1
         return model.num_layers / (12 if train.alpha_warmup_steps else 6)
 
-    def _start(self) -> str:
+    def _start_of(self, last: LastStep) -> str:
+        model, train = self._config.model, self._config.train
+        begin = (
+            f"start: {model.num_layers} layers with model.init={model.init}, "
+            f"model.residual={model.residual}, model.score_residual={model.score_residual} and "
+            f"train.alpha_warmup_steps={train.alpha_warmup_steps} (alpha is {last.alpha:.3f}): "
+        )
+        return begin + self._advice_on_start()
+
+    def _advice_on_start(self) -> str:
         model = self._config.model
         if (model.init, model.residual) in _SMALL_STARTS:
             return "24 layers converge with these"

@@ -32,7 +32,6 @@ from pipeline.runtime import dist
 from pipeline.runtime.checkpoints import FOLDER, Manifest, published, read_manifest, step_of
 from pipeline.train.batch_log import BatchLog
 from pipeline.train.engine import StepResult
-from pipeline.train.metrics import LogInterval
 from pipeline.train.run import TrainingData
 from pipeline.train.run_logger import RunLogger
 
@@ -215,37 +214,48 @@ class FaultHandler:
         except UnsoundStateError as other:
             logger.warning("%s", other)
 
-    def detect_spike(self, state: TrainState, interval: LogInterval, *, decide: bool) -> bool:
-        """Follow the losses and return whether the run must rewind because of a spike. Collective.
+    def detect_spike(self, state: TrainState) -> bool:
+        """Return whether the run must rewind because its last losses are a spike. Collective.
 
-        `decide` says whether spikes are looked for at this step.
+        Where it may not, or has no checkpoint from before, it goes on: a spike may pass.
         """
-        config = self._config.spikes
-        for batch, loss in interval.losses:
-            state.losses.add(batch, loss, config)
-        if not decide or not state.losses.is_spike(config):
-            self._warned = self._warned and bool(state.losses.high)
+        config, high = self._config.spikes, state.losses.high
+        if not state.losses.is_spike(config):
+            self._warned = self._warned and bool(high)
             return False
-        high, loss = state.losses.high, max(loss for _, loss in state.losses.high)
-        limit = state.losses.limit(config)
+        if self._warned:
+            return False
+        loss, limit = max(loss for _, loss in high), state.losses.limit(config)
         text = (
             f"the loss jumped: above {limit:.4f} in {len(high)} steps in a row since "
             f"batch {high[0][0]}, up to {loss:.4f}"
         )
-        if not config.rewind:
-            if not self._warned:
-                logger.warning("%s; spikes.rewind is off: training goes on", text)
-            self._warned = True
-            return False
-        start = self._config.batches.number(max(0, high[0][0] - config.skip_before_steps))
-        # A save in flight may be about to remove the checkpoint that is needed now.
-        self._saver.finish()
-        to_step = dist.on_first(
-            lambda: self._step_before(start.cursor, text, _JUMPS),
-            "looking for a checkpoint to go back to",
-        )
-        self._leave_out(state, start, to_step, text, loss=loss, limit=limit)
-        return True
+        if config.rewind:
+            # A save in flight may be about to remove the checkpoint that is needed now.
+            self._saver.finish()
+            found = dist.on_first(
+                lambda: self._before_spike(high[0][0], text), "looking for a checkpoint"
+            )
+            if found:
+                first, to_step = found
+                start = self._config.batches.number(first)
+                self._leave_out(state, start, to_step, text, loss=loss, limit=limit)
+                return True
+        why = "no good checkpoint is from before it" if config.rewind else "spikes.rewind is off"
+        logger.warning("%s; %s: training goes on", text, why)
+        self._warned = True
+        return False
+
+    def _before_spike(self, high_batch: int, text: str) -> tuple[int, int] | None:
+        """Find the first batch to leave out, and the step to go back to; None without one."""
+        wanted = max(0, high_batch - self._config.spikes.skip_before_steps)
+        for first in (wanted, high_batch):
+            manifest = self._newest_before(self._config.batches.number(first).cursor)
+            if manifest is not None:
+                # As many before it as the config says, or all since the checkpoint.
+                first_left_out = max(wanted, manifest.next_batch)
+                return first_left_out, self._not_too_often(manifest.step, text, _JUMPS)
+        return None
 
     # NaN in a moment reaches the weights a step later and the loss another step later: the batch
     # at fault is one of the last, so one is left out, then two more, then four.
@@ -293,15 +303,18 @@ class FaultHandler:
                 f"{remedy} Save more often (checkpoint.every_steps, checkpoint.keep); batches can "
                 "be left out from the start with train.skip_batches"
             )
-        rewinds = read_ledger(self._run_dir).rewinds
-        times = sum(each.to_step == manifest.step for each in rewinds)
+        return self._not_too_often(manifest.step, text, remedy)
+
+    def _not_too_often(self, step: int, text: str, remedy: str) -> int:
+        """Return a step to go back to, unless the run went there too often."""
+        times = sum(each.to_step == step for each in read_ledger(self._run_dir).rewinds)
         if times >= self._config.spikes.max_rewinds:
             raise TrainingError(
-                f"{text}; the run went back to step {manifest.step} {times} times before "
+                f"{text}; the run went back to step {step} {times} times before "
                 "(spikes.max_rewinds) and left out other batches each time, so the data is not "
                 f"the cause. {remedy}"
             )
-        return manifest.step
+        return step
 
     def _newest_before(self, cursor: int) -> Manifest | None:
         """Find the newest good checkpoint from before `cursor`."""

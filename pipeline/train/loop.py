@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from pipeline.checkpoints.state import TrainState
+from pipeline.checkpoints.state import LossHistory, TrainState
 from pipeline.config import schedule
 from pipeline.config.data import BatchSpec
 from pipeline.config.runs import RunConfig
@@ -19,7 +19,7 @@ from pipeline.runtime import watchdog
 from pipeline.train.batch_log import BatchLog
 from pipeline.train.engine import StepResult
 from pipeline.train.faults import FaultHandler, SkippedBatches
-from pipeline.train.metrics import LogInterval, Meter
+from pipeline.train.metrics import Meter
 from pipeline.train.replicas import Replicas
 from pipeline.train.requests import Wanted
 from pipeline.train.run import RunContext
@@ -103,8 +103,8 @@ def _train(attempt: Attempt, state: TrainState) -> int | None:
         last = False
         if due.log or wanted.saves:
             numbers = StepNumbers(alpha, lr, result.grad_norm, more)
-            interval = _close_interval(attempt, state, place, numbers, meter, clock)
-            if attempt.rescue.detect_spike(state, interval, decide=due.regular):
+            _close_interval(attempt, state, place, numbers, meter, clock)
+            if due.regular and attempt.rescue.detect_spike(state):
                 return None
             last = schedule.is_over(state.step, config, state.elapsed_s)
         saves = due.save or last or wanted.saves
@@ -179,6 +179,8 @@ def _next_stage(attempt: Attempt, state: TrainState, place: BatchSpec, meter: Me
         _save(attempt, state)
         attempt.run.saver.publish()
     attempt.run.work.begin(stage)
+    if not attempt.run.config.timeline.same_losses(stage.number):
+        state.losses = LossHistory()
     _enter(attempt, stage, meter)
     attempt.watch.entered(state, stage)
     return stage
@@ -263,7 +265,7 @@ def _close_interval(
     numbers: StepNumbers,
     meter: Meter,
     clock: Clock,
-) -> LogInterval:
+) -> None:
     """Log the interval since the last line, and publish saves that are written."""
     watchdog.heartbeat("logging")
     attempt.batch_log.flush()
@@ -271,10 +273,12 @@ def _close_interval(
         numbers.grad_norm, clock_s=clock.read_s() if attempt.run.process.is_first else 0.0
     )
     state.elapsed_s = interval.clock_s
+    for batch, loss in interval.losses:
+        spikes, guess = attempt.run.config.spikes, attempt.run.work.uniform_guess
+        state.losses.add(batch, loss, spikes, guess)
     attempt.watch.interval(state, place, interval, numbers)
     attempt.run.saver.poll()
     attempt.watch.saves(attempt.run.saver.take_numbers())
-    return interval
 
 
 def _save(attempt: Attempt, state: TrainState) -> None:

@@ -1,5 +1,6 @@
 """The work of a pre-training run: packed text, held-out text, and a look into the model."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -89,6 +90,8 @@ class Pretraining:
         # The first whose data is there: all have one tokenizer.
         self._index = next(filter(is_there, indexes))
         self.unigram_entropy: float | None = self._index.unigram_entropy_nats
+        assert config.model.vocab_size, "filled in by with_vocabulary"
+        self.uniform_guess: float | None = math.log(config.model.vocab_size)
         self._config = config
         self._initial = initial
         self._probed = probe_tasks(config.monitor)

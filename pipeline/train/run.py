@@ -19,6 +19,7 @@ from pipeline.data.run_order import DataRank
 from pipeline.model.encoder import EncoderModel
 from pipeline.objectives.base import Objective
 from pipeline.runtime.env import ProcessInfo
+from pipeline.runtime.notify import Notifier
 from pipeline.runtime.run_folder import RunFolder
 from pipeline.train.engine import Engine, LossBalancer
 from pipeline.train.requests import Requests
@@ -88,6 +89,10 @@ class Workload(Protocol):
     def unigram_entropy(self) -> float | None:
         """Nats; where it is known, a loss that stays there is told as a plateau."""
 
+    @property
+    def uniform_guess(self) -> float | None:
+        """Nats of a guess for which all answers are alike; None: not known."""
+
     def open(self, share: DataRank) -> TrainingData:
         """Open and check the data. Collective.
 
@@ -144,6 +149,7 @@ class RunContext:
     store: CheckpointStore
     saver: Saver
     requests: Requests
+    notifier: Notifier
 
     @property
     def objective(self) -> Objective:

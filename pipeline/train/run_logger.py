@@ -22,9 +22,10 @@ from pipeline.config.data import BatchSpec
 from pipeline.config.stages import RunStage
 from pipeline.model.cost import limits
 from pipeline.runtime import dist
+from pipeline.runtime.notify import DIVERGED
 from pipeline.runtime.summary import duration
 from pipeline.sinks.base import Sinks
-from pipeline.train.doctor import LastStep, PlateauDoctor
+from pipeline.train.doctor import Divergence, Doctor, LastStep, Plateau
 from pipeline.train.metrics import LogInterval
 from pipeline.train.run import RunContext
 from pipeline.train.timing import device_name
@@ -57,10 +58,14 @@ class RunLogger:
         """Find out who the ranks are. Collective."""
         config, device = run.config, run.engine.device
         self._run, self._config, self._sinks = run, config, sinks
-        entropy = run.work.unigram_entropy
         self._doctor = None
-        if sinks and entropy is not None:
-            self._doctor = PlateauDoctor(config, entropy, run.work.indexes[0].location)
+        if sinks:
+            self._doctor = Doctor(
+                config,
+                run.work.indexes[0].location,
+                unigram_entropy=run.work.unigram_entropy,
+                uniform_guess=run.work.uniform_guess,
+            )
         hosts = dist.gather(socket.gethostname())
         self._stragglers = Stragglers(hosts)
         known = limits(device_name(device)) if config.train.precision == "bf16" else None
@@ -91,14 +96,27 @@ class RunLogger:
         self._tell_stragglers(state, interval)
         tokens_per_step = interval.num_tokens / interval.step_s.shape[1]
         last = LastStep(
-            state.step, step.alpha, step.lr, step.grad_norm, interval.layers, tokens_per_step
+            state.step,
+            place.number,
+            step.alpha,
+            step.lr,
+            step.grad_norm,
+            interval.layers,
+            tokens_per_step,
         )
-        plateau = self._doctor.look(interval.means, last) if self._doctor else None
-        if plateau and self._sinks:
-            logger.warning("plateau: %s", plateau.advice)
-            numbers = plateau._asdict()
-            self._sinks.write_text(state.step, "plateau", numbers.pop("advice"))
-            self._sinks.write(state.step, "plateau", numbers)
+        if self._doctor and (found := self._doctor.look(interval.means, last, state.losses)):
+            self._tell(state, found)
+
+    def _tell(self, state: TrainState, found: Plateau | Divergence) -> None:
+        """Show what the doctor says."""
+        kind = "plateau" if isinstance(found, Plateau) else "divergence"
+        logger.warning("%s: %s", kind, found.advice)
+        if self._sinks:
+            numbers = found._asdict()
+            self._sinks.write_text(state.step, kind, numbers.pop("advice"))
+            self._sinks.write(state.step, kind, numbers)
+        if isinstance(found, Divergence):
+            self._run.notifier.send(DIVERGED, found.advice.splitlines()[0])
 
     def entered(self, state: TrainState, stage: RunStage) -> None:
         """Show that a stage begins after a step."""

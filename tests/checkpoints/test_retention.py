@@ -3,6 +3,7 @@
 import math
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from pipeline.config.runs import PretrainConfig
 from pipeline.config.schema import build
 from pipeline.config.strict_yaml import parse
 from pipeline.errors import CheckpointError, ConfigError
-from pipeline.runtime.checkpoints import FOLDER, published
+from pipeline.runtime.checkpoints import FOLDER, published, read_manifest
 from tests.support.checkpoints import make_checkpoint
 from tests.support.processes import python
 
@@ -51,6 +52,27 @@ def test_the_first_one_is_kept_as_such() -> None:
     assert rule.reasons({0: None, 5: None, 20: None}) == {
         0: ["first"], 5: [], 20: ["newest", "every 10"]
     }  # fmt: skip
+
+
+def test_while_losses_are_high_the_newest_from_before_them_is_kept(tmp_path: Path) -> None:
+    made = {step: make_checkpoint(tmp_path, step) for step in (10, 20, 30, 40, 50)}
+    manifests = {step: read_manifest(path) for step, path in made.items()}
+    steps: dict[int, float | None] = dict.fromkeys(made)
+
+    def kept(first_high: int, skip_before: int = 0) -> set[int]:
+        high = {"high": [[first_high, 9.0], [first_high + 1, 9.0]]}
+        given = manifests | {50: replace(manifests[50], losses=high)}
+        rule = Retention(1, skip_before=skip_before)
+        return {step for step, why in rule.reasons(steps, given).items() if why}
+
+    # The checkpoint of step 30 is followed by batch 30.
+    assert kept(30) == {30, 50}
+    assert kept(29) == {20, 50}
+    assert kept(39, skip_before=10) == {20, 50}
+    # None is from ten batches before it: the newest from before it, then.
+    assert kept(12, skip_before=10) == {10, 50}
+    assert kept(5) == {50}
+    assert {s for s, why in Retention(1).reasons(steps, manifests).items() if why} == {50}
 
 
 def _steps(paths: list[Path]) -> list[int]:

@@ -118,6 +118,53 @@ def test_a_run_that_left_them_out_from_the_start_is_the_same(
     assert losses(tmp_path / "run")[45] == losses(spiking)[45]
 
 
+YOUNG = (*OVERRIDES, "spikes.window_steps=200")
+
+
+def test_a_young_run_goes_back_to_its_first_checkpoint(
+    dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Train
+) -> None:
+    """The window of losses is not full, and all checkpoints but the oldest are from the spike."""
+    monkeypatch.setenv("SPIKE_HASHES", hashes_of(dataset, tmp_path, range(12, 13)))
+    few = "checkpoint.keep=1", "spikes.skip_before_steps=9", "train.num_steps=25"
+    run_dir = train("run", *YOUNG, *few, module=SPIKING).run_dir
+    rewind = _rewind(run_dir)
+    assert (rewind.high_batches[0], rewind.to_step, rewind.first_batch) == (13, 10, 10)
+
+
+def test_without_a_checkpoint_from_before_it_goes_on_and_is_told(
+    dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Train
+) -> None:
+    monkeypatch.setenv("SPIKE_HASHES", hashes_of(dataset, tmp_path, range(8, 40)))
+    events = tmp_path / "events.jsonl"
+    given = ("train.num_steps=40", "train.warmup_steps=2", f"notify.command=cat >>{events}")
+    ranks = train("run", *YOUNG, *given, module=SPIKING)
+    assert "no good checkpoint is from before it: training goes on" in ranks.output
+    assert not read_ledger(ranks.run_dir).rewinds
+    [told] = records(ranks.run_dir, "divergence")
+    assert told["since_batch"] == 9
+    assert told["step"] <= 15
+    assert told["best"] < told["limit"] < told["loss"]
+    assert losses(ranks.run_dir)[40] > told["limit"]
+    names = [json.loads(line)["event"] for line in events.read_text().splitlines()]
+    assert names == ["started", "diverged", "finished"]
+    text = warm.run("pipeline", "status", ranks.run_dir).stdout
+    assert f"diverged: the loss is {losses(ranks.run_dir)[40]:.3f}, high since batch 9" in text
+    assert "plateau" not in text
+
+
+def test_the_checkpoint_from_before_it_is_kept(
+    dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Train
+) -> None:
+    monkeypatch.setenv("SPIKE_HASHES", hashes_of(dataset, tmp_path, range(12, 60)))
+    few = "checkpoint.keep=1", "checkpoint.every_steps=5", "spikes.rewind=false"
+    run_dir = train("run", *YOUNG, *few, module=SPIKING).run_dir
+    kept = [read_manifest(path).step for path in published(run_dir / "checkpoints")]
+    assert kept == [45, 10]
+    listed = warm.run("pipeline", "checkpoint", "list", run_dir).stdout
+    assert "before the loss rose" in listed
+
+
 def test_killed_before_it_goes_back(spiking: Path, dataset: DatasetIndex, tmp_path: Path,
                                     monkeypatch: pytest.MonkeyPatch,
                                     train: Train) -> None:  # fmt: skip

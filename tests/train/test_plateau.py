@@ -9,19 +9,20 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from pipeline.checkpoints.state import LossHistory
 from pipeline.config.data import DataConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.train import MonitorConfig, TrainConfig
 from pipeline.data.format import DatasetIndex
-from pipeline.train.doctor import LastStep, PlateauDoctor, _rise
+from pipeline.train.doctor import Doctor, LastStep, _rise
 from pipeline.train.metrics import GroupNorms
 
-ENTROPY = 6.3
+ENTROPY, GUESS = 6.3, math.log(4096)
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
-def _doctor(data: str = "nowhere", **changes: Any) -> PlateauDoctor:
+def _doctor(data: str = "nowhere", **changes: Any) -> Doctor:
     """Fields of the training section go there, all others to the model."""
     names = {field.name for field in fields(TrainConfig)}
     train = {"num_steps": 2000, "lr": 2e-4, "alpha_warmup_steps": 200, "warmup_steps": 50}
@@ -30,16 +31,16 @@ def _doctor(data: str = "nowhere", **changes: Any) -> PlateauDoctor:
     config = PretrainConfig(run_dir="unused", model=ModelConfig(**model), data=DataConfig(dir=data),
                             train=TrainConfig(**train),
                             monitor=MonitorConfig(log_every_steps=5))  # fmt: skip
-    return PlateauDoctor(config, ENTROPY, config.data.dir)
+    return Doctor(config, config.data.dir, unigram_entropy=ENTROPY, uniform_guess=GUESS)
 
 
 def _step(step: int, tokens: float = 4096.0, reach: float = 1.0) -> LastStep:
     gradients = {"embeddings": 0.5, "layer_00": 0.2 * reach, "layer_01": 0.01, "layer_02": 0.2}
     norms = {name: GroupNorms(gradient, 1e-3) for name, gradient in gradients.items()}
-    return LastStep(step, 1.0, 6.5e-4, 0.51, norms, tokens)
+    return LastStep(step, step - 1, 1.0, 6.5e-4, 0.51, norms, tokens)
 
 
-def _told(doctor: PlateauDoctor, losses: Floats, accuracies: Floats | None = None,
+def _told(doctor: Doctor, losses: Floats, accuracies: Floats | None = None,
           held_out: dict[int, float] | None = None, tokens: float = 4096.0,
           reach: float | Floats = 1.0) -> dict[int, str]:  # fmt: skip
     """Give the doctor a log line every five steps, and return what it says by step."""
@@ -49,7 +50,7 @@ def _told(doctor: PlateauDoctor, losses: Floats, accuracies: Floats | None = Non
         step = 5 * (place + 1)
         accuracy = 0.05 if accuracies is None else float(accuracies[place])
         values = {"loss": loss, "accuracy": accuracy}
-        if plateau := doctor.look(values, _step(step, tokens, reaches[place])):
+        if plateau := doctor.look(values, _step(step, tokens, reaches[place]), LossHistory()):
             told[step] = plateau.advice
         if held_out and step in held_out:
             doctor.evaluated(step, held_out[step])
@@ -69,7 +70,9 @@ def test_it_is_told_once_after_the_warm_ups_and_the_patience() -> None:
 def test_an_attempt_that_resumes_waits_for_lines_of_its_own() -> None:
     doctor = _doctor()
     loss = {"loss": ENTROPY, "accuracy": 0.05}
-    assert [step for step in range(1005, 2000, 5) if doctor.look(loss, _step(step))] == [1100]
+    assert [
+        step for step in range(1005, 2000, 5) if doctor.look(loss, _step(step), LossHistory())
+    ] == [1100]
 
 
 def test_intervals_without_an_applied_step_are_no_evidence() -> None:
@@ -77,7 +80,7 @@ def test_intervals_without_an_applied_step_are_no_evidence() -> None:
     doctor, told = _doctor(), []
     for step in range(1005, 4000, 5):
         loss = ENTROPY if step % 50 == 0 else math.nan
-        if doctor.look({"loss": loss, "accuracy": 0.05}, _step(step)):
+        if doctor.look({"loss": loss, "accuracy": 0.05}, _step(step), LossHistory()):
             told.append(step)
         for _ in range(2):
             doctor.evaluated(step, ENTROPY)
@@ -167,8 +170,8 @@ def test_without_norms_of_layers_the_other_signs_decide() -> None:
         doctor = _doctor()
         told = []
         for step in range(5, 600, 5):
-            last = LastStep(step, 1.0, 6.5e-4, 0.51, layers, 4096.0)
-            if plateau := doctor.look({"loss": ENTROPY, "accuracy": 0.05}, last):
+            last = LastStep(step, step - 1, 1.0, 6.5e-4, 0.51, layers, 4096.0)
+            if plateau := doctor.look({"loss": ENTROPY, "accuracy": 0.05}, last, LossHistory()):
                 told.append(plateau.advice)
         assert len(told) == 1
         assert "of the last layer's" not in told[0]
