@@ -1,5 +1,6 @@
 """The work of a pre-training run: packed text, held-out text, and a look into the model."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -195,6 +196,7 @@ class HeldOut:
         }
         if self.work.unigram_entropy is not None:
             more["unigram_entropy"] = self.work.unigram_entropy
+        more["uniform_guess"] = math.log(self.config.model.vocab_size or 1)
         longest = max(self.config.batches.seq_lens)
         return HeldOutResult(
             total.loss,

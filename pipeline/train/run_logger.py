@@ -22,6 +22,7 @@ from pipeline.config.data import BatchSpec
 from pipeline.config.stages import RunStage
 from pipeline.model.cost import limits
 from pipeline.runtime import dist
+from pipeline.runtime.files import read_json_lines
 from pipeline.runtime.summary import duration
 from pipeline.sinks.base import Sinks
 from pipeline.train.doctor import LastStep, PlateauDoctor
@@ -66,6 +67,8 @@ class RunLogger:
         known = limits(device_name(device)) if config.train.precision == "bf16" else None
         self._peak_flops = known.bf16_flops if known else None
         self._eta: _Eta | None = None
+        starts = read_json_lines(run.folder.attempts) if sinks else []
+        self._restarts = float(sum(not line.get("rewound") for line in starts[1:]))
 
     def interval(
         self, state: TrainState, place: BatchSpec, interval: LogInterval, step: StepNumbers
@@ -172,6 +175,8 @@ class RunLogger:
             "seq_len": float(place.seq_len),
             **({"stage": float(place.stage)} if self._config.timeline.has_stages else {}),
             "elapsed_s": state.elapsed_s,
+            "share_done": schedule.share_done(state.step, self._config.train, state.elapsed_s),
+            "restarts": self._restarts,
             **self._epochs(state),
             **self._speed(interval),
             **interval.peak_gb,

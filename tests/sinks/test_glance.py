@@ -5,12 +5,14 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 from pipeline.runtime.run_folder import RunFolder
 from pipeline.sinks.glance import Glance, MetricLines, glance
+from pipeline.sinks.overview import LOSS, RESTART, REWIND, pictures
 from tests.support.ranks import CONFIG
 
 
@@ -68,10 +70,31 @@ def test_all_that_is_looked_at_first(tmp_path: Path, config: PretrainConfig) -> 
     assert (found.restarts, found.rewinds, found.stage_steps) == ((20,), (10,), (30,))
 
 
+def test_losses_and_marks_stand_where_they_belong(tmp_path: Path, config: PretrainConfig) -> None:
+    chart, numbers = pictures(config, MetricLines(_written(tmp_path, LINES)).update(STARTS), STARTS)
+    assert chart.shape == numbers.shape == (215, 320, 3)
+
+    def places(colour: tuple[int, int, int], top: int = 34) -> list[tuple[int, int]]:
+        found = np.argwhere((chart[top:] == colour).all(-1))
+        return [(int(x), int(y) + top) for y, x in found]
+
+    # Steps 0 to 40 over columns 34 to 314; the lowest loss is 4, and the highest 7.
+    for colour, step in ((RESTART, 20), (REWIND, 10)):
+        columns = [x for x, _ in places(colour)]
+        assert columns
+        assert all(abs(x - (34 + 280 * step / 40)) <= 1 for x in columns)
+    (left, high), (right, low) = min(places(LOSS)), max(places(LOSS))
+    assert abs(left - (34 + 280 * 10 / 40)) <= 1  # its first line is of step 10
+    assert abs(right - 314) <= 1
+    nats = (low - high) / (198 - 34) * (7 - 4 + 2 * 0.15)
+    assert nats == pytest.approx(6.0 - 5.0, abs=0.05)
+
+
 def test_a_run_of_which_little_is_known(tmp_path: Path, config: PretrainConfig) -> None:
     starts = [{"attempt": 1, "resumed_from_step": None}]
     run = RunFolder(tmp_path)
     nothing = glance(config, MetricLines(run).update(starts), starts)
+    assert pictures(config, [], starts)[0].shape == (215, 320, 3)
     assert nothing == Glance(0, 80, 0.0, "long", *[None] * 6, {}, (), (), ())
     old = [_line(1, 5, loss=3.0), _line(1, 5, "eval", loss=3.5, perplexity=33.0)]
     found = glance(config, MetricLines(_written(tmp_path, old)).update(starts), starts)
