@@ -33,10 +33,10 @@ from benchmarks.machine import versions
 from benchmarks.sweep import run_sweep
 from pipeline.checkpoints.manifest import state_file
 from pipeline.checkpoints.state import KINDS, MASTER, MOMENTS, SavedState, TensorShard, write_part
-from pipeline.inspect.status import valid_lines
 from pipeline.runtime.checkpoints import FOLDER, MANIFEST_FILE, name_of, read_manifest, signed
 from pipeline.runtime.files import read_json_lines, sha256_file
 from pipeline.runtime.run_folder import RunFolder
+from pipeline.sinks.glance import MetricLines
 
 STEPS, STRUCK = 300, 150
 _INTERVAL = 5
@@ -184,7 +184,7 @@ def read(run: Path) -> Finding | None:
     folder = RunFolder(run)
     if not folder.attempts.exists():
         return None
-    lines = valid_lines(folder, read_json_lines(folder.attempts))
+    lines = MetricLines(folder).update(read_json_lines(folder.attempts))
     train = [line for line in lines if line["kind"] == "train" and line["loss"] is not None]
     if not train:
         return None

@@ -37,9 +37,9 @@ from pipeline.checkpoints.state import LossHistory
 from pipeline.config.load import build
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import read_index
-from pipeline.inspect.status import valid_lines
 from pipeline.runtime.files import read_json_lines
 from pipeline.runtime.run_folder import RunFolder
+from pipeline.sinks.glance import MetricLines
 from pipeline.train.doctor import Doctor, LastStep, Plateau, reach
 from pipeline.train.metrics import GroupNorms
 
@@ -145,7 +145,7 @@ def read(run: Path) -> Curve | None:
         return None
     lines: list[list[float]] = []
     held_out: list[list[float]] = []
-    for record in valid_lines(folder, read_json_lines(folder.attempts)):
+    for record in MetricLines(folder).update(read_json_lines(folder.attempts)):
         if record["kind"] == "eval":
             held_out.append([record["step"], round(record["loss"], 4)])
         if record["kind"] == "train":

@@ -47,7 +47,7 @@ from pipeline.errors import (
     RejectedError,
     UnsoundStateError,
 )
-from pipeline.runtime import dist
+from pipeline.runtime import dist, log
 from pipeline.runtime.checkpoints import (
     CONTENTS,
     LATEST_FILE,
@@ -354,6 +354,7 @@ class Saver:
             stall_s,
             100 * share,
             remark,
+            extra=log.ASIDE,
         )
         values = {"save_s": stall_s, "save_share": share, "save_written_s": save.task.took_s}
         self._numbers.append(SaveNumbers(save.manifest.step, values))

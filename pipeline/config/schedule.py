@@ -65,6 +65,14 @@ def budget_left_s(config: TrainConfig, elapsed_s: float) -> float:
     return config.budget_hours * _S_PER_HOUR - elapsed_s
 
 
+def share_done(step: int, config: TrainConfig, elapsed_s: float) -> float:
+    """Share of a run that is done: the larger of those of its steps and of its time budget."""
+    share = step / config.num_steps
+    if config.budget_hours is not None:
+        share = max(share, elapsed_s / (config.budget_hours * _S_PER_HOUR))
+    return min(1.0, share)
+
+
 def _above_minimum(factor: float, config: TrainConfig) -> float:
     return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * factor
 

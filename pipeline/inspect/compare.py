@@ -18,10 +18,10 @@ from pipeline.config.schema import walk
 from pipeline.data.record import read_batches
 from pipeline.errors import ConfigError
 from pipeline.inspect.curves import Line, Panel, draw
-from pipeline.inspect.status import valid_lines
 from pipeline.runtime.files import read_json_lines, write_atomic
 from pipeline.runtime.run_folder import RunFolder
 from pipeline.runtime.summary import number, short_path, table
+from pipeline.sinks.glance import MetricLines
 
 _NOT_COMPARED = {"run_dir"}
 _OF_START = ("world_size", "fingerprint", "git_revision", "python", "torch", "deepspeed")
@@ -121,7 +121,7 @@ def _read(folder: Path) -> ReadRun:
     run = RunFolder.started(folder)
     attempts = read_json_lines(run.attempts)
     config = {path: value for path, _, value in walk(load_run(run.resolved).config)}
-    lines = valid_lines(run, attempts)
+    lines = MetricLines(run).update(attempts)
     train = [line for line in lines if line["kind"] == "train"]
     evaluations = [line for line in lines if line["kind"] == "eval"]
     seen: Mapping[int, float] = {}

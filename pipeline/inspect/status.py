@@ -35,6 +35,7 @@ from pipeline.runtime.summary import (
     number,
     progress_bar,
 )
+from pipeline.sinks.glance import WHOLE, Glance, LossTrack, MetricLines, glance
 
 RUNNING, FINISHED, STOPPED, FAILED, KILLED = "running", "finished", "stopped", "failed", "killed"
 UNKNOWN = "unknown"
@@ -104,6 +105,8 @@ class RunStatus:
     loss: float | None
     held_out_loss: float | None
     held_out_step: int | None
+    glance: Glance
+    """First and best losses and what to hold them against, rate, share done, epochs, restarts."""
     tokens: int | None
     """Trained on, repeated steps counted once."""
     tokens_per_s: float | None
@@ -135,7 +138,8 @@ def run_status(folder: Path, now_s: float | None = None) -> RunStatus:
     run = RunFolder.started(folder)
     attempts = read_json_lines(run.attempts)
     config = load_run(run.resolved).config
-    lines = valid_lines(run, attempts)
+    lines = MetricLines(run).update(attempts)
+    seen = glance(config, lines, attempts)
     train = [line for line in lines if line["kind"] == "train"]
     held_out = [line for line in lines if line["kind"] == "eval"]
     recent = [line for line in train if line["attempt"] == train[-1]["attempt"]][-20:]
@@ -153,22 +157,22 @@ def run_status(folder: Path, now_s: float | None = None) -> RunStatus:
     is_alive = run.is_locked() or (not is_here and idle_s < silence_s)
     starts = _starts(run, attempts, is_alive=is_alive)
     state = FINISHED if run.done.exists() else starts[-1].state
-    step = max([line["step"] for line in train], default=attempts[-1]["resumed_from_step"] or 0)
     warnings = _refusals(run, attempts) + _warnings(lines, manifest, run)
     if state == RUNNING and idle_s > silence_s:
         silence = f"{idle_s:,.0f} s, more than {_SILENT_INTERVALS} log intervals"
         warnings.insert(0, f"no progress for {silence}: look at {run.logs}")
     return RunStatus(
         state=state,
-        step=step,
+        step=seen.step,
         num_steps=config.train.num_steps,
-        stage=_stage(config.timeline, train, step),
+        stage=_stage(config.timeline, train, seen.step),
         loss=train[-1]["loss"] if train else None,
         held_out_loss=held_out[-1]["loss"] if held_out else None,
         held_out_step=held_out[-1]["step"] if held_out else None,
+        glance=seen,
         tokens=_tokens(train),
         tokens_per_s=train[-1]["tokens_per_s"] if train else None,
-        eta_s=_eta_s(config.train, step, step_s, train),
+        eta_s=_eta_s(config.train, seen.step, step_s, train),
         idle_s=idle_s,
         checkpoint=NewestCheckpoint(manifest.step, now_s - manifest.created_unix_s)
         if manifest
@@ -191,20 +195,6 @@ def _stage(timeline: Timeline, train: list[dict[str, Any]], step: int) -> str | 
     text = f"{stage.name}, {number + 1} of {total}, step {begun:,} of {stage.steps:,}"
     coming = timeline.stages[number + 1 : number + 2]
     return text + "".join(f"; {each.name} follows step {each.first_batch:,}" for each in coming)
-
-
-def valid_lines(run: RunFolder, attempts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Read the lines of metrics.jsonl without those of steps that a later start computed again."""
-    resumed = {line["attempt"]: line["resumed_from_step"] for line in attempts}
-    kept: list[dict[str, Any]] = []
-    attempt = None
-    for line in read_json_lines(run.metrics):
-        if line["attempt"] != attempt:
-            attempt = line["attempt"]
-            from_step = resumed.get(attempt)
-            kept = [old for old in kept if from_step is not None and old["step"] <= from_step]
-        kept.append(line)
-    return kept
 
 
 def _probes(lines: list[dict[str, Any]]) -> dict[str, ProbeAccuracy]:
@@ -418,13 +408,13 @@ def summary(folder: Path, status: RunStatus) -> FolderSummary:
 
 def progress_lines(status: RunStatus) -> Iterator[Line]:
     """Describe how far the run is, and how good the model."""
+    seen = status.glance
     yield progress_bar(status.step, status.num_steps, "step")
+    if seen.share_done > status.step / status.num_steps:
+        yield "done", f"{seen.share_done:.1%}, by the time budget"
     if status.stage is not None:
         yield "stage", status.stage
-    held_out = ""
-    if status.held_out_loss is not None:
-        held_out = f"   held-out {status.held_out_loss:.4f} at step {status.held_out_step:,}"
-    yield "loss", f"{number(status.loss, '.4f')}{held_out}"
+    yield from _loss_lines(seen)
     if status.result is not None:
         found = status.result
         scored = f"{found.metric} {found.score:.4f} on {found.scored_on}"
@@ -435,16 +425,52 @@ def progress_lines(status: RunStatus) -> Iterator[Line]:
         accuracy = number(probe.accuracy, ".3f")
         at = f"majority {probe.majority:.3f}   at step {probe.step:,}"
         yield f"probe {name}", f"accuracy {accuracy}   {at}"
+    yield "rate", number(seen.lr, ".3g")
     speed = number(status.tokens_per_s, ",.0f")
-    yield "tokens", f"{number(status.tokens, ',')} seen, {speed}/s"
+    yield "tokens", f"{number(status.tokens, ',')} seen, {speed}/s   epochs {_epochs_text(seen)}"
     if status.state != FINISHED:
         is_known = status.state != RUNNING and status.eta_s is not None
         training = " of training left" if is_known else ""
         life = f"   last sign of life {duration(status.idle_s)} ago"
         yield "ETA", f"{duration(status.eta_s)}{training}{life}"
+    if seen.restarts or seen.rewinds:
+        yield "restarts", _returns_text(seen)
     saved = status.checkpoint
     old = f"step {saved.step:,}, {duration(saved.age_s)} old" if saved else "none yet"
     yield "checkpoint", old
+
+
+def _loss_lines(seen: Glance) -> Iterator[Line]:
+    """Describe both losses, and what a model has that knows little."""
+    for name, track in (("loss", seen.loss), ("held-out", seen.held_out)):
+        yield name, _track_text(track) if track else "none yet"
+    if seen.uniform_guess is not None or seen.unigram_entropy is not None:
+        entropy, guess = number(seen.unigram_entropy, ".4f"), number(seen.uniform_guess, ".4f")
+        yield "to beat", f"unigram entropy {entropy}   uniform guess {guess}"
+
+
+def _track_text(track: LossTrack) -> str:
+    ends = [("first", track.first, track.first_step), ("best", track.best, track.best_step)]
+    newest = f"{number(track.newest, '.4f')} at step {track.step:,}"
+    return "   ".join(
+        [newest, *(f"{name} {number(loss, '.4f')} at {step:,}" for name, loss, step in ends)]
+    )
+
+
+def _epochs_text(seen: Glance) -> str:
+    parts = [
+        f"{value:.2f}" if name == WHOLE else f"{name} {value:.2f}"
+        for name, value in seen.epochs.items()
+    ]
+    return ", ".join(parts) or "unknown"
+
+
+def _returns_text(seen: Glance) -> str:
+    parts = []
+    for before, steps, where in (("", seen.restarts, "from"), ("rewinds ", seen.rewinds, "to")):
+        last = f", the last {where} step {steps[-1]:,}" if steps else ""
+        parts.append(f"{before}{len(steps)}{last}")
+    return "; ".join(parts)
 
 
 def begin_text(start: StartRecord) -> str:

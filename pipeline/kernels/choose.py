@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pipeline.config.model import ModelConfig
 from pipeline.config.train import Implementation, KernelsConfig
 from pipeline.errors import ConfigError
+from pipeline.runtime import log
 
 if TYPE_CHECKING:
     import torch
@@ -113,7 +114,8 @@ def _takes(part: str, asked: Implementation, obstacle: str | None, precision: st
     if asked == "auto" and not fused:
         reason = obstacle or "train.precision=fp32, the kernels are tuned for bf16"
     name = part.replace("_", " and ")
-    logger.info("%s: %s (%s)", name, "fused kernels" if fused else "PyTorch", reason)
+    text = "%s: %s (%s)"
+    logger.info(text, name, "fused kernels" if fused else "PyTorch", reason, extra=log.ASIDE)
     return fused
 
 

@@ -70,7 +70,7 @@ def run_as_rank(
     """
     rank = Rank(process, Path(run_dir) if run_dir else None)
     if not process.is_first:
-        log.to_console(logging.WARNING)
+        log.to_console(logging.WARNING, is_first=False)
 
     def leave(code: int) -> None:
         if rank.run_dir is not None:

@@ -7,14 +7,17 @@ when it is written. rich takes a fifth of a second to import, so only a terminal
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.runtime import log
+
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +26,7 @@ LABEL_WIDTH = 12
 _BAR_WIDTH = 40
 _LEAST_BAR_WIDTH = 5
 _TELL_EVERY_S = 30.0
+_REDRAWS_PER_S = 5
 _COLOURS = {"finished": "green", "complete": "green", "running": "cyan", "failed": "red",
             "killed": "red", "stopped": "yellow", "not complete": "yellow"}  # fmt: skip
 Line = str | tuple[str, str]
@@ -116,48 +120,114 @@ def progress_bar(done: int, total: int, unit: str) -> str:
     return f"[{'#' * filled}{'-' * (width - filled)}]{text}"
 
 
+class ProgressRow:
+    """How far a loop is, where nobody looks."""
+
+    is_drawn = False
+
+    def __call__(self, number: int) -> None:
+        """Count new items."""
+
+    def show(self, done: int, facts: str, eta_s: float | None) -> None:
+        """Show how many items are done in all, a few words, and the seconds left."""
+
+
+class _DrawnRow(ProgressRow):
+    is_drawn = True
+
+    def __init__(self, bars: "Progress", title: str, total: int, unit: str, done: int) -> None:
+        self._bars, self._unit, self._done, self._total = bars, unit, done, total
+        self._task = bars.add_task(
+            title, total=total, completed=done, count=self._count(), facts="", eta_s=None
+        )
+
+    def __call__(self, number: int) -> None:
+        self._done += number
+        self._bars.update(self._task, completed=self._done, count=self._count())
+
+    def show(self, done: int, facts: str, eta_s: float | None) -> None:
+        self._done = done
+        self._bars.update(self._task, completed=done, count=self._count(), facts=facts, eta_s=eta_s)
+
+    def remove(self) -> None:
+        self._bars.remove_task(self._task)
+
+    def _count(self) -> str:
+        from rich.filesize import decimal
+
+        form = decimal if self._unit == "B" else "{:,}".format
+        return f"{form(self._done)}/{form(self._total)}"
+
+
+_bars: "Progress | None" = None
+"""What is drawn on the terminal now; loops inside a loop have their rows below its own."""
+
+
 @contextmanager
 def progress(
-    title: str, total: int, unit: str, *, done: int = 0, stays: bool = False
-) -> Iterator[Callable[[int], object]]:
+    title: str, total: int, unit: str, *, done: int = 0, stays: bool = False, logs: bool = True
+) -> Iterator[ProgressRow]:
     """Show on stderr how far a loop is; it calls what this yields with the number of new items.
 
-    Without a terminal a line is logged now and then, and if it `stays` one at the end.
+    Without a terminal a line is logged now and then, and if it `stays` one at the end; nothing
+    unless it `logs`.
     """
-    if not sys.stderr.isatty() or not logger.isEnabledFor(logging.INFO):
-        lines = _ProgressLines(title, total, unit, done)
-        yield lines.add
-        if stays:
+    global _bars
+    if not log.draws_bars() or not logger.isEnabledFor(logging.INFO):
+        lines = _ProgressLines(title, total, unit, done) if logs else ProgressRow()
+        yield lines
+        if stays and isinstance(lines, _ProgressLines):
             lines.tell()
         return
+    if _bars is not None:
+        row = _DrawnRow(_bars, title, total, unit, done)
+        try:
+            yield row
+        finally:
+            row.remove()
+        return
+    with _opened(stays=stays) as _bars:
+        try:
+            yield _DrawnRow(_bars, title, total, unit, done)
+        finally:
+            _bars = None
+
+
+def _opened(*, stays: bool) -> "Progress":
     from rich import progress as bars
     from rich.console import Console
+    from rich.text import Text
+
+    class TimeLeft(bars.TimeRemainingColumn):
+        def render(self, task: bars.Task) -> Text:
+            eta_s = task.fields["eta_s"]
+            return super().render(task) if eta_s is None else Text(f"ETA {duration(eta_s)}")
 
     columns = [
-        bars.TextColumn(title, markup=False),
+        bars.TextColumn("{task.description}", markup=False),
         bars.BarColumn(bar_width=None),
-        bars.DownloadColumn() if unit == "B" else bars.MofNCompleteColumn(),
-        bars.TimeRemainingColumn(compact=True),
+        bars.TextColumn("{task.fields[count]}", markup=False),
+        bars.TextColumn("{task.fields[facts]}", markup=False),
+        TimeLeft(compact=True),
     ]
     # What is printed meanwhile stands above the bar; in a file it stays what it is.
-    with bars.Progress(
+    return bars.Progress(
         *columns,
         console=Console(stderr=True),
         transient=not stays,
+        refresh_per_second=_REDRAWS_PER_S,
         redirect_stdout=sys.stdout.isatty(),
-    ) as shown:
-        task = shown.add_task(title, total=total, completed=done)
-        yield lambda number: shown.advance(task, number)
+    )
 
 
-class _ProgressLines:
+class _ProgressLines(ProgressRow):
     """Logs how far a loop is, seldom."""
 
     def __init__(self, title: str, total: int, unit: str, done: int) -> None:
         self._title, self._total, self._unit, self._done = title, total, unit, done
         self._told_s = time.monotonic()
 
-    def add(self, number: int) -> None:
+    def __call__(self, number: int) -> None:
         self._done += number
         if time.monotonic() - self._told_s > _TELL_EVERY_S and self._done < self._total:
             self.tell()

@@ -175,8 +175,9 @@ class Sinks:
             worker.close()
 
 
-_HEALTH = {"grad_norm", "skipped_steps", "left_out_batches", "rewinds", "lr", "alpha"}
-_DATA = re.compile(r"tokens|fill|batch|seq_len|epoch(_.*)?|num_.*|.*_documents")
+_HEALTH = {"grad_norm", "skipped_steps", "left_out_batches", "rewinds", "restarts", "lr", "alpha"}
+_TO_BEAT = ("unigram_entropy", "uniform_guess")
+_DATA = re.compile(r"tokens|fill|batch|seq_len|epoch(_.*)?|share_done|num_.*|.*_documents")
 _SPEED = re.compile(r".*_(s|gb|per_s|wait|device)|(step|own)_s_.*|slowest_rank|mfu")
 _LAYERS = re.compile(r"(grad_norm|update_ratio|attention_entropy)_.+")
 
@@ -197,7 +198,7 @@ def tag_of(kind: str, name: str) -> str:
         return f"layers/{name}"
     if kind == "eval":
         section = "data" if _DATA.fullmatch(name) else "quality"
-        return f"{section}/{name if name == 'unigram_entropy' else f'held_out_{name}'}"
+        return f"{section}/{name if name in _TO_BEAT else f'held_out_{name}'}"
     if name in _HEALTH:
         return f"health/{name}"
     if _DATA.fullmatch(name):

@@ -418,7 +418,8 @@ def _attempt(run: RunContext, resumed_from: Path | None, *, rewound: bool) -> in
         replicas=Replicas(run.engine, process, config.monitor.compare_replicas_every_steps),
     )
     try:
-        code = train(attempt, state)
+        with watch.bar(state):
+            code = train(attempt, state)
     finally:
         if sinks:
             sinks.close()

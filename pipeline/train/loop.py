@@ -94,8 +94,7 @@ def _train(attempt: Attempt, state: TrainState) -> int | None:
         # Sums over the ranks: above 0 where any of them wants it.
         wanted = Wanted(*map(bool, result.notes))
         state.advance(place.size, applied=result.applied)
-        meter.end_step(result, place.number, batches)
-        _log_batch(attempt, place, batches, state.step if result.applied else None)
+        _end_step(attempt, state, result, place, batches, meter)
         if not result.applied:
             _report_skip(attempt, state, result, place, batches)
             continue
@@ -203,6 +202,21 @@ def _step(
     notes = run.requests.own()
     result = run.engine.train_step(batches, run.objective, lr, notes, weighing)
     return result, weighing.values if weighing else {}
+
+
+def _end_step(
+    attempt: Attempt,
+    state: TrainState,
+    result: StepResult,
+    place: BatchSpec,
+    batches: list[MicroBatch],
+    meter: Meter,
+) -> None:
+    """Count a step and put its batch on record."""
+    meter.end_step(result, place.number, batches)
+    _log_batch(attempt, place, batches, state.step if result.applied else None)
+    if result.applied:
+        attempt.watch.stepped(state, result, meter.last_step_s)
 
 
 def _report_skip(

@@ -219,6 +219,11 @@ class Meter:
             self._sums.append(_stacked(result.sums))
             self._batches.append(number)
 
+    @property
+    def last_step_s(self) -> float:
+        """Time of the last step on this rank."""
+        return self._step_s[-1]
+
     def close_interval(self, grad_norm: float, *, clock_s: float) -> LogInterval:
         """Add up all ranks and start the next interval. Collective; synchronises.
 

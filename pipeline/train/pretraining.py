@@ -198,6 +198,7 @@ class HeldOut:
         }
         if self.work.unigram_entropy is not None:
             more["unigram_entropy"] = self.work.unigram_entropy
+        more["uniform_guess"] = math.log(self.config.model.vocab_size or 1)
         longest = max(self.config.batches.seq_lens)
         return HeldOutResult(
             total.loss,

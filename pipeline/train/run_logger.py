@@ -9,7 +9,8 @@ import logging
 import math
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -22,10 +23,12 @@ from pipeline.config.data import BatchSpec
 from pipeline.config.stages import RunStage
 from pipeline.model.cost import limits
 from pipeline.runtime import dist
+from pipeline.runtime.files import read_json_lines
 from pipeline.runtime.notify import DIVERGED
-from pipeline.runtime.summary import duration
+from pipeline.runtime.summary import ProgressRow, duration, progress
 from pipeline.sinks.base import Sinks
 from pipeline.train.doctor import Divergence, Doctor, LastStep, Plateau
+from pipeline.train.engine import StepResult
 from pipeline.train.metrics import LogInterval
 from pipeline.train.run import RunContext
 from pipeline.train.timing import device_name
@@ -70,7 +73,37 @@ class RunLogger:
         self._stragglers = Stragglers(hosts)
         known = limits(device_name(device)) if config.train.precision == "bf16" else None
         self._peak_flops = known.bf16_flops if known else None
-        self._eta: _Eta | None = None
+        self._pace = _Pace()
+        self._row, self._loss = ProgressRow(), ""
+        starts = read_json_lines(run.folder.attempts) if sinks else []
+        self._restarts = float(sum(not line.get("rewound") for line in starts[1:]))
+
+    @contextmanager
+    def bar(self, state: TrainState) -> Iterator[None]:
+        """Draw how far the run is, where a person looks at rank 0."""
+        total = self._config.train.num_steps
+        name = self._config.folder.path.name
+        with progress(name, total, "step", done=state.step, logs=False) as self._row:
+            yield
+
+    def stepped(self, state: TrainState, result: StepResult, step_s: float) -> None:
+        """Move the bar on after an applied step that took `step_s`."""
+        self._pace.stepped(state.step, step_s)
+        if not self._row.is_drawn:
+            return
+        if not self._loss:  # before the first log line: this rank's, of the first step alone
+            sums = {name: [float(part) for part in each] for name, each in result.sums.items()}
+            means = {name: total / weight for name, (total, weight) in sums.items() if weight}
+            self._loss = f"loss {self._run.objective.tracked_loss(means):.4f}"
+        each_s = self._pace.step_s(state.step)
+        speed = f"{1 / each_s:.2f} steps/s" if each_s < 1 else f"{each_s:.2f} s a step"
+        self._row.show(state.step, f"{self._loss}  {speed}", self._left_s(state))
+
+    def _left_s(self, state: TrainState) -> float:
+        """Return the seconds to the end, of the steps or of the time budget."""
+        train = self._config.train
+        by_steps_s = self._pace.step_s(state.step) * (train.num_steps - state.step)
+        return min(by_steps_s, max(0.0, schedule.budget_left_s(train, state.elapsed_s)))
 
     def interval(
         self, state: TrainState, place: BatchSpec, interval: LogInterval, step: StepNumbers
@@ -87,11 +120,8 @@ class RunLogger:
         values = self._values(state, place, interval, step)
         if self._sinks:
             self._sinks.write(state.step, "train", values)
-        self._eta = self._eta or _Eta(state.step, interval.elapsed_s / interval.step_s.shape[1])
-        left_s = min(
-            self._eta.left_s(state.step, num_steps),
-            max(0.0, schedule.budget_left_s(self._config.train, state.elapsed_s)),
-        )
+        self._loss = f"loss {interval.loss:.4f}"
+        left_s = self._left_s(state)
         logger.info("%s", console_line(state.step, num_steps, interval.means, values, left_s))
         self._tell_stragglers(state, interval)
         tokens_per_step = interval.num_tokens / interval.step_s.shape[1]
@@ -190,6 +220,8 @@ class RunLogger:
             "seq_len": float(place.seq_len),
             **({"stage": float(place.stage)} if self._config.timeline.has_stages else {}),
             "elapsed_s": state.elapsed_s,
+            "share_done": schedule.share_done(state.step, self._config.train, state.elapsed_s),
+            "restarts": self._restarts,
             **self._epochs(state),
             **self._speed(interval),
             **interval.peak_gb,
@@ -257,17 +289,24 @@ def means_text(loss: float, means: dict[str, float]) -> str:
     return "  ".join([f"loss {loss:.4f}", *others])
 
 
-class _Eta:
-    """Time to the end at the mean speed of this attempt, evaluations and saves included."""
+class _Pace:
+    """Seconds a step of this attempt, evaluations and saves included.
 
-    def __init__(self, step: int, step_s: float) -> None:
-        self._step, self._step_s = step, step_s
-        self._start_s = time.perf_counter()
+    The first step, which compiles kernels, counts as long as it is the only one.
+    """
 
-    def left_s(self, step: int, num_steps: int) -> float:
-        done = step - self._step
-        each_s = (time.perf_counter() - self._start_s) / done if done else self._step_s
-        return each_s * (num_steps - step)
+    def __init__(self) -> None:
+        self._first_step: int | None = None
+        self._first_s = self._began_s = self._now_s = 0.0
+
+    def stepped(self, step: int, step_s: float) -> None:
+        self._now_s = time.perf_counter()
+        if self._first_step is None:
+            self._first_step, self._first_s, self._began_s = step, step_s, self._now_s
+
+    def step_s(self, step: int) -> float:
+        since = step - (self._first_step or 0)
+        return (self._now_s - self._began_s) / since if since else self._first_s
 
 
 class Stragglers:

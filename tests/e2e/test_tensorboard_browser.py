@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.screenshots import open_layout, tensorboard
 from pipeline.sinks.base import tag_of
+from pipeline.sinks.overview import HELD_OUT, LOSS
 from tests.support.browser import Browser
 from tests.support.ranks import records
 
@@ -34,18 +35,41 @@ def address(straight_run: Path, processes: None) -> Iterator[str]:
         yield address
 
 
-def test_the_first_look_has_its_six_charts(browser: Browser, address: str, artefacts: Path) -> None:
+def test_what_is_seen_first(browser: Browser, address: str, artefacts: Path) -> None:
     browser.resize(1600, 1000)
+    browser.open(address)  # nothing behind it: whoever starts TensorBoard comes here
+    cards = "findAll('card-view').slice(0, 4)"
+    browser.wait_for(f"{cards}.length === 4")
+    names = "each.querySelector('tb-truncated-path').textContent.replaceAll(/\\s/g, '')"
+    shown = ["at_a_glance", "at_a_glance/0_numbers", "at_a_glance/1_loss",
+             "at_a_glance/2_held_out_loss"]  # fmt: skip
+    assert browser.wait_for(f"{cards}.map(each => {names})") == shown
+    tops = browser.evaluate(f"{cards}.map(each => each.getBoundingClientRect().top)")
+    assert max(tops) < 700, "the charts of both losses begin on the first screen"
+    pictures = f"{cards}.slice(0, 2).map(each => each.querySelector('img'))"
+    browser.wait_for(f"{pictures}.every(each => each?.complete && each.naturalWidth > 0)")
+    # As large as they are: their letters cannot be read in another size.
+    sizes = f"{pictures}.map(each => [each.naturalWidth, each.width, each.height])"
+    assert browser.evaluate(sizes) == [[320, 320, 215]] * 2
+    bottoms = browser.evaluate(f"{pictures}.map(each => each.getBoundingClientRect().bottom)")
+    assert max(bottoms) < 1000
+    for number, least in enumerate((0.5, 0.3)):  # of a line over the chart, and of a line of text
+        for r, g, b in (LOSS, HELD_OUT):
+            is_of = f"Math.abs(r - {r}) + Math.abs(g - {g}) + Math.abs(b - {b}) < 40"
+            assert browser.columns_with(f"{pictures}[{number}]", is_of) > least
+    browser.screenshot(artefacts / "tensorboard-at-a-glance.png")
+
     open_layout(browser, address, "First look")
     cards = "findAll('tf-custom-scalar-multi-line-chart-card')"
-    titles = ["loss and unigram entropy (nats)", "held-out loss and unigram entropy (nats)",
-              "learning rate", "alpha", "tokens a second", "gradient norm"]  # fmt: skip
+    titles = ["loss, held-out loss, unigram entropy, uniform guess (nats)", "learning rate",
+              "tokens a second", "share done", "epochs", "restarts and rewinds"]  # fmt: skip
     assert browser.evaluate(f"{cards}.slice(0, 6).map(card => card.title)") == titles
     # Within the first screen, and with the tags that each draws, of a run under its own name.
     bottoms = browser.evaluate(f"{cards}.slice(0, 6).map(c => c.getBoundingClientRect().bottom)")
     assert max(bottoms) < 1000
-    text = f"{cards}.slice(0, 2).map(card => card.shadowRoot.textContent)"
-    browser.wait_for(f"{text}.every(each => each.includes('quality/unigram_entropy'))")
+    text = f"{cards}[0].shadowRoot.textContent"
+    for tag in ("loss", "held_out_loss", "unigram_entropy", "uniform_guess"):
+        browser.wait_for(f"{text}.includes('quality/{tag}')")
     assert "straight/tensorboard" in browser.evaluate(
         "findAll('tf-multi-checkbox')[0].shadowRoot.textContent"
     )
@@ -71,7 +95,7 @@ def test_a_run_is_seen(browser: Browser, address: str, straight_run: Path, artef
     browser.open(f"{address}#images")
     browser.wait_for("findAll('tf-image-loader img, img').some(each => each.naturalWidth > 0)")
     shown = browser.evaluate("findAll('tf-image-loader').map(each => each.tag)")
-    assert shown == ["layers/attention_entropy"]
+    assert shown == ["at_a_glance", "at_a_glance/0_numbers", "layers/attention_entropy"]
     browser.screenshot(artefacts / "tensorboard-images.png")
 
     browser.open(f"{address}#text")

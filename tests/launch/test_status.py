@@ -58,13 +58,16 @@ def test_a_running_job(recorded: RecordedSlurm, run: RunFolder) -> None:
     )
     assert lines[2] == "excluded    cm3"
     assert lines[3] == f"[{'#' * 8}{'-' * 32}] 21.0%  step 210 of 1,000"
-    assert lines[4] == "loss        6.5000"
-    assert lines[5].startswith("tokens      ")
-    assert lines[6].startswith("ETA         00:13:10   last sign of life 00:00:0")  # 1 s a step
-    assert lines[7].startswith("checkpoint  step 200, 00:00:2")
-    assert "412.0" in lines[8]
-    assert lines[8].endswith("from step 0   requeue: asked to stop before the time limit")
-    assert lines[9].endswith("from step 90  running")
+    assert lines[4].startswith("loss        6.5000 at step ")
+    assert lines[5].startswith("held-out    ")
+    assert lines[6].startswith("rate        ")
+    assert lines[7].startswith("tokens      ")
+    assert lines[8].startswith("ETA         00:13:10   last sign of life 00:00:0")  # 1 s a step
+    assert lines[9] == "restarts    1, the last from step 90; rewinds 0"
+    assert lines[10].startswith("checkpoint  step 200, 00:00:2")
+    assert "412.0" in lines[11]
+    assert lines[11].endswith("from step 0   requeue: asked to stop before the time limit")
+    assert lines[12].endswith("from step 90  running")
 
 
 def _check(run: RunFolder, state: str, *facts: str) -> None:

@@ -20,7 +20,7 @@ from pipeline.sinks import base
 from pipeline.sinks.base import GROUP, SinkContext, Sinks, find_sinks, tag_of
 from tests.support.ranks import CONFIG, records
 
-SECTIONS = ("data", "health", "layers", "quality", "speed")
+SECTIONS = ("at_a_glance", "data", "health", "layers", "quality", "speed")
 
 
 @pytest.fixture
@@ -35,6 +35,8 @@ def start(tmp_path: Path) -> SinkContext:
     ("train", "loss", "quality/loss"), ("train", "replaced_accuracy", "quality/replaced_accuracy"),
     ("eval", "loss", "quality/held_out_loss"), ("eval", "loss_wiki", "quality/held_out_loss_wiki"),
     ("eval", "unigram_entropy", "quality/unigram_entropy"),
+    ("eval", "uniform_guess", "quality/uniform_guess"), ("train", "restarts", "health/restarts"),
+    ("train", "share_done", "data/share_done"),
     ("eval", "num_masked", "data/held_out_num_masked"),
     ("eval", "attention_entropy_layer_03", "layers/attention_entropy_layer_03"),
     ("train", "grad_norm", "health/grad_norm"),
@@ -48,7 +50,7 @@ def test_each_number_has_a_section(kind: str, name: str, tag: str) -> None:
     assert tag_of(kind, name) == tag
 
 
-def test_a_run_has_five_sections_and_every_chart_has_a_line(straight_run: Path) -> None:
+def test_a_run_has_six_sections_and_every_chart_has_a_line(straight_run: Path) -> None:
     events = EventAccumulator(str(straight_run / "tensorboard"), {"scalars": 0, "tensors": 0})
     events.Reload()
     tags = events.Tags()["scalars"]
@@ -69,12 +71,14 @@ def test_a_run_has_five_sections_and_every_chart_has_a_line(straight_run: Path) 
         for chart in category.chart
     }
     first = [found for (title, _), found in charts.items() if title == "First look"]
-    assert first == [["quality/loss", "quality/unigram_entropy"],
-                     ["quality/held_out_loss", "quality/unigram_entropy"], ["health/lr"],
-                     ["health/alpha"], ["speed/tokens_per_s"], ["health/grad_norm"]]  # fmt: skip
-    # One source has no loss of its own.
+    assert first == [["quality/held_out_loss", "quality/loss", "quality/unigram_entropy",
+                      "quality/uniform_guess"], ["health/lr"], ["speed/tokens_per_s"],
+                     ["data/share_done"], ["data/epoch"], ["health/restarts", "health/rewinds"],
+                     [], ["health/alpha"], ["health/grad_norm"]]  # fmt: skip
+    # A run without stages has no number of one, and one source no loss of its own.
     assert [key for key, found in charts.items() if not found] == [
-        ("Sources", "held-out loss (nats)")
+        ("First look", "stage"),
+        ("Sources", "held-out loss (nats)"),
     ]
 
 
