@@ -21,11 +21,15 @@ from pipeline.runtime.checkpoints import (
     read_manifest,
     split_step,
 )
-from pipeline.runtime.run_folder import RunFolder
 
+CONTINUE_FROM = (
+    "run, RUN@STEP or RUN@best that this run goes on from, optimizer's state included; its "
+    "sections and stages hold here, but for steps and schedule, and `stages` lists what comes next"
+)
+"""What the setting means."""
 _WHOLE_RUN = ("num_steps", "schedule", "decay_steps", "decay_shape", "lr_points", "budget_hours")
 """Settings of train that are of the other run's length: the stages say it here."""
-_NOT_ITS = ("run_dir", "init_from", "continue_from")
+_NOT_ITS = ("run_dir", "continue_from")
 
 
 def continued(root: YamlNode, cls: type[Any]) -> YamlNode:
@@ -57,7 +61,7 @@ def continued(root: YamlNode, cls: type[Any]) -> YamlNode:
             f"continue_from={given} and init_from={tree['init_from']}: the first keeps the "
             "optimizer's state, the second begins anew with weights alone; leave out one of them"
         )
-    source = _recorded(tree, given) or _source(str(given), cls)
+    source = _recorded(tree, given, cls) or _source(str(given), cls)
     _require_same(source, tree, given)
     before, rate = source.pop("stages"), source.pop("rate")
     for name in _NOT_ITS:
@@ -78,11 +82,11 @@ def continued(root: YamlNode, cls: type[Any]) -> YamlNode:
     return strict_yaml.of_plain(merged, f"continue_from={given}", root)
 
 
-def _recorded(tree: dict[str, Any], given: Any) -> dict[str, Any] | None:
+def _recorded(tree: dict[str, Any], given: Any, cls: type[Any]) -> dict[str, Any] | None:
     """Return what the run has on record, if it has started: the other one may be gone since."""
     if not isinstance(tree.get("run_dir"), str):
         return None
-    path = RunFolder(Path(env.expand(tree["run_dir"], "run_dir"))).resolved
+    path = Path(env.expand(tree["run_dir"], "run_dir"), cls.RECORD)
     if not path.is_file():
         return None
     record = strict_yaml.read_file(path).plain()
@@ -103,17 +107,18 @@ def _source(given: str, cls: type[Any]) -> dict[str, Any]:
     run, step = split_step(env.expand(given, "continue_from"))
     path = published(folder_of(run))[0] if step is None else at_step(run, step)
     manifest = read_manifest(path)
-    tree = manifest.config
-    if not tree:  # an earlier version wrote it
-        resolved = RunFolder(run).resolved
-        if not resolved.is_file():
+    tree = manifest.config if cls.IN_MANIFESTS else {}
+    record = run / cls.RECORD
+    # Without them in manifests, or where an earlier version wrote it.
+    if not tree:
+        if not record.is_file():
             raise CheckpointError(
-                f"continue_from={given}: {path} says nothing of its run's config, and {resolved} "
+                f"continue_from={given}: {path} says nothing of its run's config, and {record} "
                 "is missing; give the folder of the run"
             )
-        tree = strict_yaml.read_file(resolved).plain()
+        tree = strict_yaml.read_file(record).plain()
     config = schema.build(cls, cls.completed(strict_yaml.of_plain(tree, str(path))))
-    timeline: Timeline = config.timeline
+    timeline: Timeline = config.timeline_of(manifest)
     last = timeline.trained(manifest.cursor)
     number = timeline.batches.at(manifest.cursor).number
     plain = plain_values(config)
@@ -129,6 +134,9 @@ def _source(given: str, cls: type[Any]) -> dict[str, Any]:
             "it: set init_from"
         )
     rate = timeline.learning_rate(manifest.step - 1, last.number, manifest.elapsed_s)
+    # What the other run began from is behind it; a mix takes its architecture from there.
+    if cls.IN_MANIFESTS:
+        plain["init_from"] = None
     return {**plain, "stages": stages, "rate": rate}
 
 
@@ -137,7 +145,7 @@ def _require_same(source: dict[str, Any], tree: dict[str, Any], given: Any) -> N
     for section, names in MAY_CHANGE.items():
         own = tree.get(section)
         for name, value in own.items() if isinstance(own, dict) else ():
-            theirs = source[section].get(name)
+            theirs = (source.get(section) or {}).get(name)
             is_free = name == "micro_batch" or name not in names or name in RATE[1:]
             if is_free or theirs == value or _same_number(theirs, value):
                 continue

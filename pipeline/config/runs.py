@@ -11,7 +11,7 @@ from pipeline.config.data import BatchPlan, DataConfig, EvalDataConfig, PhaseCon
 from pipeline.config.load import Loaded, load
 from pipeline.config.model import ModelConfig
 from pipeline.config.objective import MLM, ObjectiveConfig
-from pipeline.config.origin import continued
+from pipeline.config.origin import CONTINUE_FROM, continued
 from pipeline.config.schema import REQUIRED, param, path_param, section
 from pipeline.config.stages import BY_STAGES, RunStage, StageConfig, Timeline, completed
 from pipeline.config.strict_yaml import YamlNode
@@ -24,7 +24,8 @@ from pipeline.config.train import (
     TrainConfig,
 )
 from pipeline.errors import ConfigError
-from pipeline.runtime.run_folder import RunFolder
+from pipeline.runtime.checkpoints import Manifest
+from pipeline.runtime.run_folder import RESOLVED_FILE, RunFolder
 
 _EVAL_MASK_PROB = 0.15
 """As ModernBERT, Ettin and mmBERT, which mask more in training."""
@@ -172,6 +173,10 @@ class PretrainConfig(RunConfig):
     """One pre-training run; the cluster it runs on is not part of it."""
 
     SHIPPED: ClassVar = ("train", "")
+    RECORD: ClassVar = RESOLVED_FILE
+    """In a run's folder: its config as it was started."""
+    IN_MANIFESTS: ClassVar = True
+    """Whether checkpoints hold this config, and not one that was made of it."""
 
     objective: ObjectiveConfig = section(ObjectiveConfig, "what is predicted and minimised")
     data: DataConfig = section(DataConfig, "dataset, packing and masking")
@@ -185,12 +190,7 @@ class PretrainConfig(RunConfig):
         "parts of the run, in order; each holds what differs from the sections data, model and "
         "train, for its steps",
     )
-    continue_from: str | None = path_param(
-        None,
-        "run, RUN@STEP or RUN@best that this run goes on from, optimizer's state included; its "
-        "sections and stages hold here, but for steps and schedule, and `stages` lists what comes "
-        "next",
-    )
+    continue_from: str | None = path_param(None, CONTINUE_FROM)
 
     @classmethod
     def completed(cls, root: YamlNode) -> YamlNode:
@@ -225,6 +225,10 @@ class PretrainConfig(RunConfig):
                 f"{self.data.masking} makes none; set data.masking=span (and with it "
                 "data.mask_selection=exact), or objective.kind=mlm"
             )
+
+    def timeline_of(self, manifest: Manifest) -> Timeline:
+        """Return the stages of the run that a checkpoint is of."""
+        return self.timeline
 
     @cached_property
     def timeline(self) -> Timeline:

@@ -9,8 +9,10 @@ from typing import Any, ClassVar, Literal
 
 from pipeline.config.data import DataConfig
 from pipeline.config.load import build, find_config, load, to_yaml
+from pipeline.config.origin import CONTINUE_FROM, continued
+from pipeline.config.runs import TaskRunConfig
 from pipeline.config.schema import REQUIRED, param, path_param, section
-from pipeline.config.stages import StageConfig, completed
+from pipeline.config.stages import StageConfig, Timeline, completed
 from pipeline.config.strict_yaml import YamlNode
 from pipeline.config.train import (
     CheckpointConfig,
@@ -21,6 +23,7 @@ from pipeline.config.train import (
     TrainConfig,
 )
 from pipeline.errors import ConfigError
+from pipeline.runtime.checkpoints import Manifest
 from pipeline.runtime.run_folder import RunFolder
 from pipeline.tasks.task import TaskConfig
 
@@ -173,6 +176,8 @@ class MultiTaskConfig:
     """One run over many tasks; architecture, tokenizer and weights come from `init_from`."""
 
     SHIPPED: ClassVar = ("multitask", "tasks")
+    RECORD: ClassVar = MIX_FILE
+    IN_MANIFESTS: ClassVar = False
 
     run_dir: str = path_param(
         REQUIRED, "folder for checkpoints, metrics and logs; resumed if it exists"
@@ -206,11 +211,16 @@ class MultiTaskConfig:
     stages: tuple[StageConfig, ...] = param(
         (), "parts of the run, in order, as of pre-training; the tasks and their rows are the same"
     )
+    continue_from: str | None = path_param(None, CONTINUE_FROM)
 
     @classmethod
     def completed(cls, root: YamlNode) -> YamlNode:
-        """Fill in what follows from `stages`."""
-        return completed(root)
+        """Fill in what follows from `continue_from` and `stages`."""
+        return completed(continued(root, cls))
+
+    def timeline_of(self, manifest: Manifest) -> Timeline:
+        """Return the stages of the run that a checkpoint is of."""
+        return build(TaskRunConfig, manifest.config, "the checkpoint's config").timeline
 
     @property
     def folder(self) -> RunFolder:

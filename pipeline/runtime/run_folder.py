@@ -17,6 +17,7 @@ from pipeline.runtime.remote import is_address
 
 FORMAT_VERSION = 1
 """Of the files of a run; raise it where an earlier version would damage what a newer one wrote."""
+RESOLVED_FILE = "resolved.yaml"
 A_STARTED_RUN = "the run_dir of a started run"
 _OTHER_KINDS = {
     "config.json": "a model folder",
@@ -177,7 +178,7 @@ class RunFolder:
 
     # Written at the start of the run.
 
-    resolved = _Inside("resolved.yaml")
+    resolved = _Inside(RESOLVED_FILE)
     """The config in full, with versions."""
 
     def resolved_of(self, attempt: int) -> Path:

@@ -82,6 +82,16 @@ def test_stages_that_are_added_are_those_of_one_run(tmp_path: Path, tiny_model: 
     run(path, f"stages={json.dumps([first, second])}", f"run_dir={tmp_path}/parts")
     assert furthest(weights(parts), weights(whole)) == 0
     assert (parts / "batches.tsv").read_text() == (whole / "batches.tsv").read_text()
+    begun = run(path, f"stages={json.dumps([first])}", f"run_dir={tmp_path}/begun")
+    fork = {"run_dir": str(tmp_path / "fork"), "continue_from": str(begun), "stages": [second]}
+    own = tmp_path / "fork.yaml"
+    own.write_text(yaml.safe_dump(fork))
+    assert furthest(weights(run(own)), weights(whole)) == 0
+    # The record is enough to start it again.
+    shutil.rmtree(begun / FOLDER)
+    assert load_mix(str(own)).config.stages[0].of
+    with pytest.raises(ConfigError, match=r"init_from=.*begins anew"):
+        run(own, f"init_from={tiny_model}", f"run_dir={tmp_path}/other")
     with pytest.raises(ConfigError, match=r"stages\.0.*train\.global_batch"):
         run(path, f"stages={json.dumps([{**first, 'train': {'global_batch': 4}}])}")
 
