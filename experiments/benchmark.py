@@ -34,6 +34,7 @@ from pipeline.errors import (
 from pipeline.finetune.result import seed_folders
 from pipeline.runtime.env import module_command
 from pipeline.runtime.files import write_atomic
+from pipeline.runtime.summary import progress
 from pipeline.tasks import intervals
 from pipeline.tasks.intervals import Interval, interval_of, judged, row_variance
 from pipeline.tasks.readers import read_task
@@ -210,24 +211,26 @@ def run(
     failed: dict[Place, str] = {}
     exit_code = 0
     places = list(product(plan.tasks, plan.columns))
-    for number, (task, column) in enumerate(places, start=1):
-        logger.info("%d of %d: %s, %s", number, len(places), task, column)
-        try:
-            result = _result(plan, task, column, finetune)
-            if result:  # else there is no such baseline
-                scores[task, column] = read_scores(plan.folder(task, column), result)
-        # Not a failure of this cell: the whole table stops, and goes on with the same call.
-        except (StoppedError, PreemptedError):
-            raise
-        except Exception as error:  # whatever it is, the others go on
-            # A traceback for our own bugs alone: other messages say what to change.
-            is_told = isinstance(error, (PostnormError, OSError))
-            logger.error("%s, %s: %s", task, column, error, exc_info=not is_told)
-            failed[task, column] = str(error) or type(error).__name__
-            exit_code = max(exit_code, getattr(error, "exit_code", EXIT_FAILED_RETRY))
-        body = table(plan, scores, failed, overlap)
-        body |= {"partial": number < len(places), "versions": versions}
-        write(body)
+    with progress("benchmark", len(places), "cell", logs=False) as advance:
+        for number, (task, column) in enumerate(places, start=1):
+            logger.info("%d of %d: %s, %s", number, len(places), task, column)
+            try:
+                result = _result(plan, task, column, finetune)
+                if result:  # else there is no such baseline
+                    scores[task, column] = read_scores(plan.folder(task, column), result)
+            # Not a failure of this cell: the whole table stops, and goes on with the same call.
+            except (StoppedError, PreemptedError):
+                raise
+            except Exception as error:  # whatever it is, the others go on
+                # A traceback for our own bugs alone: other messages say what to change.
+                is_told = isinstance(error, (PostnormError, OSError))
+                logger.error("%s, %s: %s", task, column, error, exc_info=not is_told)
+                failed[task, column] = str(error) or type(error).__name__
+                exit_code = max(exit_code, getattr(error, "exit_code", EXIT_FAILED_RETRY))
+            body = table(plan, scores, failed, overlap)
+            body |= {"partial": number < len(places), "versions": versions}
+            write(body)
+            advance(1)
     return body, exit_code
 
 

@@ -292,6 +292,15 @@ class HardwareConfig:
         return device.bf16_flops if device else 0.0
 
     @property
+    def speed(self) -> str:
+        """What a plan takes a rank to compute, for people; it is known."""
+        peak = self.flops_per_rank / 1e12
+        shown = f"{peak:,.0f} TFLOP/s a rank" if peak >= 10 else f"{peak:.2g} TFLOP/s a rank"
+        if self.utilisation == 1:
+            return shown
+        return f"{self.utilisation:.0%} of {shown} (hardware.utilisation is assumed)"
+
+    @property
     def memory_bytes(self) -> float | None:
         """Memory of one rank; None if it is not known."""
         device = limits(self.gpu)

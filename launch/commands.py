@@ -24,6 +24,7 @@ from launch.records import (
     PROGRAM,
     is_run,
     measured_save_s,
+    measured_tflops,
     read_prep,
     require_run,
 )
@@ -100,14 +101,25 @@ def _plan(
     profile = cluster_of(cluster)
     if is_mix(config):
         mix = load_mix(config, overrides)
+        profile = _with_speed(profile, mix.config.folder.path)
         found = plan_mix(mix, profile)
         _say([plan_json(found)] if as_json else mix_text(found, mix, profile))
         return EXIT_FINISHED
     loaded = _config(config, overrides)
     warn_of_unusual(loaded)
+    profile = _with_speed(profile, loaded.folder.path)
     result = plan(loaded, profile)
     _say([plan_json(result)] if as_json else plan_text(result, loaded, profile))
     return EXIT_FAILED_DO_NOT_RETRY if result.problems else EXIT_FINISHED
+
+
+def _with_speed(profile: ClusterConfig, run_dir: Path) -> ClusterConfig:
+    """Take the speed that a run has measured, where the profile names none."""
+    reached = None if profile.hardware.flops_per_rank else measured_tflops(run_dir)
+    if not reached:
+        return profile
+    logger.info("%s reached %.2g TFLOP/s a rank: the time is for that speed", run_dir, reached)
+    return replace(profile, hardware=replace(profile.hardware, tflops=reached, utilisation=1.0))
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from pipeline.errors import (
     EXIT_STOPPED,
     ConfigError,
 )
-from pipeline.runtime import env
+from pipeline.runtime import env, summary
 from pipeline.runtime.env import RUN_DIR_VARIABLE, START_VARIABLE
 from pipeline.runtime.notify import notify_end
 from pipeline.runtime.run_folder import RunFolder, record_exit
@@ -161,21 +161,23 @@ def run_side_by_side(
 
     before = {number: signal.signal(number, pass_on) for number in _PASSED_ON}
     try:
-        while running or (waiting and not asked):
-            for slot in set(range(jobs)) - set(running):
-                if waiting and not asked:
-                    name = waiting.pop(0)
-                    running[slot] = (name, _start(*commands[name], slot, jobs, ranks))
-                    logger.info("%s: started, output in %s", name, commands[name][1])
-                    if asked:  # by a signal that came while it started
-                        _send([running[slot][1]], asked[0])
-            time.sleep(_LOOK_EVERY_S)
-            for slot, (name, process) in list(running.items()):
-                if process.poll() is not None:
-                    del running[slot]
-                    codes[name] = process.returncode
-                    told = f"{len(codes)} of {len(commands)} have ended"
-                    logger.info("%s: exit code %d; %s", name, process.returncode, told)
+        with summary.progress("runs", len(commands), "run", logs=False) as advance:
+            while running or (waiting and not asked):
+                for slot in set(range(jobs)) - set(running):
+                    if waiting and not asked:
+                        name = waiting.pop(0)
+                        running[slot] = (name, _start(*commands[name], slot, jobs, ranks))
+                        logger.info("%s: started, output in %s", name, commands[name][1])
+                        if asked:  # by a signal that came while it started
+                            _send([running[slot][1]], asked[0])
+                time.sleep(_LOOK_EVERY_S)
+                for slot, (name, process) in list(running.items()):
+                    if process.poll() is not None:
+                        del running[slot]
+                        codes[name] = process.returncode
+                        told = f"{len(codes)} of {len(commands)} have ended"
+                        logger.info("%s: exit code %d; %s", name, process.returncode, told)
+                        advance(1)
     finally:
         _send([process for _, process in running.values()], signal.SIGTERM)
         for number, handler in before.items():

@@ -262,12 +262,11 @@ def plan_text(result: RunPlan, config: PretrainConfig, cluster: ClusterConfig) -
     if len(result.stretches) > 1:
         yield from _stretches_table(result.stretches)
     if result.train_s is None or result.step_s is None:
-        yield "time         not known: name hardware.gpu or hardware.tflops in the profile"
+        yield _NO_TIME
     else:
         yield (
             f"time         {_time(result.train_s)}, {1 / result.step_s:,.2f} steps/s, at "
-            f"{hardware.utilisation:.0%} of {hardware.flops_per_rank / 1e12:,.0f} TFLOP/s a rank "
-            "(hardware.utilisation is assumed)"
+            f"{hardware.speed}"
         )
         if result.ranks > 1:
             yield _exchange_line(result, result.step_s)
@@ -394,6 +393,10 @@ class MixPlan:
     checkpoint_bytes: int
 
 
+_NO_TIME = (
+    "time         not known: name hardware.gpu or hardware.tflops in the profile of --cluster, or "
+    "train some steps on such a machine: the plan of a run_dir that has log lines takes their speed"
+)
 _NO_EXCHANGE = (
     "exchange     not known, and not in the time: name hardware.gpu, or "
     "hardware.intra_node_gb_per_s and hardware.inter_node_gb_per_s in the profile"
@@ -534,12 +537,11 @@ def mix_text(result: MixPlan, mix: TaskMix, cluster: ClusterConfig) -> Iterator[
         "known without the data, and every example counts as one row of the longest"
     )
     if result.train_s is None:
-        yield "time         not known: name hardware.gpu or hardware.tflops in the profile"
+        yield _NO_TIME
     else:
         yield (
-            f"time         at most {_time(result.train_s)}, at {hardware.utilisation:.0%} of "
-            f"{hardware.flops_per_rank / 1e12:,.0f} TFLOP/s a rank (hardware.utilisation is "
-            "assumed; short rows reach less)"
+            f"time         at most {_time(result.train_s)}, at {hardware.speed}; short rows reach "
+            "less"
         )
         exchange = _NO_EXCHANGE
         if result.exchange_s is not None:

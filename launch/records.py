@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 import shutil
+import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -193,6 +194,13 @@ def measured_save_s(run_dir: Path) -> float | None:
     lines = [line for line in read_json_lines(RunFolder(run_dir).metrics) if "save_s" in line]
     took = (float(line["save_s"]) + float(line.get("save_written_s", 0.0)) for line in lines[-20:])
     return max(took, default=None)
+
+
+def measured_tflops(run_dir: Path) -> float | None:
+    """Read what a rank reached in the median of the last log lines; None without one."""
+    lines = read_json_lines(RunFolder(run_dir).metrics)
+    reached = [line["model_tflops_per_device"] for line in lines if line["kind"] == "train"]
+    return statistics.median(reached[-20:]) if reached else None
 
 
 def exclude_nodes(run_dir: Path, names: Iterable[str]) -> None:

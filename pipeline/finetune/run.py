@@ -12,6 +12,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ from pipeline.runtime import dist, env, tensors
 from pipeline.runtime.checkpoints import FOLDER, published, read_manifest
 from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.runtime.rank import Rank
+from pipeline.runtime.summary import ProgressRow, progress
 from pipeline.tasks.task import TaskConfig, load_task
 from pipeline.tasks.types import PredictionRow
 from pipeline.train.build import train_run
@@ -119,8 +121,12 @@ def finetune(
     if config.search.points:
         prepared, found, trial = _searched(prepared, given[0], out)
         _adopt_best_trial(trial, folders[0], found)
-    for seed, folder in zip(given, folders, strict=True):
-        _finetune_seed(prepared, seed, folder, found)
+    # A single seed has the bar of its steps alone.
+    bar = progress(name, len(given), "seed", logs=False)
+    with bar if len(given) > 1 else nullcontext(ProgressRow()) as advance:
+        for seed, folder in zip(given, folders, strict=True):
+            _finetune_seed(prepared, seed, folder, found)
+            advance(1)
     if not env.process_info_or_alone().is_first:
         return {}
     if len(given) == 1:

@@ -137,6 +137,7 @@ class _DrawnRow(ProgressRow):
 
     def __init__(self, bars: "Progress", title: str, total: int, unit: str, done: int) -> None:
         self._bars, self._unit, self._done, self._total = bars, unit, done, total
+        self._has_facts = False
         self._task = bars.add_task(
             title, total=total, completed=done, count=self._count(), facts="", eta_s=None
         )
@@ -147,7 +148,10 @@ class _DrawnRow(ProgressRow):
 
     def show(self, done: int, facts: str, eta_s: float | None) -> None:
         self._done = done
-        self._bars.update(self._task, completed=done, count=self._count(), facts=facts, eta_s=eta_s)
+        fields: dict[str, Any] = {"count": self._count(), "facts": facts, "eta_s": eta_s}
+        # The first words at once, however long the next item takes.
+        self._bars.update(self._task, completed=done, refresh=not self._has_facts, **fields)
+        self._has_facts = True
 
     def remove(self) -> None:
         self._bars.remove_task(self._task)
@@ -196,6 +200,7 @@ def progress(
 def _opened(*, stays: bool) -> "Progress":
     from rich import progress as bars
     from rich.console import Console
+    from rich.table import Column
     from rich.text import Text
 
     class TimeLeft(bars.TimeRemainingColumn):
@@ -208,7 +213,7 @@ def _opened(*, stays: bool) -> "Progress":
         bars.BarColumn(bar_width=None),
         bars.TextColumn("{task.fields[count]}", markup=False),
         bars.TextColumn("{task.fields[facts]}", markup=False),
-        TimeLeft(compact=True),
+        TimeLeft(compact=True, table_column=Column(no_wrap=True)),
     ]
     # What is printed meanwhile stands above the bar; in a file it stays what it is.
     return bars.Progress(

@@ -1,5 +1,6 @@
 """The work of a pre-training run: packed text, held-out text, and a look into the model."""
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +35,12 @@ from pipeline.train.probes import Probes
 from pipeline.train.run import HeldOutResult
 from pipeline.train.run_logger import means_text
 from pipeline.train.stages import held_out_loaders, open_stages, train_stages
+
+logger = logging.getLogger(__name__)
+
+_MANY_EPOCHS = 4
+"""Above it a run is told to repeat its data: up to four epochs are nearly as good as new data
+(Muennighoff et al. 2023, arXiv 2305.16264)."""
 
 
 def pretrain(
@@ -110,6 +117,7 @@ class Pretraining:
             self._held_out = held_out_loaders(config, stages, self.objective, share)
             splits = [*loader.steps.splits, *(each.split for each in self._held_out.values())]
             verify_at_start(config.data, splits, share)
+        _tell_epochs(config, loader)
         return loader
 
     def begin(self, stage: RunStage) -> None:
@@ -208,6 +216,24 @@ class HeldOut:
             {"fill_mask": examples},
             probes,
         )
+
+
+def _tell_epochs(config: PretrainConfig, loader: TrainLoader) -> None:
+    """Log how often the run will see its data, if that is often."""
+    often = []
+    for stage in config.timeline.stages:
+        end = config.timeline.end(stage)
+        if stage.of or (end is not None and config.timeline.continues(stage.number + 1)):
+            continue  # it is another run's, or the next one goes on in its data
+        last = config.batches.number(config.train.num_steps).cursor if end is None else end
+        seen, whose = loader.epochs(last), f" of {stage.title}" if stage.name else ""
+        often += [
+            f"{name if len(seen) > 1 else 'the data'}{whose} {epochs:,.0f} times"
+            for name, epochs in seen.items()
+            if epochs > _MANY_EPOCHS
+        ]
+    if often:
+        logger.info("the whole run sees %s", ", ".join(often))
 
 
 def _entropy_map(

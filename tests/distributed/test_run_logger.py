@@ -36,6 +36,12 @@ def test_tensorboard_and_metrics_have_the_same_numbers(straight_run: Path) -> No
             for name, value in record.items():
                 if name not in ("step", "kind", "attempt", "unix_s"):
                     expected[tag_of(kind, name)][record["step"]] = value
+    for tag, again in {"1_loss": "quality/loss", "2_held_out_loss": "quality/held_out_loss",
+                       "3_share_done": "data/share_done", "4_learning_rate": "health/lr",
+                       "5_tokens_per_s": "speed/tokens_per_s", "6_epochs": "data/epoch",
+                       "8_restarts": "health/restarts",
+                       "9_rewinds": "health/rewinds"}.items():  # fmt: skip
+        expected[f"at_a_glance/{tag}"] = expected[again]
     assert set(events.Tags()["scalars"]) == set(expected)
     for name, points in expected.items():
         found = {event.step: event.value for event in events.Scalars(name)}

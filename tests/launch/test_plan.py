@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from launch.cluster import ClusterConfig, HardwareConfig, PreflightConfig
+from launch.commands import FOR_PEOPLE
 from launch.exchange import Bus, bus_of, exchanged_bytes, sent_bytes
 from launch.plan import RunPlan, best_interval_s, mix_text, plan, plan_json, plan_mix, plan_text
 from pipeline.config.load import load, warn_of_unusual
@@ -204,6 +205,24 @@ def test_zero_stages_divide_the_state(tmp_path: Path) -> None:
         assert ("yours takes less" in text) == (stage == 2)
     # bf16 weights, their fp32 gradients and bf16 ones are whole; 12 bytes are divided by 8.
     assert state[0] - state[1] == pytest.approx(12 * 7 / 8 * found.parameters, rel=1e-3)
+
+
+def test_a_run_that_has_trained_tells_the_speed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for line, reached in enumerate((0.5, 0.2, 0.1, 0.2)):
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            record = {"kind": "train", "step": line, "model_tflops_per_device": reached}
+            file.write(json.dumps(record) + "\n")
+    [command] = [verb for verb in FOR_PEOPLE if verb.name == "plan"]
+    times = []
+    for folder in (tmp_path, tmp_path / "other"):
+        overrides = ["model.vocab_size=12000", f"run_dir={folder}"]
+        command.function(config=str(RECIPE), overrides=overrides, cluster=None, as_json=True)
+        times.append(json.loads(capsys.readouterr().out))
+    measured, other = times
+    assert measured["train_s"] == pytest.approx(measured["flops"] / 0.2e12)
+    assert other["train_s"] is None
 
 
 def test_without_facts_about_the_cluster_what_is_known_is_told(tmp_path: Path) -> None:

@@ -98,6 +98,45 @@ with progress("verify", 2, "B") as advance:
 
 @pytest.mark.smoke
 @pytest.mark.usefixtures("processes")
+def test_loops_within_loops_and_what_is_told_with_v_alone(tmp_path: Path) -> None:
+    program = """
+import logging, sys
+from pipeline.runtime import log
+from pipeline.runtime.summary import progress
+mine = logging.getLogger("pipeline.mine")
+for level in (logging.INFO, logging.DEBUG, logging.WARNING):
+    log.set_level(level)
+    log.to_console()
+    mine.info("an aside at %d", level, extra=log.ASIDE)
+    with progress("outer", 7, "part", logs=False) as outer:
+        with progress("inner", 3000, "step", logs=False) as inner:
+            inner.show(1200, "loss 2.5000", 3661.0)
+            mine.info("a line at %d", level)
+        outer(5)
+    with progress("a rank", 3, "part", logs=False) as row:
+        log.to_console(logging.WARNING, is_first=False)
+        with progress("another rank", 3, "part", logs=False) as row:
+            row.show(1, "drawn: no", 0.0)
+"""
+    text = _CODE.sub("", _on_terminal(["-c", program]))
+    lines = [line.rstrip() for line in re.split(r"[\r\n]+", text)]
+    assert [line for line in lines if "an aside" in line] == ["an aside at 10"]
+    assert [line for line in lines if "a line" in line] == ["a line at 20", "a line at 10"]
+    inner = [line for line in lines if line.startswith("inner")]
+    assert any(
+        re.fullmatch("inner .* 1,200/3,000 loss 2.5000 ETA 01:01:01", line) for line in inner
+    )
+    assert any(re.fullmatch("outer .* 5/7 .*", line) for line in lines)
+    assert "drawn" not in text
+    plain = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True
+    )
+    told = [f"{what} at {level}" for level in (20, 10) for what in ("an aside", "a line")]
+    assert plain.stderr.splitlines() == told
+
+
+@pytest.mark.smoke
+@pytest.mark.usefixtures("processes")
 def test_without_a_terminal_lines_are_plain(tmp_path: Path) -> None:
     rows = [{"text": f"{n} words of text, {n * n} more"} for n in range(9)]
     (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
