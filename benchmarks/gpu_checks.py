@@ -13,6 +13,7 @@ import argparse
 import json
 import math
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -55,6 +56,8 @@ _MORE_THAN_PLAIN = 1.25
 models with other weights average out."""
 _SAME_LOSS = 5e-3
 _DROPPED = 0.1
+_BUSY_CYCLES = 2_000_000_000
+"""About a second of a GPU."""
 _FLASH = "plain, flash over documents"
 _PARTS: tuple[Literal["attention", "residual_norm", "loss"], ...] = (
     "attention", "residual_norm", "loss",
@@ -291,6 +294,26 @@ def training(size: Size) -> Numbers:
             "last": losses["fused"][-1]}  # fmt: skip
 
 
+def objects(size: Size) -> Numbers:
+    """Python objects go through gloo beside NCCL: right, and without a wait for the GPU."""
+    process = process_info_or_alone()
+    if not torch.distributed.is_initialized():
+        dist.open_group(process, size.device, 60)
+    on_gpu = size.device.type == "cuda"
+    sent = {"rank": process.rank, "text": "a" * 100_000}
+    dist.gather(sent)
+    if on_gpu:
+        torch.cuda._sleep(_BUSY_CYCLES)
+    began_s = time.perf_counter()
+    found = dist.gather(sent)
+    took_s = time.perf_counter() - began_s
+    assert not on_gpu or not torch.cuda.current_stream().query(), (
+        f"gathering an object waited {took_s:.3f} s for the GPU"
+    )
+    assert found == [sent] * process.world_size
+    return {"gather_ms": 1e3 * took_s}
+
+
 CHECKS: dict[str, Callable[[Size], Numbers]] = {
     "attention against float64": attention,
     "attention's dropout against float64": carried_dropout,
@@ -298,6 +321,7 @@ CHECKS: dict[str, Callable[[Size], Numbers]] = {
     "flash attention's dropout against float64": flash_dropout,
     "parts of models against float64": model_parts,
     "training steps": training,
+    "objects beside NCCL": objects,
 }
 
 

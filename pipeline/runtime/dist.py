@@ -21,6 +21,8 @@ _REPORT_EVERY_S = 5.0
 _PROGRESS = "postnorm/progress"
 _waits = itertools.count()
 _reported_s = float("-inf")
+_objects: dist.ProcessGroup | None = None
+"""The group that Python objects travel through; None: that of tensors."""
 
 
 def own_device(process: ProcessInfo) -> torch.device:
@@ -66,6 +68,18 @@ def open_group(process: ProcessInfo, device: torch.device, timeout_s: float) -> 
         rank=process.rank,
         world_size=process.world_size,
     )
+    open_objects(timeout_s)
+
+
+def open_objects(timeout_s: float) -> None:
+    """Open a gloo group for Python objects beside NCCL's, after that. Collective.
+
+    Through NCCL a pickled object goes to the GPU and back, and waits for all kernels in the queue.
+    """
+    global _objects
+    _objects = None
+    if dist.get_backend() == "nccl":
+        _objects = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
 
 def close_group() -> None:
@@ -93,7 +107,7 @@ def sum_modulo_2_64(values: list[int]) -> list[int]:
 
 def barrier() -> None:
     """Wait for all ranks."""
-    dist.barrier()
+    dist.barrier(group=_objects)
 
 
 def wait_for(ranks: Collection[int], what: str) -> None:
@@ -156,7 +170,7 @@ def is_lost_rank(error: Exception) -> bool:
 def from_first(value: T) -> T:
     """Give every rank rank 0's (picklable) value; that of other ranks is not looked at."""
     box: list[T] = [value]
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, src=0, group=_objects)
     return box[0]
 
 
@@ -203,5 +217,5 @@ def tensor_from_first(tensor: torch.Tensor) -> torch.Tensor:
 def gather(value: T) -> list[T]:
     """Give every rank the list of all ranks' (picklable) values, in rank order."""
     box: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(box, value)
+    dist.all_gather_object(box, value, group=_objects)
     return box

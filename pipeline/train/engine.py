@@ -124,6 +124,7 @@ def init_process_group(
         timeout=timedelta(seconds=timeout_s),
         verbose=False,
     )
+    dist.open_objects(timeout_s)
     return device
 
 
