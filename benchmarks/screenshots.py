@@ -81,6 +81,9 @@ def main() -> None:
 def _take(browser: Browser, address: str, arguments: argparse.Namespace) -> None:
     out: Path = arguments.out
     browser.resize(1600, 900)
+    browser.open(address)
+    browser.wait_for("findAll('image-card img').length > 1")
+    _shoot(browser, out / "at-a-glance.png")
     open_layout(browser, address, "First look")
     _shoot(browser, out / "first-look.png")
     browser.evaluate(f"{_category('Layers')}.scrollIntoView()")

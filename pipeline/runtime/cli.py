@@ -295,7 +295,13 @@ def _add_level(parser: argparse.ArgumentParser) -> None:
     add = parser.add_mutually_exclusive_group().add_argument
     levels: dict[str, Any] = {"action": "store_const", "dest": "level", "default": logging.INFO}
     add("-q", "--quiet", **levels, const=logging.WARNING, help="only results and warnings")
-    add("-v", "--verbose", **levels, const=logging.DEBUG, help="also where an error comes from")
+    add(
+        "-v",
+        "--verbose",
+        **levels,
+        const=logging.DEBUG,
+        help="also asides, and where an error comes from",
+    )
 
 
 def _typed(verb: Verb, program: str) -> str:

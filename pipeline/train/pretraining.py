@@ -117,7 +117,9 @@ class Pretraining:
             self._held_out = held_out_loaders(config, stages, self.objective, share)
             splits = [*loader.steps.splits, *(each.split for each in self._held_out.values())]
             verify_at_start(config.data, splits, share)
-        _tell_epochs(config, loader)
+        often = repetitions(config, loader)
+        if often:
+            logger.info("the whole run sees %s", ", ".join(often))
         return loader
 
     def begin(self, stage: RunStage) -> None:
@@ -218,8 +220,8 @@ class HeldOut:
         )
 
 
-def _tell_epochs(config: PretrainConfig, loader: TrainLoader) -> None:
-    """Log how often the run will see its data, if that is often."""
+def repetitions(config: PretrainConfig, loader: TrainLoader) -> list[str]:
+    """Say of each part of the data that a run sees often, how often; skipped batches count."""
     often = []
     for stage in config.timeline.stages:
         end = config.timeline.end(stage)
@@ -232,8 +234,7 @@ def _tell_epochs(config: PretrainConfig, loader: TrainLoader) -> None:
             for name, epochs in seen.items()
             if epochs > _MANY_EPOCHS
         ]
-    if often:
-        logger.info("the whole run sees %s", ", ".join(often))
+    return often
 
 
 def _entropy_map(
