@@ -176,11 +176,17 @@ class Engine:
             name: tuple(parameter.shape) for name, parameter in model.named_parameters()
         }
         self._optimizer = make_optimizer(model, config, lr_scale)
+        # Both engines round the model before they copy it into the master weights.
+        unrounded = _unrounded(model, device) if config.precision == "bf16" else {}
         self._engine: Any
         if config.zero_stage == 0:
             self._engine = Replicated(model, self._optimizer, config, self.world_size, device)
         else:
             self._engine = _deepspeed_engine(model, self._optimizer, config)
+        if unrounded:
+            for each in self._slices():
+                values = unrounded[each.name].flatten()
+                each.of(each.partition.detach()).copy_(values[each.start : each.start + each.numel])
         if isinstance(self._optimizer, Lamb):
             pieces = matrix_slices(model, self._shapes, self._slices())
             # At stage 0 each rank has the sum already.
@@ -509,6 +515,14 @@ def tensor_slices(engine: Any, shapes: dict[str, tuple[int, ...]]) -> list[Tenso
         if numel > 0:
             found.append(TensorSlice(name, shapes[name], start, numel, partition, offset))
     return found
+
+
+def _unrounded(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
+    """Return rank 0's fp32 weights by name, on the host. Collective."""
+    return {
+        name: dist.tensor_from_first(parameter.detach().to(device, copy=True)).cpu()
+        for name, parameter in model.named_parameters()
+    }
 
 
 def _deepspeed_engine(

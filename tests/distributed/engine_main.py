@@ -44,13 +44,9 @@ def learning_rate(step: int) -> float:
 
 
 def model(seed: int) -> nn.Module:
-    """Weights that bf16 can hold, so that the master weights of both precisions start as these."""
+    """Weights that bf16 cannot hold: the master weights of both precisions start as these."""
     torch.manual_seed(seed)
-    made = MaskedLanguageModel(MODEL)
-    with torch.no_grad():
-        for weight in made.parameters():
-            weight.copy_(weight.bfloat16())
-    return made
+    return MaskedLanguageModel(MODEL)
 
 
 def train_config(precision: str) -> TrainConfig:
