@@ -69,7 +69,7 @@ _AT_A_GLANCE = {
     "health/restarts": "8_restarts",
     "health/rewinds": "9_rewinds",
 }
-# Of a run of a week some 300 pictures of 5 KB.
+# Of a run of a week some 350 times two pictures of 5 KB.
 _LEAST_PAUSE_S, _PAUSE_SHARE = 30.0, 0.02
 
 
@@ -96,7 +96,7 @@ class TensorBoard:
         self._run, self._config = RunFolder(start.run_dir), start.config
         self._lines = MetricLines(self._run, slim=True)
         self._begun_s, self._drawn_s = time.monotonic(), float("-inf")
-        self._drawn_step, self._step = -1, 0
+        self._step, self._is_drawn = 0, True
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Show numbers, and now and then the pictures of the run."""
@@ -107,7 +107,7 @@ class TensorBoard:
         self._show(step, *(summary.scalar(tag, value) for tag, value in (values | first).items()))
         if "quality/loss" not in values and "quality/held_out_loss" not in values:
             return
-        self._step = step
+        self._step, self._is_drawn = step, False
         now_s = time.monotonic()
         pause_s = max(_LEAST_PAUSE_S, _PAUSE_SHARE * (now_s - self._begun_s))
         if now_s - self._drawn_s >= pause_s:
@@ -117,7 +117,7 @@ class TensorBoard:
         """Draw what metrics.jsonl has, in which this step's line stands already."""
         attempts = read_json_lines(self._run.attempts)
         lines = self._lines.update(attempts)
-        self._drawn_s, self._drawn_step = time.monotonic(), self._step
+        self._drawn_s, self._is_drawn = time.monotonic(), True
         chart, numbers = pictures(self._config, lines, attempts)
         self.write_image(self._step, GLANCE, chart)
         self.write_image(self._step, f"{GLANCE}/0_numbers", numbers)
@@ -135,7 +135,7 @@ class TensorBoard:
 
     def close(self) -> None:
         """Draw the end, and warn about lost records."""
-        if self._step > self._drawn_step:
+        if not self._is_drawn:
             self._draw()
         self._file.tell()
 
