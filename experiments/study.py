@@ -318,7 +318,9 @@ class StudyRun:
     def batches(self) -> str:
         """All that decides which batches it sees, but for how many."""
         config = self.config
-        return f"{config.data} {config.seed} {config.batches.stretches} {config.objective}"
+        stages = [(s.cursor, s.data) for s in config.timeline.stages if s.data != config.data]
+        given = config.data, config.seed, config.batches.stretches, config.objective, *stages
+        return " ".join(map(str, given))
 
 
 @dataclass(frozen=True)
