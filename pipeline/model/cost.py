@@ -15,7 +15,7 @@ below it.
 
 import json
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 
@@ -176,6 +176,34 @@ def _model_flops(
         attention=4.0 * config.num_layers * num_keys * d,
         head=2.0 * masked_share * (head_dense + e * _vocabulary(config)),
     )
+
+
+def newton_schulz_flops(rows: int, columns: int, num_iterations: int = 5) -> int:
+    """Count the FLOPs of making a matrix orthogonal: three products an iteration."""
+    small, large = sorted((rows, columns))
+    return num_iterations * (4 * small**2 * large + 2 * small**3)
+
+
+def divided(
+    work: Sequence[int],
+    num_ranks: int,
+    prefers: Callable[[int, int], int] = lambda rank, item: 0,
+) -> list[int]:
+    """Divide pieces of work among ranks: the largest first, to whom has least.
+
+    Args:
+        work: of each piece.
+        num_ranks: that share it.
+        prefers: of ranks with equal work, that for which this of (rank, piece) is highest.
+
+    Returns:
+        The rank of each piece.
+    """
+    loads, ranks = [0] * num_ranks, [0] * len(work)
+    for item in sorted(range(len(work)), key=lambda item: -work[item]):
+        ranks[item] = min(range(num_ranks), key=lambda rank: (loads[rank], -prefers(rank, item)))
+        loads[ranks[item]] += work[item]
+    return ranks
 
 
 def state_bytes(
