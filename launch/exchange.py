@@ -3,7 +3,8 @@
 A rank of n sends, and receives, in each step
 
     2 (n - 1) / n * bytes   of what is all-reduced (a reduce-scatter, then an all-gather),
-      (n - 1) / n * bytes   of what is only reduce-scattered or only all-gathered,
+      (n - 1) / n * bytes   of what is only reduce-scattered or only all-gathered, and of what a
+                            rank gets of an all-to-all,
 
 over the slowest of the links that the job uses: inside a node, or between nodes. The time of an
 exchange is these bytes over the link's bus bandwidth, the unit of nccl-tests (NVIDIA/nccl-tests,
@@ -60,29 +61,38 @@ def bus_of(cluster: ClusterConfig) -> Bus | None:
     return min(buses, key=lambda bus: bus.bytes_per_s, default=Bus(math.inf, ""))
 
 
-def exchanged_bytes(config: RunConfig, parameters: int, passes: float) -> dict[str, float]:
+def exchanged_bytes(
+    config: RunConfig, parameters: int, passes: float, *, ranks: int = 1, muons: int = 0
+) -> dict[str, float]:
     """Count the bytes of whole tensors in a step of so many backward passes, by collective.
+
+    Of an all-to-all they are what each rank gets. `muons` are the elements of Muon's matrices.
 
     They are those of `pipeline/train/engine.py` with DeepSpeed 0.19.8, which
     `tests/distributed/test_moved.py` counts: gradients are added in fp32 whatever the precision.
     """
     stage = config.train.zero_stage
     gradients = float(_GRADIENT_BYTES * parameters)
-    weights = float((2 if config.train.precision == "bf16" else 4) * parameters)
-    if stage == 0:
-        return {"all-reduce": gradients}
+    each = 2 if config.train.precision == "bf16" else 4
+    weights = float(each * parameters)
     if stage < 3:
         # DeepSpeed all-reduces, although a rank keeps only its part; stage 2 for every micro-batch.
-        return {"all-reduce": gradients * (passes if stage == 2 else 1), "all-gather": weights}
+        found = {"all-reduce": gradients * (passes if stage == 2 else 1)}
+        found |= {"all-gather": weights} if stage else {}
+        # To their owners and back; at stage 0 every rank has what goes in, and wants all of it.
+        there_and_back = 2 / ranks if stage else 1
+        return found | ({"all-to-all": there_and_back * each * muons} if muons else {})
     # Weights are gathered for every micro-batch, and those of a model that is too large to be kept
     # for its backward pass twice.
     times = passes * (2 if 2 * parameters > _KEPT_ELEMENTS else 1)
     return {"reduce-scatter": gradients * passes, "all-gather": weights * times}
 
 
-def sent_bytes(config: RunConfig, parameters: int, passes: float, ranks: int) -> float:
+def sent_bytes(
+    config: RunConfig, parameters: int, passes: float, ranks: int, muons: int = 0
+) -> float:
     """Count the bytes that each rank sends, and receives, in a step."""
-    whole = exchanged_bytes(config, parameters, passes)
+    whole = exchanged_bytes(config, parameters, passes, ranks=ranks, muons=muons)
     return sum(
         (2 if kind == "all-reduce" else 1) * (ranks - 1) / ranks * num_bytes
         for kind, num_bytes in whole.items()

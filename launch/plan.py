@@ -36,8 +36,6 @@ from pipeline.runtime.summary import counted, table
 NODE_MTBF_HOURS = 6000.0
 """Mean time between failures of a node of 8 GPUs: what Llama 3's 16,384 GPUs had, 419 interruptions
 in 54 days (arXiv 2407.21783, section 3.3.4)."""
-# Bytes of a parameter: fp32 master weights and two fp32 averages.
-_CHECKPOINT_BYTES = 12
 # Usable share of a GPU's memory; CUDA, NCCL's buffers and fragmentation take the rest.
 _MEMORY_SHARE = 0.9
 _FREE_SHARE = 1.05
@@ -60,6 +58,8 @@ class StretchPlan:
     seq_len: int
     slots: float
     flops: float
+    update_share: float
+    """FLOPs of Muon's products over all of a step, on the rank that has most of them."""
     train_s: float | None
     sent_bytes: float
     """Bytes that each rank sends, and receives, in all its steps."""
@@ -149,9 +149,7 @@ def plan(
         )
     model = replace(config.model, vocab_size=vocab_size)
     parameters = cost.parameters(model, config.objective)["total"]
-    # Stage 0 divides nothing.
-    divided_by = ranks if config.train.zero_stage else 1
-    state = cost.state_bytes(model, divided_by, config.objective)["total"]
+    state = cost.state_bytes(model, ranks, config.objective, config.train)["total"]
     gpu_bytes = hardware.memory_bytes
     places, need = _places(config), None
     if counts_activations:
@@ -168,7 +166,7 @@ def plan(
     usable_s = cluster.time_limit_s - cluster.stop_before_end_s - hardware.start_s
     worst = _worst(stretches)
     share = worst.global_batch // ranks
-    checkpoint = _CHECKPOINT_BYTES * parameters
+    checkpoint = cost.saved_bytes(model, config.train, config.objective)
     save_s = checkpoint / (hardware.write_gb_per_s * 1e9)
     failure_s = NODE_MTBF_HOURS * 3600 / cluster.nodes
     best_s = best_interval_s(save_s, failure_s)
@@ -280,6 +278,12 @@ def plan_text(result: RunPlan, config: PretrainConfig, cluster: ClusterConfig) -
         f"{result.accumulation} x {result.micro_batch} in a forward pass"
         + (f"; {largest} would fit" if largest and largest != result.micro_batch else "")
     )
+    dear = max(result.stretches, key=lambda one: one.update_share)
+    if dear.update_share:
+        yield (
+            f"update       {config.train.optimizer}: {dear.update_share:.1%} of the FLOP of a step of "
+            f"{dear.global_batch * dear.seq_len:,} slots, on the busiest of {result.ranks} ranks"
+        )
     yield _memory_line(result) + (
         (f", with fused kernels for {' and '.join(result.fused)}" if result.fused else "")
         + (_STAGE_1 if config.train.zero_stage in _DIVIDE_MORE else "")
@@ -440,13 +444,13 @@ def plan_mix(mix: TaskMix, cluster: ClusterConfig) -> MixPlan:
         of_one = one_row(run, model, length, fused)
         passes.append(replace(of_one, rows=rows, masked_share=data.mask_prob))
     counted = cost.activation_bytes(passes)
-    flops = sum(task.flops for task in tasks)
-    speed = hardware.flops_per_rank
-    parameters = cost.parameters(model)["total"]
+    flops, speed = sum(task.flops for task in tasks), hardware.flops_per_rank
+    parameters, update = cost.parameters(model)["total"], cost.update_flops(model, run.train, ranks)
     train_s = exchange_s = None
     if speed:
-        train_s = flops / (speed * hardware.utilisation * ranks)
-        exchange_s = _exchange_of_mix(mix, cluster, run, parameters)
+        of_rank = flops / ranks + config.train.num_steps * update.busiest
+        train_s = of_rank / (speed * hardware.utilisation)
+        exchange_s = _exchange_of_mix(mix, cluster, run, parameters, update)
         train_s += (exchange_s or 0.0) * config.train.num_steps
     kept = 0
     if config.balance.needs_gradients:
@@ -457,18 +461,18 @@ def plan_mix(mix: TaskMix, cluster: ClusterConfig) -> MixPlan:
         ranks=ranks,
         steps=config.train.num_steps,
         tasks=tuple(tasks),
-        flops=flops,
+        flops=flops + config.train.num_steps * update.total,
         train_s=train_s,
         exchange_s=exchange_s,
-        state_bytes=cost.state_bytes(model, ranks if config.train.zero_stage else 1)["total"],
+        state_bytes=cost.state_bytes(model, ranks, train=run.train)["total"],
         gradients_bytes=kept * 4 * parameters,
         activation_bytes=None if counted is None else max(kept["total"] for kept in counted),
-        checkpoint_bytes=_CHECKPOINT_BYTES * parameters,
+        checkpoint_bytes=cost.saved_bytes(model, run.train),
     )
 
 
 def _exchange_of_mix(
-    mix: TaskMix, cluster: ClusterConfig, run: RunConfig, parameters: int
+    mix: TaskMix, cluster: ClusterConfig, run: RunConfig, size: int, update: cost.UpdateFlops
 ) -> float | None:
     """Compute the seconds of a step's exchange; None: the speed of a link is not known.
 
@@ -476,7 +480,8 @@ def _exchange_of_mix(
         mix: its rule of balance may average the gradient of each task by itself.
         cluster: with the speeds of its links.
         run: the mix in the trainer's terms.
-        parameters: of the model.
+        size: of the model, in parameters.
+        update: Muon's part.
     """
     bus = bus_of(cluster)
     if bus is None:
@@ -487,7 +492,8 @@ def _exchange_of_mix(
         distinct = sum(1 - (1 - share) ** draws for share in of.values())
         times += (distinct - 1) / (balance.every if balance.norms == "late" else 1)
     passes = draws * sum(share * mix.members[name].parts for name, share in of.items())
-    return times * sent_bytes(run, parameters, passes, cluster.num_ranks) / bus.bytes_per_s
+    sent = sent_bytes(run, size, passes, cluster.num_ranks, update.num_elements)
+    return times * sent / bus.bytes_per_s
 
 
 def _architecture(init_from: str) -> ModelConfig:
@@ -638,7 +644,8 @@ def _stretches(
     FLOPs are counted as if every token attended to its whole row.
     """
     ranks, parameters = cluster.num_ranks, cost.parameters(model, config.objective)["total"]
-    speed = cluster.hardware.flops_per_rank * cluster.hardware.utilisation * ranks
+    speed = cluster.hardware.flops_per_rank * cluster.hardware.utilisation
+    update = cost.update_flops(model, config.train, ranks, config.objective)
     bus, timeline, found = bus_of(cluster), config.timeline, list[StretchPlan]()
     ends = [*(place.number for place in places[1:]), config.train.num_steps]
     for number, (place, end) in enumerate(zip(places, ends, strict=True)):
@@ -647,7 +654,8 @@ def _stretches(
         share = stage.data.mask_prob
         each = cost.flops_per_token(model, place.seq_len, share, objective=config.objective)
         passes = place.size // ranks // place.micro_batch
-        sent = steps * sent_bytes(config, parameters, passes, ranks)
+        sent = steps * sent_bytes(config, parameters, passes, ranks, update.num_elements)
+        of_rank = slots / steps * each.total / ranks + update.busiest
         exchange_s = sent / bus.bytes_per_s if bus else 0.0
         known = memory[number] if memory else None
         found.append(
@@ -659,8 +667,9 @@ def _stretches(
                 micro_batch=place.micro_batch,
                 seq_len=place.seq_len,
                 slots=slots,
-                flops=slots * each.total,
-                train_s=slots * each.total / speed + exchange_s if speed else None,
+                flops=slots * each.total + steps * update.total,
+                update_share=update.busiest / of_rank,
+                train_s=steps * of_rank / speed + exchange_s if speed else None,
                 sent_bytes=sent,
                 activation_bytes=known.activation_bytes if known else None,
                 largest_micro_batch=known.largest_micro_batch if known else None,

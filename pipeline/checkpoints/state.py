@@ -3,9 +3,10 @@
     state/rank-00000-of-00002.safetensors   what rank 0 of 2 held when it saved
 
 A file holds the stretches of flattened parameters that its rank had: of the weights as
-`master/NAME`, of Adam's averages as `exp_avg/NAME` and `exp_avg_sq/NAME`, all fp32. A table in its
-header gives each stretch's start and its parameter's shape. The weights that forward passes use are
-not stored: they are the master weights, rounded.
+`master/NAME`, of the averages of the gradient and of its square as `exp_avg/NAME` and
+`exp_avg_sq/NAME`, all fp32. A table in its header gives each stretch's start and its parameter's
+shape, and what it has if that is not all three (format 2; Muon's matrices have one average). The
+weights that forward passes use are not stored: they are the master weights, rounded.
 
 Nothing in these files depends on how DeepSpeed splits parameters, so they fit every split.
 
@@ -34,7 +35,8 @@ MASTER = "master"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = (MASTER, *MOMENTS)
 _TABLE = "postnorm_state"
-_FORMAT = 1
+_FORMATS = (1, 2)
+"""The second is written where a part has not all of `KINDS`, and lists those of each part."""
 
 
 _CHUNK = 1 << 23
@@ -51,7 +53,7 @@ class TensorShard:
     start: int
     """First element of the stretch in the flattened parameter."""
     tensors: dict[str, Tensor]
-    """(elements,) fp32 by kind, one of `KINDS`."""
+    """(elements,) fp32 by kind, of `KINDS`; the weights and what the optimizer keeps of them."""
 
 
 class Checkpointable(Protocol):
@@ -73,14 +75,18 @@ def write_part(
         OSError: the disk is full or not writable.
     """
     parts = list(parts)
+    lists_kinds = any(tuple(part.tensors) != KINDS for part in parts)
     table = {
-        "format": _FORMAT,
+        "format": _FORMATS[lists_kinds],
         "counters": counters,
-        "parts": {part.name: [part.start, list(part.shape)] for part in parts},
+        "parts": {
+            part.name: [part.start, list(part.shape), *([list(part.tensors)] * lists_kinds)]
+            for part in parts
+        },
     }
     path = folder / state_file(rank, world_size)
     make_folder(path.parent)
-    tensors = {f"{kind}/{part.name}": part.tensors[kind] for part in parts for kind in KINDS}
+    tensors = {f"{kind}/{part.name}": t for part in parts for kind, t in part.tensors.items()}
     write_file(tensors, path, {_TABLE: json.dumps(table)})
 
 
@@ -132,6 +138,8 @@ class SavedState:
         """
         self.folder = folder
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.kinds: dict[str, tuple[str, ...]] = {}
+        """What is saved of each parameter, of `KINDS`."""
         self._stretches: dict[str, list[_FlatRange]] = {}
         self.counters: dict[str, int] = {}
         for which, path in enumerate(state_paths(folder)):
@@ -143,8 +151,8 @@ class SavedState:
                     f"{self.counters}: they belong to different steps"
                 )
             self.counters = table["counters"]
-            for name, (start, shape) in table["parts"].items():
-                self._add(file, name, start, tuple(shape))
+            for name, (start, shape, *kinds) in table["parts"].items():
+                self._add(file, name, start, tuple(shape), tuple(kinds[0]) if kinds else KINDS)
         for name, stretches in self._stretches.items():
             stretches.sort(key=lambda stretch: stretch.start)
             self._require_whole(name, stretches)
@@ -163,11 +171,19 @@ class SavedState:
                 )
 
     def read(self, kind: str, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Read elements `start` to `stop` of a flattened parameter or one of Adam's averages.
+        """Read elements `start` to `stop` of a flattened parameter or of an average of it.
 
         Returns:
             (stop - start,) fp32, on the CPU.
+
+        Raises:
+            CheckpointError: the optimizer that saved it does not keep such an average.
         """
+        if kind not in self.kinds[name]:
+            raise CheckpointError(
+                f"{self.folder} has no {kind} of {name}: another optimizer saved it. Set "
+                "train.optimizer as it was, or begin a new run with init_from"
+            )
         stop = math.prod(self.shapes[name]) if stop is None else stop
         # Not zeros: `_require_whole` made sure that every element is read.
         values = torch.empty(stop - start)
@@ -182,15 +198,22 @@ class SavedState:
     def non_finite(self) -> Iterator[str]:
         """Read all values and yield a text for each tensor with one that no training gives."""
         for name, stretches in self._stretches.items():
-            for kind in KINDS:
+            for kind in self.kinds[name]:
                 for stretch in stretches:
                     values = stretch.file.read(f"{kind}/{name}", 0, stretch.stop - stretch.start)
                     if text := unsound_value(kind, values):
                         where = f" of those from {stretch.start} on" if stretch.start else ""
                         yield f"{self.folder}: {kind}/{name}: {text}{where}"
 
-    def _add(self, file: SlicedFile, name: str, start: int, shape: tuple[int, ...]) -> None:
-        counts = {kind: file.shapes.get(f"{kind}/{name}") for kind in KINDS}
+    def _add(
+        self,
+        file: SlicedFile,
+        name: str,
+        start: int,
+        shape: tuple[int, ...],
+        kinds: tuple[str, ...],
+    ) -> None:
+        counts = {kind: file.shapes.get(f"{kind}/{name}") for kind in kinds}
         sizes = set(counts.values())
         missing = [f"{kind}/{name}" for kind, count in counts.items() if count is None]
         if missing:
@@ -204,6 +227,11 @@ class SavedState:
         if self.shapes.setdefault(name, shape) != shape:
             raise CheckpointError(
                 f"{file.path}: {name} has shape {shape}, in an earlier file {self.shapes[name]}"
+            )
+        if self.kinds.setdefault(name, kinds) != kinds:
+            raise CheckpointError(
+                f"{file.path}: {name} has {', '.join(kinds)}, in an earlier file "
+                f"{', '.join(self.kinds[name])}"
             )
         self._stretches.setdefault(name, []).append(_FlatRange(start, start + size[0], file))
 
@@ -260,9 +288,9 @@ def _table(file: SlicedFile) -> dict[str, Any]:
     table: dict[str, Any] = json.loads(file.metadata.get(_TABLE, "{}"))
     if not isinstance(table.get("format"), int):
         raise CheckpointError(f"{file.path} says nothing of the state's parts: copy it again")
-    if table["format"] != _FORMAT:
+    if table["format"] not in _FORMATS:
         raise NewerFormatError(
-            f"{file.path} has format {table.get('format')}, expected {_FORMAT}: a newer version "
+            f"{file.path} has format {table['format']}, expected {_FORMATS[-1]}: a newer version "
             "wrote it. Continue the run with that one, or choose another run_dir; nothing was "
             "changed"
         )
@@ -275,7 +303,7 @@ def _text(shape: tuple[int, ...] | None) -> str:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """How one parameter's master weights, or one of Adam's averages, differ."""
+    """How one parameter's master weights, or one of their averages, differ."""
 
     name: str
     kind: str
@@ -318,10 +346,16 @@ def state_differences(
         if a.shapes.get(name) != b.shapes.get(name)
     ]
     shared = [name for name, shape in a.shapes.items() if b.shapes.get(name) == shape]
+    others += [
+        f"{name}: {', '.join(a.kinds[name])} against {', '.join(b.kinds[name])}"
+        for name in shared
+        if a.kinds[name] != b.kinds[name]
+    ]
     tensors = [
         difference
         for name in shared
-        for kind in KINDS
+        for kind in a.kinds[name]
+        if kind in b.kinds[name]
         for difference in _compare(a, b, kind, name, on_elements)
     ]
     return StateDifferences(len(shared), others, tensors)

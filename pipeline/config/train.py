@@ -11,7 +11,7 @@ from typing import Literal
 from pipeline.config.schema import REQUIRED, param, path_param
 from pipeline.errors import ConfigError
 
-Optimizer = Literal["adamw", "lamb"]
+Optimizer = Literal["adamw", "lamb", "muon", "stable_adamw"]
 Schedule = Literal["linear", "cosine", "wsd", "piecewise", "time_budget", "stages"]
 
 
@@ -90,10 +90,21 @@ class TrainConfig:
     )
     optimizer: Optimizer = param(
         "adamw",
-        "adamw, or lamb: the same update, scaled for each matrix to the norm of its weights",
+        "adamw; lamb: the same update, scaled for each matrix to the norm of its weights; "
+        "stable_adamw: adamw, slower where a matrix' gradient jumped; muon: orthogonal "
+        "updates of the matrices inside layers, and adamw for the rest",
     )
     lamb_bias_correction: bool | None = param(
         None, "lamb: whether averages are corrected for their start at 0"
+    )
+    muon_momentum: float = param(
+        0.95, "muon: decay of the gradient average of matrices", ge=0, lt=1, usual=(0.8, 0.99)
+    )
+    muon_momentum_warmup_steps: int = param(
+        0, "muon: steps in which muon_momentum is reached from 0.85", unit="steps", ge=0
+    )
+    muon_ns_steps: int = param(
+        5, "muon: steps of Newton and Schulz' iteration", ge=1, usual=(3, 10)
     )
     adam_beta1: float = param(0.9, "decay of the gradient average", ge=0, lt=1)
     adam_beta2: float = param(
@@ -165,10 +176,11 @@ class TrainConfig:
                 "gathers a layer's weights when the layer is called, and compiled code sees the "
                 "empty ones; set train.compile=false, or train.zero_stage=2"
             )
-        if self.zero_stage == 3 and self.optimizer == "lamb":
+        if self.zero_stage == 3 and self.optimizer in _NOT_AT_STAGE_3:
             raise ConfigError(
-                "train.zero_stage=3 with train.optimizer=lamb is not supported: trust ratios are "
-                "tested at stages 0 to 2; set train.zero_stage=2, or train.optimizer=adamw"
+                f"train.zero_stage=3 with train.optimizer={self.optimizer} is not supported: "
+                f"{_NOT_AT_STAGE_3[self.optimizer]}; set train.zero_stage=2, or "
+                "train.optimizer=adamw"
             )
         if self.warmup_steps >= self.num_steps:
             raise ConfigError(
@@ -199,7 +211,7 @@ class TrainConfig:
                     f"train.{name}={value} has no meaning with train.{choice}={chosen}; leave it "
                     f"out, or set train.{choice}={owner}"
                 )
-            if not is_set and owner == chosen:
+            if not is_set and owner == chosen and unset[name] in (None, ()):
                 raise ConfigError(f"train.{choice}={chosen} needs train.{name}; set it")
 
     def _check_decay(self) -> None:
@@ -239,7 +251,19 @@ _SCHEDULE_FIELDS = {
     "lr_points": "piecewise",
     "budget_hours": "time_budget",
 }
-_OPTIMIZER_FIELDS = {"lamb_bias_correction": "lamb"}
+_OPTIMIZER_FIELDS = {
+    "lamb_bias_correction": "lamb",
+    "muon_momentum": "muon",
+    "muon_momentum_warmup_steps": "muon",
+    "muon_ns_steps": "muon",
+}
+_NOT_AT_STAGE_3 = {
+    "lamb": "trust ratios are tested at stages 0 to 2",
+    "stable_adamw": "its rates of matrices are tested at stages 0 to 2",
+    "muon": "its exchange of matrices is made for stages 0 to 2, and DeepSpeed 0.19.8's own Muon "
+    "clips the update in place of the gradient there",
+}
+"""Why some optimizers do not run at ZeRO stage 3."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,19 +15,23 @@ below it.
 
 import json
 import subprocess
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 
 from pipeline.config.model import ModelConfig
 from pipeline.config.objective import MLM, ObjectiveConfig, generator_of
+from pipeline.config.train import TrainConfig
 from pipeline.kernels.choose import REFERENCE, Choice, padded_width
 from pipeline.runtime import env
 
 WHOLE_STATE_BYTES = {"bf16 weights": 2, "bf16 gradient": 2, "fp32 gradient sum": 4}
 """Bytes per parameter that every rank holds."""
 DIVIDED_STATE_BYTES = {"fp32 master weights": 4, "fp32 Adam moments": 8}
-"""Bytes per parameter that are divided by the number of ranks."""
+"""Bytes per parameter that are divided by the number of ranks, and saved."""
+_AVERAGE_BYTES = 4
+_DEFAULT = TrainConfig()
 
 _COUNTER = "pipeline.objectives.activations"
 _PAIRS = ("mlm_nsp", "mlm_sop")
@@ -178,8 +182,87 @@ def _model_flops(
     )
 
 
+def muon_matrices(
+    config: ModelConfig, train: TrainConfig, objective: ObjectiveConfig = MLM
+) -> list[tuple[int, int]]:
+    """List the shapes of the matrices that Muon updates, one by one; none of another optimizer."""
+    if train.optimizer != "muon":
+        return []
+    models = [config] + ([generator_of(config, objective)] if objective.kind == "rtd" else [])
+    return [
+        shape
+        for each in models
+        for d, f in [(each.hidden_size, each.ffn_size)]
+        for shape in [(d, d)] * 4 + [(f, d)] * (_inner_width(each) // f) + [(d, f)]
+        for _ in range(each.num_distinct_layers)
+    ]
+
+
+@dataclass(frozen=True)
+class UpdateFlops:
+    """FLOPs of an update beside the elementwise ones: the products that Muon makes."""
+
+    total: int
+    """Of all ranks."""
+    busiest: int
+    """Of the rank that has most of them."""
+    num_elements: int
+    """Elements of the matrices."""
+
+
+def update_flops(
+    config: ModelConfig, train: TrainConfig, num_ranks: int, objective: ObjectiveConfig = MLM
+) -> UpdateFlops:
+    """Count the products of an update, matrices divided among ranks as the optimizer does."""
+    shapes = muon_matrices(config, train, objective)
+    work = [newton_schulz_flops(*shape, train.muon_ns_steps) for shape in shapes]
+    loads = Counter[int]()
+    for rank, flops in zip(divided(work, num_ranks), work, strict=True):
+        loads[rank] += flops
+    num_elements = sum(rows * columns for rows, columns in shapes)
+    return UpdateFlops(sum(work), max(loads.values(), default=0), num_elements)
+
+
+def newton_schulz_flops(rows: int, columns: int, num_iterations: int = 5) -> int:
+    """Count the FLOPs of making a matrix orthogonal: three products an iteration."""
+    small, large = sorted((rows, columns))
+    return num_iterations * (4 * small**2 * large + 2 * small**3)
+
+
+def divided(
+    work: Sequence[int],
+    num_ranks: int,
+    prefers: Callable[[int, int], int] = lambda rank, item: 0,
+) -> list[int]:
+    """Divide pieces of work among ranks: the largest first, to whom has least.
+
+    Args:
+        work: of each piece.
+        num_ranks: that share it.
+        prefers: of ranks with equal work, that for which this of (rank, piece) is highest.
+
+    Returns:
+        The rank of each piece.
+    """
+    loads, ranks = [0] * num_ranks, [0] * len(work)
+    for item in sorted(range(len(work)), key=lambda item: -work[item]):
+        ranks[item] = min(range(num_ranks), key=lambda rank: (loads[rank], -prefers(rank, item)))
+        loads[ranks[item]] += work[item]
+    return ranks
+
+
+def saved_bytes(config: ModelConfig, train: TrainConfig, objective: ObjectiveConfig = MLM) -> int:
+    """Count the bytes of a checkpoint: what `DIVIDED_STATE_BYTES` says, without padding."""
+    size = parameters(config, objective)["total"]
+    less = _AVERAGE_BYTES * update_flops(config, train, 1, objective).num_elements
+    return sum(DIVIDED_STATE_BYTES.values()) * size - less
+
+
 def state_bytes(
-    config: ModelConfig, num_ranks: int, objective: ObjectiveConfig = MLM
+    config: ModelConfig,
+    num_ranks: int,
+    objective: ObjectiveConfig = MLM,
+    train: TrainConfig = _DEFAULT,
 ) -> dict[str, int]:
     """Count bytes of weights, gradients and optimizer state on a rank of a bf16 run, with `total`.
 
@@ -188,15 +271,19 @@ def state_bytes(
     gradient of the whole model in fp32 (deepspeed 0.19.8 `runtime/bf16_optimizer.py`,
     _setup_for_real_optimizer): 8 bytes a parameter, and 12 over the number of ranks. Partitions are
     padded to an even number of values. The bf16 gradient exists only during a backward pass; the
-    pooler has one with pairs alone. Temporary memory of an optimizer step is not included.
+    pooler has one with pairs alone. Temporary memory of an optimizer step is not included. Muon
+    keeps one average of its matrices.
     """
+    num_ranks = num_ranks if train.zero_stage else 1  # stage 0 divides nothing
     groups = parameters(config, objective)
     unused = 0 if objective.kind in _PAIRS else groups["pooler"]
     padded = -(-groups["total"] // (2 * num_ranks)) * 2 * num_ranks
     whole = {name: size * padded for name, size in WHOLE_STATE_BYTES.items()}
     whole["bf16 gradient"] = WHOLE_STATE_BYTES["bf16 gradient"] * (groups["total"] - unused)
-    divided = {name: size * padded // num_ranks for name, size in DIVIDED_STATE_BYTES.items()}
-    return _with_total(whole | divided)
+    parts = {name: size * padded // num_ranks for name, size in DIVIDED_STATE_BYTES.items()}
+    less = _AVERAGE_BYTES * update_flops(config, train, 1, objective).num_elements
+    parts["fp32 Adam moments"] -= less // num_ranks
+    return _with_total(whole | parts)
 
 
 @dataclass(frozen=True)

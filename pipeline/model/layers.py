@@ -162,8 +162,9 @@ class SelfAttention(nn.Module):
         self.turns_values = config.rotary_value
         self.dropout = config.attention_dropout
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=config.bias)
-        self.stacked = {"qkv.weight": 3}  # matrices in it, for optimizers that tell them apart
         self.output = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
+        # Numbers of matrices in weights, for optimizers that tell them apart.
+        self.hidden_matrices = {"qkv.weight": 3, "output.weight": 1}
 
     def forward(
         self, x: Tensor, shared: SharedInputs, carry_BNSS: Tensor | None, index: int
@@ -247,7 +248,7 @@ class FeedForward(nn.Module):
         self.activation = config.activation
         num_inner = 2 if config.activation == "swiglu" else 1
         inner_size = config.ffn_size * num_inner
-        self.stacked = {"inner.weight": num_inner}
+        self.hidden_matrices = {"inner.weight": num_inner, "output.weight": 1}
         self.inner = nn.Linear(config.hidden_size, inner_size, bias=config.bias)
         self.output = nn.Linear(config.ffn_size, config.hidden_size, bias=config.bias)
 

@@ -94,6 +94,16 @@ def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def exchange(flat: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+    """Send each rank a stretch of a flat tensor, and get one of each. No host synchronisation.
+
+    `sent` and `received` are numbers of elements by rank; stretches are in the order of the ranks.
+    """
+    given = flat.new_empty(sum(received))
+    dist.all_to_all_single(given, flat, received, sent)
+    return given
+
+
 def sum_modulo_2_64(values: list[int]) -> list[int]:
     """Add up whole numbers below 2^64 over all ranks, exactly, modulo 2^64. Synchronises."""
     # NCCL adds on this rank's GPU only. Signed sums of two's complement wrap modulo 2^64 in both.

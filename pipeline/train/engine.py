@@ -30,14 +30,13 @@ from pipeline.objectives.base import Objective, Sums, add_up, detached
 from pipeline.runtime import dist, env, watchdog
 from pipeline.runtime.env import ProcessInfo
 from pipeline.train.deepspeed import deepspeed_config
-from pipeline.train.optimizer import (
-    Lamb,
+from pipeline.train.optimizers.slices import (
     TensorSlice,
-    make_optimizer,
     matrix_slices,
     share_of_rank,
     squared_norm,
 )
+from pipeline.train.optimizers.table import make_optimizer
 from pipeline.train.timing import UPDATE, LocalComputeTimer, mark
 from pipeline.train.zero0_engine import Replicated
 
@@ -187,11 +186,8 @@ class Engine:
             for each in self._slices():
                 values = unrounded[each.name].flatten()
                 each.of(each.partition.detach()).copy_(values[each.start : each.start + each.numel])
-        if isinstance(self._optimizer, Lamb):
-            pieces = matrix_slices(model, self._shapes, self._slices())
-            # At stage 0 each rank has the sum already.
-            whole = config.zero_stage == 0
-            self._optimizer.bind(*pieces, (lambda sums: sums) if whole else dist.sum_over_ranks)
+        matrices, pieces = matrix_slices(model, self._shapes, self._slices())
+        self._optimizer.bind(matrices, pieces, is_divided=config.zero_stage > 0)
 
     @property
     def model(self) -> nn.Module:
@@ -396,7 +392,8 @@ class Engine:
 
         Collective.
         """
-        updates = [int(self._state(slice_.partition)["step"]) for slice_ in self._slices()]
+        of = self._optimizer.state_of
+        updates = [int(of(slice_.partition)["step"]) for slice_ in self._slices()]
         assert len(set(updates)) <= 1, "parameters have seen different numbers of updates"
         counters = {
             # A rank may hold no parameter at all if there are more ranks than elements.
@@ -433,7 +430,7 @@ class Engine:
         saved = SavedState(folder)
         saved.require_shapes(self._shapes)
         for each in self._slices():
-            self._state(each.partition)["step"].fill_(saved.counters["updates"])
+            self._optimizer.state_of(each.partition)["step"].fill_(saved.counters["updates"])
             for kind, tensor in self._tensors(each).items():
                 tensor.copy_(saved.read(kind, each.name, each.start, each.start + each.numel))
         self._engine.global_steps = saved.counters["global_steps"]
@@ -452,22 +449,11 @@ class Engine:
         return self._slices()
 
     def _tensors(self, each: TensorSlice) -> dict[str, Tensor]:
-        """Return the master weights of a slice and Adam's averages of it, as views."""
-        whole = {MASTER: each.partition.detach()} | {
-            kind: self._state(each.partition)[kind] for kind in MOMENTS
-        }
+        """Return the master weights of a slice and the optimizer's averages of it, as views."""
+        state = self._optimizer.state_of(each.partition)
+        whole = {MASTER: each.partition.detach()}
+        whole |= {kind: state[kind] for kind in MOMENTS if kind in state}
         return {kind: each.of(flat) for kind, flat in whole.items()}
-
-    def _state(self, partition: Tensor) -> dict[str, Tensor]:
-        """Adam's state of a partition; before the first update, what it is going to make."""
-        state: dict[str, Tensor] = self._optimizer.state[partition]
-        if not state:
-            # Where the fused update looks for it; LAMB's is on the host.
-            on_host = isinstance(self._optimizer, Lamb)
-            state["step"] = torch.zeros((), device=None if on_host else partition.device)
-            for kind in MOMENTS:
-                state[kind] = torch.zeros_like(partition, requires_grad=False)
-        return state
 
     def _spread_masters(self) -> None:
         """Give all ranks the weights of forward passes anew: the master weights, rounded."""

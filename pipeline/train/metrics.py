@@ -22,7 +22,7 @@ from pipeline.model.architecture import OBJECTIVE_PARTS
 from pipeline.objectives.base import Objective, Sums
 from pipeline.runtime import dist
 from pipeline.train.engine import Engine, StepResult
-from pipeline.train.optimizer import squared_norm
+from pipeline.train.optimizers.slices import squared_norm
 from pipeline.train.timing import memory_peaks
 
 _PEAKS = ("gpu_allocated_gb", "gpu_reserved_gb", "host_rss_gb")

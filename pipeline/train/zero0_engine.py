@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipeline.config.train import TrainConfig
 from pipeline.runtime import dist
-from pipeline.train.optimizer import BLOCK, TensorSlice, squared_norm
+from pipeline.train.optimizers.slices import BLOCK, TensorSlice, squared_norm
 
 
 class Replicated(nn.Module):

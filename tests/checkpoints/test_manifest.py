@@ -81,7 +81,7 @@ def _newer_state(path: Path) -> None:
     """State of another format, with a manifest that fits it."""
     file = SlicedFile(path / FILE)
     tensors = {name: file.read(name, 0, shape[0]) for name, shape in file.shapes.items()}
-    table = {**json.loads(file.metadata["postnorm_state"]), "format": 2}
+    table = {**json.loads(file.metadata["postnorm_state"]), "format": 3}
     write_file(tensors, path / FILE, {"postnorm_state": json.dumps(table)})
     write_manifest(path, 40, 2, None, {"seed": 1})
 
@@ -91,7 +91,7 @@ def _newer_state(path: Path) -> None:
     [
         (lambda path: _changed_manifest(path, planes=7), "the fields planes"),
         (lambda path: _changed_manifest(path, contents={"x": 1}), "a state of {'x': 1}"),
-        (_newer_state, "has format 2, expected 1"),
+        (_newer_state, "has format 3, expected 2"),
     ],
 )
 def test_a_newer_format_is_not_passed_over(

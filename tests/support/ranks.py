@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pipeline.checkpoints.state import KINDS, SavedState
+from pipeline.checkpoints.state import SavedState
 from pipeline.data.format import DatasetIndex
 from tests.support import warm
 from tests.support.processes import free_port
@@ -151,8 +151,11 @@ def newest_state(run_dir: Path) -> dict[str, torch.Tensor]:
 def state_of(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor that an engine saved below a folder, put together from its parts, by name."""
     saved = SavedState(folder)
-    shapes = [(kind, name, shape) for kind in KINDS for name, shape in saved.shapes.items()]
-    return {f"{kind} {name}": saved.read(kind, name).view(shape) for kind, name, shape in shapes}
+    return {
+        f"{kind} {name}": saved.read(kind, name).view(shape)
+        for name, shape in saved.shapes.items()
+        for kind in saved.kinds[name]
+    }
 
 
 def assert_same_bits(one: Path, other: Path) -> None:
