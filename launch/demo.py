@@ -71,7 +71,7 @@ def demo(out: str, *, corpus: str | None, quick: bool = False) -> int:
     for name, value in summary.items():
         print(f"{name:<22}{value:,}" if isinstance(value, int) else f"{name:<22}{value:.6g}")
     print(f"\nLook at the curves: {sys.executable} -m tensorboard.main --logdir {config.run_dir}")
-    print("and open http://localhost:6006/#custom_scalars")
+    print("and open http://localhost:6006")
     return 0
 
 
