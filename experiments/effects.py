@@ -103,7 +103,7 @@ def effects(
     for name, part in plan.parts.items():
         for metric, levels, arm in product(part.metrics, plan.levels(name), part.arms[1:]):
             cells = [StudyCell(name, which, levels) for which in (arm, part.arms[0])]
-            mine, first = (_by_seed(plan, readings, cell, metric) for cell in cells)
+            mine, first = (values_by_seed(plan, readings, cell, metric) for cell in cells)
             pairs = {s: mine[s] - first[s] for s in plan.seeds if s in mine and s in first}
             names = [(plan.of_cells[cells[0]][s], plan.of_cells[cells[1]][s]) for s in pairs]
             arms = [plan.study.arms[cell.arm] for cell in cells]
@@ -219,9 +219,10 @@ def corrected(
     )
 
 
-def _by_seed(
+def values_by_seed(
     plan: StudyPlan, readings: Mapping[str, Reading], cell: StudyCell, metric: str
 ) -> dict[int, float]:
+    """Return a metric of a cell's runs by seed, of those that have it."""
     metric = plan.study.arms[cell.arm].read_as(metric)
     return {
         seed: readings[run].values[metric]
@@ -237,7 +238,7 @@ def summaries(plan: StudyPlan, readings: Mapping[str, Reading]) -> list[CellSumm
         mine = [readings[run] for run in runs.values()]
         outcomes = [reading.outcome for reading in mine]
         values = {
-            metric: np.array(list(_by_seed(plan, readings, cell, metric).values()))
+            metric: np.array(list(values_by_seed(plan, readings, cell, metric).values()))
             for metric in plan.parts[cell.part].metrics
         }
         cells.append(

@@ -155,6 +155,9 @@ class PartConfig:
     regress: bool = param(
         False, "fit the differences of metrics NAME@X to log X, and give the slope's interval"
     )
+    target: str = param(
+        "", "arm whose end at the grid's first levels the others are to reach with fewer FLOPs"
+    )
     published: tuple[StatementConfig, ...] = param((), "statements about it")
 
 
@@ -226,6 +229,8 @@ class StudyConfig:
             known_name("arms", self.arms, arm, f"{where}.arms")
         for factor in part.grid:
             known_name("factors", self.factors, factor, f"{where}.grid")
+        if part.target:
+            known_name("arms of the part", part.arms, part.target, f"{where}.target")
         for task in part.tasks:
             known_name("tasks", self.tasks, task, f"{where}.tasks")
         for probe in part.probes:

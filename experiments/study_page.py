@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from experiments import page
+from experiments import budgets, page
 from experiments.effects import (
     CellSummary,
     Decision,
@@ -52,6 +52,7 @@ def write(
         known = {(of["metric"], tuple(of["runs"])): RowVariance(*of["rows"]) for of in with_rows}
     compared, cells = effects(plan, readings, known), summaries(plan, readings)
     compared, fits, how_sure = corrected(compared, slopes(plan, compared))
+    needed = budgets.budgets(plan, readings)
     of_machine = {**provenance(), "machine": platform.machine(), "device": _device()}
     body = {
         "study": plan.name,
@@ -61,18 +62,19 @@ def write(
         "level": LEVEL,
         "seeds": list(plan.seeds),
         "batches": batches,
-        "verdicts": verdicts(plan, compared, fits),
+        "verdicts": verdicts(plan, compared, fits) + budgets.sentences(needed),
         "how_sure": how_sure,
         "effects": [asdict(effect) | {"verdict": effect.verdict} for effect in compared],
         "cells": [asdict(cell) for cell in cells],
         "runs": {name: _run(plan, name, reading) for name, reading in readings.items()},
         "slopes": [fit.plain() for fit in fits],
+        **({"budgets": [asdict(each) for each in needed]} if needed else {}),
         "versions": before["versions"] if before else of_machine,
     }
     body = dict(page.plain(body))
     drawn = {part: figure(plan, part, compared, cells, readings) for part in plan.parts}
     figures = {part: picture for part, picture in drawn.items() if picture is not None}
-    lines = _page(plan, body, (compared, cells), list(figures))
+    lines = _page(plan, body, (compared, cells, needed), list(figures))
     files = {f"{plan.name}-{part}.svg": picture for part, picture in figures.items()}
     page.write(folder, plan.name, body, lines, files)
     return body
@@ -97,10 +99,10 @@ def _run(plan: StudyPlan, name: str, reading: Reading) -> dict[str, Any]:
 def _page(
     plan: StudyPlan,
     body: Mapping[str, Any],
-    numbers: tuple[Sequence[Effect], Sequence[CellSummary]],
+    numbers: tuple[Sequence[Effect], Sequence[CellSummary], Sequence[budgets.Budget]],
     pictures: Sequence[str],
 ) -> Iterator[str]:
-    compared, cells = numbers
+    compared, cells, needed = numbers
     study, state = plan.study, "partial results" if body["partial"] else ""
     yield f"# {plan.name}: {study.question}"
     yield ""
@@ -139,6 +141,9 @@ def _page(
         yield from _table([cell for cell in cells if cell.cell.part == name], part.metrics)
         yield ""
         yield from _difference_table([effect for effect in compared if effect.part == name])
+        if of_part := [each for each in needed if each.part == name]:
+            yield ""
+            yield from budgets.table(of_part)
 
 
 def _counted(body: Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@ import scipy.stats
 import torch
 
 from experiments import probes, read, speed, study_page
+from experiments.budgets import Budget, share_needed
 from experiments.study import StudyPlan, read_study
 from experiments.study_run import make_start
 from pipeline.config.model import ModelConfig
@@ -22,6 +23,7 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.model.encoder import EncoderModel, MaskedLanguageModel
 from pipeline.model.layers import Trace
 from pipeline.model.layout import padded, rows
+from pipeline.tasks.intervals import Interval
 from pipeline.use.source import load_source
 from pipeline.use.surgery import Surgery, convert
 from tests.experiments.test_study_plan import ARMS, plan_of, study_of
@@ -77,6 +79,52 @@ def test_an_outcome_tells_divergence_from_other_failures(tmp_path: Path) -> None
     names = ("disk", "config", "preempted", "state", "loss", "done")
     expected = ["failed", "failed", "missing", "diverged", "diverged", "finished"]
     assert [outcome(name) for name in names] == expected
+
+
+def test_with_how_much_compute_an_arm_gets_there(tmp_path: Path) -> None:
+    steps = {"whole": 10, "most": 8, "half": 5, "quarter": 3}
+    factors = {"budget": {name: {"train.num_steps": n, "train.warmup_steps": 1}
+                          for name, n in steps.items()}}  # fmt: skip
+    part = {"asks": "how much?", "arms": list(ARMS), "grid": ["budget"], "target": "plain"}
+    made = plan_of(study_of(factors=factors, parts={"time": part}))
+    # By seed, from the whole budget to a quarter of it: `sum` is there with 8 of 10, not with 5.
+    losses = {"plain": [[4.0, 4.2, 4.6, 5.1], [4.1, 4.3, 4.7, 5.2]],
+              "sum": [[3.7, 3.9, 4.2, 4.7], [3.81, 4.01, 4.31, 4.81]]}  # fmt: skip
+    readings = {}
+    for cell, runs in made.of_cells.items():
+        for seed, run in runs.items():
+            loss = losses[cell.arm][seed - 1][list(steps).index(cell.levels[0])]
+            values = {"held_out_loss": loss, "accuracy": 0.1}
+            readings[run] = read.Reading("finished", values=values)
+    body = study_page.write(made, readings, "-", tmp_path / "results")
+    found = {(each["arm"], each["levels"][0]): each for each in body["budgets"]}
+    assert [round(each["share"], 2) for each in found.values()] == [1.0, 0.8, 0.5, 0.3] * 2
+    assert found["sum", "most"]["pairs"] == pytest.approx({"1": -0.1, "2": -0.09})
+    assert found["sum", "half"]["pairs"] == pytest.approx({"1": 0.2, "2": 0.21})
+    # By the mean the line from (ln 0.5, +0.205) to (ln 0.8, -0.095) is 0 at 0.69; with two seeds
+    # Student's interval of -0.095 +- 0.0635 excludes 0, and is 0 at a share above that.
+    [_, mine] = [line for line in body["verdicts"] if "reaches" in line]
+    share = math.exp(math.log(0.5) + math.log(0.8 / 0.5) * 0.205 / 0.3)
+    assert f"with {share:.2f} by the mean, with " in mine
+    sure = float(mine.rpartition("with ")[2].split()[0])
+    assert share < sure < 0.8
+    text = (tmp_path / "results" / "mine.md").read_text()
+    assert "| sum | most |" in text
+    with pytest.raises(ConfigError, match=r"parts\.time\.target"):
+        study_of(factors=factors, parts={"time": part | {"target": "other"}})
+
+
+def test_a_budget_is_enough_only_if_all_above_it_are() -> None:
+    def budget(share: float, mean: float) -> Budget:
+        of = Interval(mean, mean - 0.1, mean + 0.1, "t", 0.5)
+        return Budget("p", "arm", (), "goal", "held_out_loss", share, share, {1: mean}, of)
+
+    # The cheapest one got there by chance: 0.6 did not.
+    given = [budget(0.3, -0.2), budget(0.6, 0.2), budget(1.0, -0.2)]
+    assert share_needed(given, surely=False) == pytest.approx(math.sqrt(0.6))
+    assert share_needed(given[:2], surely=False) is None
+    assert share_needed([given[0]], surely=True) == pytest.approx(0.3)
+    assert share_needed([budget(1.0, -0.05)], surely=True) is None
 
 
 def test_page_and_json_say_what_the_runs_say(tmp_path: Path) -> None:

@@ -1,0 +1,140 @@
+"""With how much compute an arm gets where another one ends; each budget is a run of its own.
+
+The target is what a part's arm `target` has at the part's first levels, seed by seed. An arm
+reaches it with a budget if the mean of the paired differences is not on the wrong side of 0, surely
+if the interval is not. Between two budgets the share of the target's FLOPs is interpolated on the
+logarithm. FLOPs are those of `postnorm plan`, the optimizer's products included; a start from
+another run counts with that run's.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from experiments import page
+from experiments.effects import direction, values_by_seed
+from experiments.read import Reading
+from experiments.study import StudyCell, StudyPlan, run_plan
+from pipeline.tasks.intervals import Interval, interval_of
+
+
+@dataclass(frozen=True)
+class Budget:
+    """An arm at one combination of levels, against the target."""
+
+    part: str
+    arm: str
+    levels: tuple[str, ...]
+    target: str
+    metric: str
+    flops: float
+    share: float
+    """Of the target's FLOPs."""
+    pairs: dict[int, float]
+    """Difference from the target by seed."""
+    interval: Interval | None
+    """None without a pair."""
+
+    def margin(self, *, surely: bool) -> float:
+        """Return how far it is on the right side of the target; negative on the wrong one."""
+        assert self.interval is not None
+        sign = direction(self.metric)
+        if not surely:
+            return sign * self.interval.mean
+        return self.interval.low if sign > 0 else -self.interval.high
+
+
+def budgets(plan: StudyPlan, readings: Mapping[str, Reading]) -> list[Budget]:
+    """Compare the arms of each part that has a target with it, in the part's first metric."""
+    found = []
+    for name, part in plan.parts.items():
+        if not part.target:
+            continue
+        metric, levels = part.metrics[0], plan.levels(name)
+        goal = StudyCell(name, part.target, levels[0])
+        wanted, whole = values_by_seed(plan, readings, goal, metric), _flops(plan, goal)
+        for arm in part.arms:
+            for level in levels:
+                cell = StudyCell(name, arm, level)
+                mine, flops = values_by_seed(plan, readings, cell, metric), _flops(plan, cell)
+                pairs = {s: mine[s] - wanted[s] for s in plan.seeds if s in mine and s in wanted}
+                found.append(
+                    Budget(
+                        part=name,
+                        arm=arm,
+                        levels=level,
+                        target=part.target,
+                        metric=metric,
+                        flops=flops,
+                        share=flops / whole,
+                        pairs=pairs,
+                        interval=interval_of(list(pairs.values()), None) if pairs else None,
+                    )
+                )
+    return found
+
+
+def _flops(plan: StudyPlan, cell: StudyCell) -> float:
+    run = plan.runs[next(iter(plan.of_cells[cell].values()))]
+    chain = [run, plan.runs[run.start]] if run.start else [run]
+    return float(sum(run_plan(each.config, plan.preset).flops for each in chain))
+
+
+def share_needed(of_arm: Sequence[Budget], *, surely: bool) -> float | None:
+    """Interpolate the share of the FLOPs with which an arm reaches the target; None: it does not.
+
+    `surely` asks that of the interval and not of the mean.
+    """
+    done = sorted((b for b in of_arm if b.interval is not None), key=lambda b: b.share)
+    points = [(math.log(b.share), b.margin(surely=surely)) for b in done]
+    points = [point for point in points if not math.isnan(point[1])]
+    # From the dear end: a cheap budget that reached it by chance, below one that did not, is none.
+    if not points or points[-1][1] < 0:
+        return None
+    for (cheap, wrong), (dear, right) in reversed(list(pairwise(points))):
+        if wrong < 0:
+            return math.exp(cheap + (dear - cheap) * -wrong / (right - wrong))
+    return math.exp(points[0][0])
+
+
+def sentences(found: Sequence[Budget]) -> list[str]:
+    """Say for each arm with how much of the target's FLOPs it gets there."""
+    lines = []
+    for part, arm in dict.fromkeys((b.part, b.arm) for b in found):
+        of_arm = [b for b in found if (b.part, b.arm) == (part, arm)]
+        shares = [b.share for b in of_arm if b.interval is not None]
+        if not shares:
+            lines.append(f"{part}: {arm}: no pair of runs is finished")
+            continue
+        said = []
+        for word, surely in (("by the mean", False), ("by the interval", True)):
+            share = share_needed(of_arm, surely=surely)
+            if share is None:
+                said.append(f"not with {max(shares):.2f} {word}")
+            else:
+                # Nothing below the smallest budget was run.
+                most = " or less" if share <= min(shares) * (1 + 1e-9) else ""
+                said.append(f"with {share:.2f}{most} {word}")
+        first = of_arm[0]
+        lines.append(
+            f"{part}: {arm} reaches {first.metric} of {first.target} by its FLOPs: "
+            f"{', '.join(said)}"
+        )
+    return lines
+
+
+def table(found: Sequence[Budget]) -> Iterator[str]:
+    """Write a part's budgets."""
+    rows = []
+    for each in found:
+        mean = limits = ""
+        if each.interval is not None:
+            mean = f"{each.interval.mean:+.4f}"
+            if each.interval.method != "none":
+                limits = f"{each.interval.low:+.4f} .. {each.interval.high:+.4f}"
+        shown = f"{each.flops:.2e}", f"{each.share:.3f}", mean, limits, str(len(each.pairs))
+        rows.append((each.arm, "/".join(each.levels), *shown))
+    target = found[0].target
+    head = ("arm", "levels", "FLOP", f"of {target}", f"{found[0].metric} minus its", "95% interval")
+    return page.table("llrrrlr", (*head, "pairs"), rows)
