@@ -282,8 +282,8 @@ def plan_text(result: RunPlan, config: PretrainConfig, cluster: ClusterConfig) -
     dear = max(result.stretches, key=lambda one: one.update_share)
     if dear.update_share:
         yield (
-            f"update       {config.train.optimizer}: {dear.update_share:.1%} of the FLOP of a step of "
-            f"{dear.global_batch * dear.seq_len:,} slots, on the busiest of {result.ranks} ranks"
+            f"update       {config.train.optimizer}: {dear.update_share:.1%} of the FLOP of a step "
+            f"of {dear.global_batch * dear.seq_len:,} slots, on the busiest of {result.ranks} ranks"
         )
     yield _memory_line(result) + (
         (f", with fused kernels for {' and '.join(result.fused)}" if result.fused else "")
