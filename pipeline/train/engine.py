@@ -515,6 +515,9 @@ def _deepspeed_engine(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: TrainConfig
 ) -> Any:
     deepspeed = _import_deepspeed()
+    # Ours are told what each partition holds; DeepSpeed warns of those that it does not know.
+    if type(optimizer) not in deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS:
+        deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS.append(type(optimizer))
     # stdout is for the step lines, and DeepSpeed prints what it has built.
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         engine, *_ = deepspeed.initialize(

@@ -1,6 +1,8 @@
 """State in parts: any stretch can be read, and parts that do not fit are refused."""
 
+import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from torch import Tensor
 from pipeline.checkpoints import state as saved_state
 from pipeline.checkpoints.state import KINDS, SavedState, TensorShard, unsound_value
 from pipeline.errors import CheckpointError
+from pipeline.runtime.tensors import SlicedFile
 
 SHAPES = {"matrix": (3, 7), "gain": (5,), "scalar": (1,)}
 COUNTERS = {"updates": 3, "global_steps": 4, "skipped_steps": 1}
@@ -47,6 +50,29 @@ def test_any_stretch_can_be_read(tmp_path: Path) -> None:
                     assert torch.equal(saved.read(kind, name, start, stop), whole[start:stop])
     weights: dict[str, Tensor] = saved_state.read_weights(tmp_path)
     assert {name: tuple(weight.shape) for name, weight in weights.items()} == SHAPES
+
+
+def test_parts_may_have_averages_of_their_own(tmp_path: Path) -> None:
+    one = [replace(part, tensors={k: part.tensors[k] for k in KINDS[:2]}) for part in MATRIX]
+    _save(tmp_path, [one[1]], [one[2]], [*REST, one[0]])
+    saved = SavedState(tmp_path)
+    assert saved.kinds == {"matrix": KINDS[:2], "gain": KINDS, "scalar": KINDS}
+    assert torch.equal(saved.read("exp_avg", "matrix"), WHOLE["exp_avg"]["matrix"])
+    with pytest.raises(CheckpointError, match=r"no exp_avg_sq of matrix.*train\.optimizer"):
+        saved.read("exp_avg_sq", "matrix")
+    formats = {_format(tmp_path, rank, 3) for rank in range(3)}
+    _save(tmp_path / "as before", REST)
+    # Files of what was there before are the same as before.
+    assert (formats, _format(tmp_path / "as before", 0, 1)) == ({2}, 1)
+    _save(tmp_path / "mixed", [one[0]], [MATRIX[1]], [MATRIX[2]])
+    with pytest.raises(CheckpointError, match="matrix has master, exp_avg, exp_avg_sq, in an e"):
+        SavedState(tmp_path / "mixed")
+
+
+def _format(folder: Path, rank: int, world_size: int) -> int:
+    table = json.loads(SlicedFile(_file(folder, rank, world_size)).metadata["postnorm_state"])
+    assert {len(part) for part in table["parts"].values()} == {table["format"] + 1}
+    return int(table["format"])
 
 
 @pytest.mark.parametrize(

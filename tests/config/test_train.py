@@ -42,6 +42,12 @@ def test_points_are_read() -> None:
     ("budget_hours: 3", r"set train\.schedule=time_budget"),
     ("optimizer: lamb", r"train\.optimizer=lamb needs train\.lamb_bias_correction"),
     ("lamb_bias_correction: false", r"has no meaning with train\.optimizer=adamw"),
+    ("{optimizer: lamb, lamb_bias_correction: true, muon_momentum: 0.9}",
+     r"train\.muon_momentum=0\.9 has no meaning with train\.optimizer=lamb"),
+    ("muon_ns_steps: 4", r"set train\.optimizer=muon"),
+    *((f"{{optimizer: {name}, zero_stage: 3}}",
+       rf"zero_stage=3 with train\.optimizer={name} .*: .*set train\.zero_stage=2, or train\.opt")
+      for name in ("muon", "stable_adamw")),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

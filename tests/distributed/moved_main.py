@@ -1,7 +1,7 @@
 """`python -m tests.distributed.moved_main FILE JSON`: the bytes of collectives in one step.
 
-The JSON is a list of [ZeRO stage, micro-batches]; FILE gets a list with, for each of them, the
-number of parameters and the bytes of whole tensors by kind of collective.
+The JSON is a list of [ZeRO stage, micro-batches, optimizer]; FILE gets a list with, for each of
+them, the number of parameters and the bytes of whole tensors by kind of collective.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.config.train import TrainConfig
+from pipeline.config.train import Optimizer, TrainConfig
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime.env import ProcessInfo
 from pipeline.train.engine import Engine
@@ -24,6 +24,7 @@ _KINDS = {
     "c10d.allreduce_.default": ("all-reduce", 0),
     "c10d._allgather_base_.default": ("all-gather", 0),
     "c10d._reduce_scatter_base_.default": ("reduce-scatter", 1),
+    "c10d.alltoall_base_.default": ("all-to-all", 0),  # what the rank gets
 }
 
 
@@ -45,17 +46,17 @@ class Moved(TorchDispatchMode):
         return func(*args, **(named or {}))
 
 
-def main(file: Path, cases: list[tuple[int, int]], this: ProcessInfo) -> None:
+def main(file: Path, cases: list[tuple[int, int, Optimizer]], this: ProcessInfo) -> None:
     """Two steps of each case; the second one counts: the first sets up."""
     # So small a model would be whole on every rank at stage 3.
     tuned = file.with_suffix(f".{this.rank}.deepspeed.json")
     tuned.write_text('{"zero_optimization": {"stage3_param_persistence_threshold": 0}}')
     found = []
-    for stage, accumulation in cases:
+    for stage, accumulation, optimizer in cases:
         model = case.model(seed=1)
         size = sum(parameter.numel() for parameter in model.parameters())
         file_of = str(tuned) if stage == 3 else None
-        config = TrainConfig(zero_stage=stage, deepspeed_config=file_of)
+        config = TrainConfig(zero_stage=stage, optimizer=optimizer, deepspeed_config=file_of)
         engine = Engine(model, config, this, torch.device("cpu"))
         for step in range(2):
             batches = [case.micro_batch(2, 10 * step + n, rows=2) for n in range(accumulation)]

@@ -22,7 +22,7 @@ from pipeline.runtime.env import ProcessInfo
 from pipeline.train.engine import Engine
 from pipeline.train.metrics import LayerNorms
 from tests.distributed.engine_main import as_rank
-from tests.distributed.lamb_main import micro_batch
+from tests.distributed.optimizers_main import micro_batch
 
 # As an embedding's: of 3 M squares, a sum in fp32 from end to end is wrong by 6e-5.
 SHAPES = {"embeddings": (3000, 1000), "head": (101, 3)}

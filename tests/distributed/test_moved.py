@@ -9,11 +9,13 @@ import pytest
 from launch.exchange import exchanged_bytes
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
+from tests.distributed import engine_main
 from tests.support.ranks import Starter, finish
 
 RECIPE = Path(__file__).parents[2] / "configs/demo.yaml"
 # Stages 2 and 3 exchange gradients for every micro-batch; stages 0 and 1 once a step.
-CASES = [(0, 2), (1, 2), (2, 1), (2, 3), (3, 1), (3, 3)]
+CASES = [(0, 2, "adamw"), (1, 2, "adamw"), (2, 1, "adamw"), (2, 3, "adamw"), (0, 2, "muon"),
+         (1, 2, "muon"), (2, 3, "muon"), (3, 1, "adamw"), (3, 3, "adamw")]  # fmt: skip
 
 
 def test_a_plan_counts_the_bytes_that_move(start_command: Starter, tmp_path: Path) -> None:
@@ -21,10 +23,13 @@ def test_a_plan_counts_the_bytes_that_move(start_command: Starter, tmp_path: Pat
     command = [sys.executable, "-m", "tests.distributed.moved_main", str(file), json.dumps(CASES)]
     finish(start_command(command, 2, tmp_path / "output"), tmp_path / "output")
     found = json.loads(file.read_text())
-    for (stage, accumulation), (size, moved) in zip(CASES, found, strict=True):
+    # Of each layer: four of width^2, two of width and feed-forward.
+    hidden = engine_main.MODEL.num_layers * (4 * 32 * 32 + 2 * 32 * 64)
+    for (stage, accumulation, optimizer), (size, moved) in zip(CASES, found, strict=True):
         config = load(PretrainConfig, RECIPE, [f"train.zero_stage={stage}"]).config
-        expected = exchanged_bytes(config, size, accumulation)
+        muons = hidden if optimizer == "muon" else 0
+        expected = exchanged_bytes(config, size, accumulation, ranks=2, muons=muons)
         # Beside them are a few numbers a step: norms, weights of losses, and order checks.
         few = 0.02 * size * 4
         left = {kind: count for kind, count in moved.items() if count > few}
-        assert left == pytest.approx(expected, abs=few), f"stage {stage}, {accumulation} passes"
+        assert left == pytest.approx(expected, abs=few), (stage, accumulation, optimizer)

@@ -225,6 +225,27 @@ def test_a_run_that_has_trained_tells_the_speed(
     assert other["train_s"] is None
 
 
+@pytest.mark.parametrize("nodes", [1, 8])
+def test_products_of_muon_are_a_small_part_of_a_step(tmp_path: Path, nodes: int) -> None:
+    less = "train.lamb_bias_correction=null", "train.micro_batch=8"
+    found, text = _plan("train.optimizer=muon", *less, run_dir=tmp_path, nodes=nodes)
+    ranks, step_flops = 8 * nodes, found.flops / found.steps
+    # Of width 768: 12 layers of 300 width^3; 72 matrices are not 64 equal parts.
+    busiest = (3600 / 8 if nodes == 1 else 90) * 768**3
+    share = busiest / (step_flops / ranks - 3600 * 768**3 / ranks + busiest)
+    assert share < 0.02
+    assert f"muon: {share:.1%} of the FLOP of a step of 262,144 slots, on the busiest of" in text
+    adamw, text = _plan("train.optimizer=adamw", *less, run_dir=tmp_path, nodes=nodes)
+    assert "update " not in text
+    hidden = 12 * 12 * 768**2
+    assert adamw.checkpoint_bytes - found.checkpoint_bytes == 4 * hidden
+    assert adamw.state_bytes - found.state_bytes == 4 * hidden // ranks
+    assert found.flops - adamw.flops == pytest.approx(found.steps * 3600 * 768**3)
+    # bf16 matrices go to their owners and come back.
+    moved = 2 * (ranks - 1) / ranks * 2 * hidden / ranks
+    assert found.sent_bytes - adamw.sent_bytes == pytest.approx(moved)
+
+
 def test_without_facts_about_the_cluster_what_is_known_is_told(tmp_path: Path) -> None:
     found, text = _plan(run_dir=tmp_path / "run", hardware=HardwareConfig())
     assert found.train_s is found.gpu_bytes is found.jobs is None

@@ -1,5 +1,6 @@
 """Closed forms against the real module: its parameters and its FLOPs; and the table of a model."""
 
+import math
 import random
 import subprocess
 import sys
@@ -14,11 +15,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.config.load import load
 from pipeline.config.model import ModelConfig
+from pipeline.config.objective import ObjectiveConfig
+from pipeline.config.train import TrainConfig
 from pipeline.errors import ConfigError
 from pipeline.model import cost
 from pipeline.model.describe import TrainingSetup, describe, read_plan
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layout import rows
+from pipeline.objectives.choose import make_objective
+from pipeline.train.optimizers.muon import orthogonal
+from pipeline.train.optimizers.slices import hidden_matrices, matrix_slices
 from tests.support.grids import first_in_ci
 
 ROOT = Path(__file__).parents[2]
@@ -130,6 +136,44 @@ def test_flops_equal_those_torch_counts(config: ModelConfig) -> None:
     flops = cost.flops_per_token(config, seq_len, num_masked / tokens)
     assert forward.get_total_flops() == pytest.approx(flops.forward * tokens, rel=1e-12)
     assert total.get_total_flops() == pytest.approx(flops.total * tokens, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["mlm", "rtd"])
+@pytest.mark.parametrize("config", RANDOM[:4])
+def test_matrices_and_products_of_muon_are_those_of_the_optimizer(
+    config: ModelConfig, kind: str
+) -> None:
+    objective = ObjectiveConfig(kind=kind)  # type: ignore[arg-type]
+    train = TrainConfig(optimizer="muon", muon_ns_steps=3)
+    model = make_objective(objective).make_model(config)
+    shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
+    hidden = hidden_matrices(model)
+    every = matrix_slices(model, shapes, [])[0].items()
+    of_model = [shape for name, shape in every if name.rpartition("/")[0] in hidden]
+    assert sorted(cost.muon_matrices(config, train, objective)) == sorted(of_model)
+    with FlopCounterMode(display=False) as counted:
+        for shape in of_model:
+            orthogonal(torch.ones(shape), train.muon_ns_steps)
+    found = cost.update_flops(config, train, 1, objective)
+    assert found.total == found.busiest == counted.get_total_flops()
+    one_average = 4 * sum(math.prod(shape) for shape in of_model)
+    assert cost.saved_bytes(config, train, objective) == (
+        12 * sum(each.numel() for each in model.parameters()) - one_average
+    )
+    states = [cost.state_bytes(config, 2, objective, each)["total"]
+              for each in (TrainConfig(), train)]  # fmt: skip
+    assert states[0] - states[1] == one_average // 2
+
+
+def test_work_is_divided_evenly() -> None:
+    # Twelve layers of a base model, in units of width^3: on eight ranks none waits for another.
+    work = [30] * 48 + [90] * 24
+    ranks = cost.divided(work, 8)
+    assert [sum(w for w, rank in zip(work, ranks, strict=True) if rank == n) for n in range(8)] == [
+        450
+    ] * 8
+    # Of equal ranks the one that is preferred.
+    assert cost.divided([1, 1], 3, lambda rank, item: int(rank == 2 - item)) == [2, 1]
 
 
 def test_state_of_one_rank_and_values_of_random_configs() -> None:

@@ -19,6 +19,7 @@ from pipeline.objectives.base import Sum, Sums
 from pipeline.runtime import env
 from pipeline.train import zero0_engine
 from pipeline.train.engine import Engine, init_process_group
+from pipeline.train.optimizers.muon import orthogonal
 from pipeline.use.pretrain import own_process
 
 WIDTH, HIDDEN = 6, 5
@@ -80,6 +81,17 @@ def group() -> Iterator[None]:
         yield
 
 
+class _All(Draws):
+    """Every task in every step."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__([1.0], 1, 1)
+        self._names = names
+
+    def of_step(self, step: int) -> np.ndarray:
+        return np.arange(len(self._names))
+
+
 def taken(method: str, given: Batches, factors: Mapping[str, float] | None = None,
           constants: Mapping[str, float] | None = None, steps: int = 1,
           **options: Any) -> tuple[dict[str, np.ndarray], dict[str, dict[str, float]]]:  # fmt: skip
@@ -100,18 +112,37 @@ def taken(method: str, given: Batches, factors: Mapping[str, float] | None = Non
 
     engine.optimizer.register_step_pre_hook(look)
 
-    class All(Draws):
-        def of_step(self, step: int) -> np.ndarray:
-            return np.arange(len(names))
-
     known = {name: LossBaseline((factors or {}).get(name, 1.0) * 2.0, None) for name in names}
-    balancer = Balancer(BalanceConfig(method=method, **options), known, All([1.0], 1, 1), seed=3,
+    balancer = Balancer(BalanceConfig(method=method, **options), known, _All(names), seed=3,
                         num_layers=1, world_size=1)  # fmt: skip
     memory: dict[str, dict[str, float]] = {}
     every = [each for of_task in given.values() for each in of_task]
     for step in range(steps):
         engine.train_step(every, objective, 0.0, weighing=balancer.at(memory, step))  # type: ignore[arg-type]
     return seen[-1], memory
+
+
+def test_muon_takes_the_direction_of_normalised_gradients() -> None:
+    given, names = rows(["a", "b"]), ["a", "b"]
+    config = TrainConfig(optimizer="muon", zero_stage=0, precision="fp32", grad_clip=0.0,
+                         warmup_steps=0, weight_decay=0.0)  # fmt: skip
+    model = Toy(names)
+    model.hidden_matrices = {"encoder.layers.0.weight": 1}  # type: ignore[assignment]
+    before = model.encoder["layers"][0].weight.detach().clone()  # type: ignore[index, union-attr]
+    engine = Engine(model, config, env.process_info_or_alone(), torch.device("cpu"))
+    known = {name: LossBaseline(2.0, None) for name in names}
+    balancer = Balancer(BalanceConfig(method="gradient_norm"), known, _All(names), seed=3,
+                        num_layers=1, world_size=1)  # fmt: skip
+    every = [each for of_task in given.values() for each in of_task]
+    objective = Squares(dict.fromkeys(names, 1.0), {})
+    engine.train_step(every, objective, 0.1, weighing=balancer.at({}, 0))  # type: ignore[arg-type]
+    _, gradients = reference(given)
+    key = "encoder.layers.0.weight"
+    unit = [gradients[name][key] / np.linalg.norm(gradients[name][key]) for name in names]
+    expected = orthogonal(torch.tensor(sum(unit)).view(before.shape), 5)
+    update = before - model.encoder["layers"][0].weight.detach()  # type: ignore[index, union-attr]
+    scale = 0.1 * 0.2 * max(before.shape) ** 0.5
+    torch.testing.assert_close(update / scale, expected.float(), rtol=0, atol=1e-4)
 
 
 def reference(

@@ -51,6 +51,10 @@ class PartitionedOptimizer(torch.optim.Optimizer, ABC):
         for piece in pieces:
             self._pieces.setdefault(piece.partition, []).append(piece)
         self._is_divided = is_divided
+        self._bound()
+
+    def _bound(self) -> None:
+        """Prepare what follows from the pieces. Collective."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

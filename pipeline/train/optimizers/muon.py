@@ -52,20 +52,12 @@ class Muon(AdamW):
         self._dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
         self._routes: dict[Tensor, _Route] = {}
 
-    def bind(
-        self,
-        matrices: dict[str, tuple[int, ...]],
-        pieces: list[TensorSlice],
-        *,
-        is_divided: bool,
-    ) -> None:
-        """See `PartitionedOptimizer.bind`."""
-        super().bind(matrices, pieces, is_divided=is_divided)
+    def _bound(self) -> None:
         for group in self.param_groups:
             if group.get("is_apart"):
                 [flat] = group["params"]
                 held = self._pieces.get(flat, [])
-                self._routes[flat] = _Route(matrices, held, is_divided=is_divided)
+                self._routes[flat] = _Route(self._matrices, held, is_divided=self._is_divided)
 
     def moments_of(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Name the averages: one of the matrices, both of all else."""

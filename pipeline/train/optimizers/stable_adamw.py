@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from pipeline.train.optimizers.base import PartitionedOptimizer, update_averages
-from pipeline.train.optimizers.slices import TensorSlice
 
 
 class StableAdamW(PartitionedOptimizer):
@@ -24,16 +23,8 @@ class StableAdamW(PartitionedOptimizer):
     v is the average after g was taken into it. Matrices stored as one have rates of their own.
     """
 
-    def bind(
-        self,
-        matrices: dict[str, tuple[int, ...]],
-        pieces: list[TensorSlice],
-        *,
-        is_divided: bool,
-    ) -> None:
-        """See `PartitionedOptimizer.bind`."""
-        super().bind(matrices, pieces, is_divided=is_divided)
-        sizes = [math.prod(shape) for shape in matrices.values()]
+    def _bound(self) -> None:
+        sizes = [math.prod(shape) for shape in self._matrices.values()]
         self._sizes = torch.tensor(sizes, device=self.param_groups[0]["params"][0].device)
 
     def _update(self, groups: list[dict[str, Any]]) -> None:
