@@ -28,6 +28,15 @@ def test_a_finished_run(straight_run: Path) -> None:
     train, held_out = records(straight_run), records(straight_run, "eval")
     assert found["loss"] == train[-1]["loss"]
     assert (found["held_out_loss"], found["held_out_step"]) == (held_out[-1]["loss"], 40)
+    seen = found["glance"]
+    assert (seen["loss"]["first"], seen["loss"]["best"]) == (
+        train[0]["loss"],
+        min(line["loss"] for line in train),
+    )
+    assert seen["held_out"]["best_step"] in (20, 40)
+    assert seen["uniform_guess"] == held_out[0]["uniform_guess"] > seen["unigram_entropy"] > 0
+    assert (seen["share_done"], seen["epochs"]) == (1.0, {"all": train[-1]["epoch"]})
+    assert (train[19]["share_done"], train[19]["restarts"]) == (0.5, 0.0)
     assert found["tokens"] == sum(record["tokens"] for record in train)
     assert (found["eta_s"], found["checkpoint"]["step"]) == (0, 40)
     assert [start["end"] for start in found["starts"]] == ["finished"]
