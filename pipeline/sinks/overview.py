@@ -1,7 +1,8 @@
 """A run as two pictures: both losses with what to hold them against, and its numbers as text.
 
 Of what TensorBoard shows first, pictures alone have several lines of one run in one chart, and
-marks at steps: its scalars have one line a run.
+marks at steps: its scalars have one line a run. A folder a line, as `SummaryWriter.add_scalars`
+makes them, would show each run several times in the list of runs.
 """
 
 import math
