@@ -5,8 +5,7 @@ Time and state come from the closed forms of `pipeline.model.cost`, what micro-b
 assumption. What another run did before (`continue_from`) is not planned.
 
 A multi-task run is planned without its data, so every row counts as long as its task allows, and an
-example as one row, also where it has more (choices, candidates, windows). `postnorm benchmark` and
-`finetune` read the data and count tokens (`pipeline.finetune.cost`).
+example as one row, also where it has more; `postnorm benchmark` and `finetune` count tokens.
 """
 
 import json

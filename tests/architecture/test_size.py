@@ -20,7 +20,8 @@ _MLM = re.compile(r"\b(masked_index|LossSums|MaskedLanguageModel)\b")
 def _crumbs() -> list[str]:
     found = []
     for name, module in MODULES.items():
-        if name.startswith("pipeline.finetune.heads."):  # found by name
+        # Kinds, a file each: heads are found by name, optimizers stand in a table.
+        if name.startswith(("pipeline.finetune.heads.", "pipeline.train.optimizers.")):
             continue
         users = importers(name)
         if module.num_lines < _CRUMB_LINES and len(users) == 1:
@@ -82,8 +83,8 @@ def _conditions_on_kinds_of_tasks() -> list[str]:
 
 # What is counted, and the most that there may be of it.
 COUNTED: dict[str, tuple[Callable[[], list[str]], int]] = {
-    "modules": (lambda: list(MODULES), 267),
-    "lines": (lambda: [n for n, m in MODULES.items() for _ in range(m.num_lines)], 71_000),
+    "modules": (lambda: list(MODULES), 274),
+    "lines": (lambda: [n for n, m in MODULES.items() for _ in range(m.num_lines)], 72_100),
     "crumbs": (_crumbs, 0),
     "long functions": (_long_functions, 0),
     "long files": (_long_files, 0),
