@@ -172,11 +172,12 @@ def test_weights_are_those_of_whole_tensors_in_one_process(
     assert_same_bits(folder / "resumed", folder / "straight")
     masters = read_weights(folder / "straight")
     rule, others = _rules(case)
-    # Largest found: 9e-6, after 100 steps of muon; where its products are rounded to bf16, 9e-3.
-    is_rounded = case.optimizer == "muon" and case.precision == "bf16"
-    distance = _distance(masters, reference(rule, case.num_steps))
-    print(distance)
-    assert distance < (2e-2 if is_rounded else 1e-5)
+    # Largest found: 3e-6, after 100 steps; of muon 1e-5, because its iteration multiplies the
+    # rounding of small singular values by up to 3.4445^5, and where its products are in bf16 9e-3.
+    limit = 1e-5
+    if case.optimizer == "muon":
+        limit = 2e-2 if case.precision == "bf16" else 3e-5
+    assert _distance(masters, reference(rule, case.num_steps)) < limit
     # The reference tells other optimizers apart.
     whole = reference(rule, case.num_steps, apart=False)
     for other in (whole, *(reference(each, case.num_steps) for each in others)):

@@ -78,7 +78,9 @@ class PartitionedOptimizer(torch.optim.Optimizer, ABC):
         """Return the state of a tensor; before the first update, what it begins with."""
         state: dict[str, Tensor] = self.state[flat]
         if not state:
-            [group] = [g for g in self.param_groups if any(flat is each for each in g["params"])]
+            # At ZeRO stage 3 a group has its tensors only while it is updated.
+            of_flat = (g for g in self.param_groups if any(flat is each for each in g["params"]))
+            group: dict[str, Any] = next(of_flat, {})
             state["step"] = self._counter(flat, group)
             for kind in self.moments_of(group):
                 state[kind] = torch.zeros_like(flat, requires_grad=False)
