@@ -205,7 +205,7 @@ def read(run: Path) -> Finding | None:
 
 
 def _first_cause(folder: RunFolder) -> str:
-    text = "".join(path.read_text(errors="replace") for path in folder.logs.glob("rank-0.log"))
+    text = "".join(path.read_text(errors="replace") for path in folder.logs.glob("rank-*.log"))
     after = text.partition("The run has diverged")[2].partition("\n1. ")[2]
     return after.partition(":")[0].partition("\n")[0][:60]
 

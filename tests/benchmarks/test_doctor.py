@@ -1,9 +1,17 @@
 """What the benchmark of the plateau's doctor makes of runs."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+import torch
 
+from benchmarks import divergence
 from benchmarks.doctor import Curve, Point, findings, summary
+from pipeline.checkpoints.manifest import problems
+from pipeline.checkpoints.state import KINDS, SavedState
+from pipeline.runtime.checkpoints import FOLDER, name_of
+from tests.support.checkpoints import SHAPES, make_checkpoint
 
 ENTROPY = 6.0
 
@@ -56,3 +64,27 @@ def test_doctor_and_its_advice_are_judged() -> None:
         "learned": {"told": 0, "not_told": 3},
     }
     assert counts["first_advice_frees"] == counts["of_those_that_one_change_frees"] == 1
+
+
+def test_what_became_of_a_run_is_read_off_its_log_lines_alone() -> None:
+    falls = [8.0, 7.0, 6.0, 5.0]
+    assert divergence.truth_of([*falls, *[5.1] * 20]) == ("healthy", None)
+    # Nine lines a nat above the least are a bump, ten are passing, to the end is diverged.
+    assert divergence.truth_of([*falls, *[6.1] * 9, 5.0]) == ("healthy", None)
+    assert divergence.truth_of([*falls, *[6.1] * 10, 5.0]) == ("passing", None)
+    assert divergence.truth_of([*falls, 9.0, 5.0, 6.1, 9.0]) == ("diverged", 6)
+    assert divergence.truth_of([7.9, 75.6, 20.0, 9.2]) == ("diverged", 1)
+
+
+def test_a_strike_changes_what_it_says_in_a_good_checkpoint(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, divergence.STRUCK)
+    assert folder == tmp_path / FOLDER / name_of(divergence.STRUCK)
+    before = SavedState(folder)
+    old = {(kind, name): before.read(kind, name) for kind in KINDS for name in SHAPES}
+    divergence.strike(tmp_path, "exp_avg", "matrix", lambda values: values * 1e4)
+    assert not list(problems(folder))
+    after = SavedState(folder)
+    assert after.counters == before.counters
+    for (kind, name), values in old.items():
+        wanted = values * 1e4 if (kind, name) == ("exp_avg", "matrix") else values
+        assert torch.equal(after.read(kind, name), wanted)
