@@ -3,9 +3,10 @@
 `python -m benchmarks.doctor OUT --rule divergence`. No run goes back (spikes.rewind=false), so that
 each shows what becomes of it. The truth is in a run's log lines alone: *diverged* runs end a nat or
 more above the least mean of a line, and their divergence begins with the first line from which on
-all lines are a nat above the least line before; *passing* ones had ten lines in a row like that,
-and came back; all others are *healthy*, whatever they learned. The doctor must tell the diverged
-runs at most 50 log lines after the beginning, and no healthy one.
+all lines are a nat above the least line before. Runs of the healthy grid are *healthy* else,
+whatever they learned; of the others, all of which have something wrong, those that end near their
+best *came back*, and may be told or not. The doctor must tell the diverged runs at most 50 log
+lines after the beginning, and no healthy one.
 
 - healthy: a grid of depth, start, rate, warm-up and batch, with warm-ups that are too short.
 - rates: ten to a thousand times too high, from the start or from update 150 on.
@@ -41,7 +42,6 @@ from pipeline.sinks.glance import MetricLines
 STEPS, STRUCK = 300, 150
 _INTERVAL = 5
 _ABOVE = 1.0
-_PASSING_LINES = 10
 MOST_LINES = 50
 _RATE = 3e-3
 _STARTS = {
@@ -49,7 +49,7 @@ _STARTS = {
     "rsqrt": {"model.init": "rsqrt_depth"},
     "deepnorm": {"model.init": "deepnorm", "model.residual": "deepnorm"},
 }
-Truth = Literal["diverged", "passing", "healthy"]
+Truth = Literal["diverged", "came back", "healthy"]
 Overrides = dict[str, Any]
 
 
@@ -163,20 +163,13 @@ class Finding:
         return (self.told - self.begin) // _INTERVAL
 
 
-def truth_of(losses: list[float]) -> tuple[Truth, int | None]:
-    """Tell what became of a run from the means of its log lines, and with which it began."""
-    least, high, longest = losses[0], [False], 0
+def diverges_from(losses: list[float]) -> int | None:
+    """Return the log line, counted from 0, from which on all are far above the least before."""
+    least, high = losses[0], [False]
     for loss in losses[1:]:
         high.append(loss > least + _ABOVE)
         least = min(least, loss)
-    if high[-1]:
-        begin = max((place for place, is_high in enumerate(high) if not is_high), default=-1) + 1
-        return "diverged", begin
-    run = 0
-    for is_high in high:
-        run = run + 1 if is_high else 0
-        longest = max(longest, run)
-    return ("passing" if longest >= _PASSING_LINES else "healthy"), None
+    return max(place for place, is_high in enumerate(high) if not is_high) + 1 if high[-1] else None
 
 
 def read(run: Path) -> Finding | None:
@@ -188,15 +181,16 @@ def read(run: Path) -> Finding | None:
     train = [line for line in lines if line["kind"] == "train" and line["loss"] is not None]
     if not train:
         return None
-    truth, place = truth_of([line["loss"] for line in train])
+    place = diverges_from([line["loss"] for line in train])
     told = [line["step"] for line in lines if line["kind"] == "divergence"]
     ended = folder.done.exists()
-    if not ended and truth != "diverged":
+    if not ended and place is None:
         # Steps whose loss is not finite have no line with a loss; the run ended by them.
-        truth, place = "diverged", len(train) - 1
+        place = len(train) - 1
+    others: Truth = "healthy" if run.name.startswith("healthy-") else "came back"
     return Finding(
         name=run.name,
-        truth=truth,
+        truth=others if place is None else "diverged",
         begin=None if place is None else train[place]["step"],
         told=told[0] if told else (None if ended else train[-1]["step"]),
         first_cause=_first_cause(folder),
@@ -218,7 +212,7 @@ def summary(found: list[Finding]) -> dict[str, Any]:
         "runs": len(found),
         "matrix": {
             truth: {"told": told[truth, True], "not_told": told[truth, False]}
-            for truth in ("diverged", "passing", "healthy")
+            for truth in ("diverged", "came back", "healthy")
         },
         "most_lines_late": max(late, default=None),
         "ended_by_not_finite": sum(not each.ended for each in found),
@@ -246,7 +240,8 @@ def page(found: list[Finding], counts: Mapping[str, Any]) -> str:
 `python -m benchmarks.doctor OUT --rule divergence --table benchmarks/results/divergence.md`: width
 48, {STEPS} updates, a log line every {_INTERVAL}, the embedded corpus; {shown}. No run goes back.
 Diverged: the last log line is {_ABOVE:g} nat or more above the least before, or the loss is not
-finite. Passing: {_PASSING_LINES} lines in a row were, and it came back. Healthy: all others.
+finite. Healthy: runs of the grid that did not. Came back: the others, which end near their best
+though something is wrong with them; to tell them is no false alarm.
 
 | the run | told | not told |
 |---|---:|---:|

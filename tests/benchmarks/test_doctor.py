@@ -66,14 +66,12 @@ def test_doctor_and_its_advice_are_judged() -> None:
     assert counts["first_advice_frees"] == counts["of_those_that_one_change_frees"] == 1
 
 
-def test_what_became_of_a_run_is_read_off_its_log_lines_alone() -> None:
+def test_where_a_run_diverges_is_read_off_its_log_lines_alone() -> None:
     falls = [8.0, 7.0, 6.0, 5.0]
-    assert divergence.truth_of([*falls, *[5.1] * 20]) == ("healthy", None)
-    # Nine lines a nat above the least are a bump, ten are passing, to the end is diverged.
-    assert divergence.truth_of([*falls, *[6.1] * 9, 5.0]) == ("healthy", None)
-    assert divergence.truth_of([*falls, *[6.1] * 10, 5.0]) == ("passing", None)
-    assert divergence.truth_of([*falls, 9.0, 5.0, 6.1, 9.0]) == ("diverged", 6)
-    assert divergence.truth_of([7.9, 75.6, 20.0, 9.2]) == ("diverged", 1)
+    assert divergence.diverges_from([*falls, *[5.9] * 20]) is None
+    assert divergence.diverges_from([*falls, *[6.1] * 20, 5.0]) is None
+    assert divergence.diverges_from([*falls, 9.0, 5.0, 6.1, 9.0]) == 6
+    assert divergence.diverges_from([7.9, 75.6, 20.0, 9.2]) == 1
 
 
 def test_a_strike_changes_what_it_says_in_a_good_checkpoint(tmp_path: Path) -> None:
