@@ -291,7 +291,7 @@ class Doctor:
         is_new = self._first_batch > 0 and into <= _SOON * spikes.steps_in_a_row
         # A rate that was good for long is seldom the cause; one that has just become high is.
         is_young = last.step <= max(_SOON * self._warm_ups, _LEAST_UPDATES)
-        weight, rate = self._rate()
+        weight, rate = self._rate(last)
         before = losses.usual[-1] if losses.usual else math.inf
         jumps = bool(losses.high) and losses.high[0][1] - before > _LEAST_JUMP
         found = [
@@ -356,7 +356,7 @@ class Doctor:
         """Return what may be the cause, each with a weight: 1 and more is a likely one."""
         return [
             (self._weight_of_start(), self._start_of(last)),
-            self._rate(),
+            self._rate(last),
             (
                 min(1.0, _SMALL_BATCH_TOKENS / last.tokens_per_step / 2),
                 f"batch: {last.tokens_per_step:,.0f} tokens a step; a small one has a noisy "
@@ -365,16 +365,19 @@ class Doctor:
             (0.2, f"duplicates: {_duplicates(self._dataset)}"),
         ]
 
-    def _rate(self) -> tuple[float, str]:
+    def _rate(self, last: LastStep) -> tuple[float, str]:
         """Compare the peak learning rate with what is usual, as `_causes`."""
         model, train = self._config.model, self._config.train
-        text = f"learning rate: train.lr={train.lr:g}"
+        # A stage may have a higher one than the run.
+        rate = max(train.lr, last.lr)
+        of_stage = "" if rate == train.lr else f", {rate:g} at step {last.step}"
+        text = f"learning rate: train.lr={train.lr:g}{of_stage}"
         if self._entropy is None:
             return 0.8, f"{text}: lower it threefold, or double train.warmup_steps"
         if train.optimizer != "adamw":
             return 0.5, f"{text} with {train.optimizer}: try a third of it, and three times it"
         usual = _USUAL_RATE_BY_WIDTH / model.hidden_size
-        times = train.lr / usual
+        times = rate / usual
         change = "this is not far from it"
         if times > _USUAL_TIMES:
             change = "lower it threefold, or double train.warmup_steps"

@@ -29,7 +29,7 @@ def _doctor(entropy: float | None, guess: float | None, **train: Any) -> Doctor:
 
 
 def _told(
-    doctor: Doctor, losses: Floats, guess: float | None, *, begin: int = 0
+    doctor: Doctor, losses: Floats, guess: float | None, *, begin: int = 0, lr: float = 3e-4
 ) -> list[tuple[int, Plateau | Divergence]]:
     """Give the doctor a log line every five steps; return what it says, by step."""
     history, told = LossHistory(), []
@@ -37,7 +37,7 @@ def _told(
         history.add(step - 1, loss, CONFIG, guess)
         if step % 5 or step <= begin:
             continue
-        last = LastStep(step, step - 1, 1.0, 3e-4, 0.5, {}, 4096.0)
+        last = LastStep(step, step - 1, 1.0, lr, 0.5, {}, 4096.0)
         means = {"loss": float(losses[step - 5 : step].mean()), "accuracy": 0.05}
         if found := doctor.look(means, last, history):
             told.append((step, found))
@@ -108,15 +108,18 @@ def test_it_is_told_again_when_it_happens_again() -> None:
 def test_likely_causes_come_in_order() -> None:
     guess = math.log(4096)
 
-    def first_cause(at: int, begin: int = 0, **train: Any) -> str:
+    def first_cause(at: int, begin: int = 0, lr: float = 3e-4, of_run: float = 3e-4) -> str:
         losses = _curve(8.3, 3.0, 1000, 0.05)
         losses[at:] = 12.0
-        [(_, found)] = _told(_doctor(6.3, guess, **train), losses, guess, begin=begin)
+        doctor = _doctor(6.3, guess, lr=of_run)
+        [(_, found)] = _told(doctor, losses, guess, begin=begin, lr=lr)
         assert f"high since batch {at}" in found.advice
         return found.advice.split("\n1. ")[1].split("\n")[0]
 
-    assert "train.lr=0.03" in first_cause(60, lr=3e-2)
-    assert "train.lr=0.03" in first_cause(700, lr=3e-2)
+    assert "train.lr=0.03" in first_cause(60, of_run=3e-2)
+    assert "train.lr=0.03" in first_cause(700, of_run=3e-2)
+    # A stage has a rate a hundred times as high as the run's.
+    assert "0.03 at step" in first_cause(700, lr=3e-2)
     assert "inspect mine --batch 700" in first_cause(700)
     assert "checkpoint verify" in first_cause(703, begin=700)
 

@@ -37,7 +37,7 @@ def _doctor(data: str = "nowhere", **changes: Any) -> Doctor:
 def _step(step: int, tokens: float = 4096.0, reach: float = 1.0) -> LastStep:
     gradients = {"embeddings": 0.5, "layer_00": 0.2 * reach, "layer_01": 0.01, "layer_02": 0.2}
     norms = {name: GroupNorms(gradient, 1e-3) for name, gradient in gradients.items()}
-    return LastStep(step, step - 1, 1.0, 6.5e-4, 0.51, norms, tokens)
+    return LastStep(step, step - 1, 1.0, 1e-7, 0.51, norms, tokens)
 
 
 def _told(doctor: Doctor, losses: Floats, accuracies: Floats | None = None,
@@ -170,7 +170,7 @@ def test_without_norms_of_layers_the_other_signs_decide() -> None:
         doctor = _doctor()
         told = []
         for step in range(5, 600, 5):
-            last = LastStep(step, step - 1, 1.0, 6.5e-4, 0.51, layers, 4096.0)
+            last = LastStep(step, step - 1, 1.0, 1e-7, 0.51, layers, 4096.0)
             if plateau := doctor.look({"loss": ENTROPY, "accuracy": 0.05}, last, LossHistory()):
                 told.append(plateau.advice)
         assert len(told) == 1
