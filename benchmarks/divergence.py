@@ -31,7 +31,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine import versions
-from benchmarks.sweep import run_sweep
+from benchmarks.sweep import postnorm, run_sweep
+from experiments.read import outcome
 from pipeline.checkpoints.manifest import state_file
 from pipeline.checkpoints.state import KINDS, MASTER, MOMENTS, SavedState, TensorShard, write_part
 from pipeline.runtime.checkpoints import FOLDER, MANIFEST_FILE, name_of, read_manifest, signed
@@ -96,12 +97,12 @@ def _noise(values: Tensor) -> Tensor:
     return values + scale * torch.randn(values.shape, generator=generator)
 
 
-# By name: the kinds of tensors that are changed, part of their names, the change, and overrides.
-_STRIKES: dict[str, tuple[str, str, Callable[[Tensor], Tensor], Overrides]] = {
-    "moments": (MOMENTS[0], "", lambda values: values * 1e4, {}),
-    "squares": (MOMENTS[1], "", lambda values: values * 1e-8, {}),
-    "weights": (MASTER, "", _noise, {}),
-    "bf16": (MASTER, "layers.1.", lambda values: values * 1e30, {"train.precision": "bf16"}),
+# By name: the kind of tensors that are changed, part of their names, the change, and the precision.
+_STRIKES: dict[str, tuple[str, str, Callable[[Tensor], Tensor], str]] = {
+    "moments": (MOMENTS[0], "", lambda values: values * 1e4, "fp32"),
+    "squares": (MOMENTS[1], "", lambda values: values * 1e-8, "fp32"),
+    "weights": (MASTER, "", _noise, "fp32"),
+    "bf16": (MASTER, "layers.1.", lambda values: values * 1e30, "bf16"),
 }
 
 
@@ -173,7 +174,7 @@ def diverges_from(losses: list[float]) -> int | None:
 
 
 def read(run: Path) -> Finding | None:
-    """Read what became of a run; None if it never logged."""
+    """Read what became of a run; None if it has not ended, by its last step or by its numbers."""
     folder = RunFolder(run)
     if not folder.attempts.exists():
         return None
@@ -184,9 +185,11 @@ def read(run: Path) -> Finding | None:
     place = diverges_from([line["loss"] for line in train])
     told = [line["step"] for line in lines if line["kind"] == "divergence"]
     ended = folder.done.exists()
-    if not ended and place is None:
-        # Steps whose loss is not finite have no line with a loss; the run ended by them.
-        place = len(train) - 1
+    if not ended:
+        if outcome(run) != "diverged":
+            return None
+        # Steps whose loss is not finite have no line with a loss.
+        place = len(train) - 1 if place is None else place
     others: Truth = "healthy" if run.name.startswith("healthy-") else "came back"
     return Finding(
         name=run.name,
@@ -270,17 +273,20 @@ def measure(out: Path, dataset: Path, only: str, jobs: int, table: Path | None) 
     run_sweep(out, config, chosen, jobs)
     struck = {f"struck-{name}": strike for name, strike in _STRIKES.items()}
     struck = {name: each for name, each in struck.items() if fnmatch(name, only)}
-    if struck:
-        run_sweep(out / "good", config, {"good": {"train.num_steps": STRUCK}}, 1)
-    for name, (kind, part, change, _) in struck.items():
-        run = out / "struck/runs" / name
+    good = {
+        each[3]: {"train.num_steps": STRUCK, "train.precision": each[3]} for each in struck.values()
+    }
+    run_sweep(out / "good", config, good, jobs)
+    for name, (kind, part, change, precision) in struck.items():
+        run = out / "struck" / name
         if not run.exists():
-            shutil.copytree(out / "good/runs/good", run)
+            shutil.copytree(out / "good/runs" / precision, run)
             RunFolder(run).done.unlink()
             strike(run, kind, part, change)
-    run_sweep(out / "struck", config, {name: each[3] for name, each in struck.items()}, jobs)
-    folders = [out / "runs" / name for name in chosen]
-    folders += [out / "struck/runs" / name for name in struck]
+        if not RunFolder(run).done.exists():
+            settings = f"run_dir={run}", f"train.precision={precision}"
+            postnorm("pretrain", str(out / "base.yaml"), *settings, check=False)
+    folders = [out / "runs" / name for name in chosen] + [out / "struck" / name for name in struck]
     found = [each for folder in folders if (each := read(folder))]
     counts = {"benchmark": "divergence", **summary(found), "versions": versions()}
     if table:
