@@ -1,5 +1,9 @@
 """StableAdamW: AdamW whose update is clipped for each matrix, in place of the whole gradient.
 
+The average of squares lags behind: a gradient that jumps, most often that of the embeddings, makes
+Adam's step several times as long, and the loss with it. A clipped gradient would slow all matrices
+in such a step, and it would not see a jump of a matrix whose gradient is small.
+
 Source: Wortsman et al. 2023, arXiv 2304.13013, algorithm 2; as in optimi and ModernBERT.
 """
 
