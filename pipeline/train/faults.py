@@ -43,7 +43,7 @@ _IN_PASSING = (
     "and so are the gradients of all ranks when they are computed again: a device or the network "
     "erred in passing"
 )
-_JUMPS = "Lower train.lr, lengthen the warm-ups, or set spikes.rewind=false."
+_JUMPS = "Lower train.lr, lengthen the warm-ups, or set spikes.rewind=false"
 _BROKEN = (
     "Where one rank is named each time, look for a faulty device there and leave its node out; "
     "else lower train.lr or lengthen the warm-ups."
@@ -217,7 +217,8 @@ class FaultHandler:
     def detect_spike(self, state: TrainState) -> bool:
         """Return whether the run must rewind because its last losses are a spike. Collective.
 
-        Where it may not, or has no checkpoint from before, it goes on: a spike may pass.
+        Where it may not, or has no checkpoint from before, it goes on: a spike may pass. So does a
+        young run that went back too often: before its window is full it may yet come down.
         """
         config, high = self._config.spikes, state.losses.high
         if not state.losses.is_spike(config):
@@ -226,23 +227,30 @@ class FaultHandler:
         if self._warned:
             return False
         loss, limit = max(loss for _, loss in high), state.losses.limit(config)
-        text = (
+        text = jumped = (
             f"the loss jumped: above {limit:.4f} in {len(high)} steps in a row since "
             f"batch {high[0][0]}, up to {loss:.4f}"
         )
         if config.rewind:
+            text += "; no good checkpoint is from before it"
             # A save in flight may be about to remove the checkpoint that is needed now.
             self._saver.finish()
-            found = dist.on_first(
-                lambda: self._before_spike(high[0][0], text), "looking for a checkpoint"
-            )
+            try:
+                found = dist.on_first(
+                    lambda: self._before_spike(high[0][0], jumped), "looking for a checkpoint"
+                )
+            except TrainingError as error:
+                if len(state.losses.usual) >= config.window_steps:
+                    raise
+                found, text = None, str(error)
             if found:
                 first, to_step = found
                 start = self._config.batches.number(first)
-                self._leave_out(state, start, to_step, text, loss=loss, limit=limit)
+                self._leave_out(state, start, to_step, jumped, loss=loss, limit=limit)
                 return True
-        why = "no good checkpoint is from before it" if config.rewind else "spikes.rewind is off"
-        logger.warning("%s; %s: training goes on", text, why)
+        else:
+            text += "; spikes.rewind is off"
+        logger.warning("%s: training goes on", text)
         self._warned = True
         return False
 
@@ -251,7 +259,8 @@ class FaultHandler:
         wanted = max(0, high_batch - self._config.spikes.skip_before_steps)
         for first in (wanted, high_batch):
             manifest = self._newest_before(self._config.batches.number(first).cursor)
-            if manifest is not None:
+            # From step 0 the same rate and start would lead to the same.
+            if manifest is not None and manifest.step:
                 # As many before it as the config says, or all since the checkpoint.
                 first_left_out = max(wanted, manifest.next_batch)
                 return first_left_out, self._not_too_often(manifest.step, text, _JUMPS)

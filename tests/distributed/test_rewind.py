@@ -153,6 +153,18 @@ def test_without_a_checkpoint_from_before_it_goes_on_and_is_told(
     assert "plateau" not in text
 
 
+def test_a_young_run_that_went_back_too_often_goes_on(
+    dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Train
+) -> None:
+    monkeypatch.setenv("SPIKE_HASHES", hashes_of(dataset, tmp_path, range(11, 60)))
+    given = "spikes.max_rewinds=1", "train.num_steps=25", "checkpoint.keep_first=true"
+    ranks = train("run", *YOUNG, *given, module=SPIKING)
+    assert [rewind.to_step for rewind in read_ledger(ranks.run_dir).rewinds] == [10]
+    assert "went back to step 10 1 times before" in ranks.output
+    assert "set spikes.rewind=false.: training goes on" not in ranks.output
+    assert records(ranks.run_dir)[-1]["step"] == 25
+
+
 def test_the_checkpoint_from_before_it_is_kept(
     dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Train
 ) -> None:
