@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -43,10 +44,15 @@ def test_two_runs_in_one_folder_do_not_mix(
         while not list(output.rglob("*.running.json")):
             assert first.poll() is None
             time.sleep(0.01)
-        for more in ([], ["clean.min_chars=1000"]):
-            second = subprocess.run([*command, *more], capture_output=True, text=True)
-            assert second.returncode == EXIT_FAILED_RETRY
-            assert f"process {first.pid}" in second.stderr + second.stdout
+        # On a busy machine it would have ended before another one has imported its modules.
+        first.send_signal(signal.SIGSTOP)
+        try:
+            for more in ([], ["clean.min_chars=1000"]):
+                second = subprocess.run([*command, *more], capture_output=True, text=True)
+                assert second.returncode == EXIT_FAILED_RETRY
+                assert f"process {first.pid}" in second.stderr + second.stdout
+        finally:
+            first.send_signal(signal.SIGCONT)
     assert first.returncode == 0
     assert read_index(output).fingerprint == dataset.fingerprint
 
