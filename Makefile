@@ -32,7 +32,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --max
 # All but `long` and `slow` follow from a test's fixtures: tests/support/plugin.py.
 LEFT_OUT := process or dist or cluster or browser or interpreter or long or slow
 
-test: check ## check, then the tests that start no processes, and a few that do; 4 minutes on 2 cores
+test: check ## check, then the tests that start no processes, and a few that do; 5 minutes on 2 cores
 	$(PYTEST) -m 'smoke or not ($(LEFT_OUT))'
 
 test-all: $(STAMP) ## all but test-slow (gloo, SLURM, a browser, no GPU, no network); REST=1 without those of test

@@ -250,7 +250,8 @@ though something is wrong with them; to tell them is no false alarm.
 |---|---:|---:|
 {matrix}
 
-The latest report came {last} log lines after the divergence began.
+Log lines from the beginning of a divergence to its report, at most: {last}. Below 0 it was told at
+its first rise; the loss came back for some lines, and rose again.
 
 | run | became | begins at step | told at step | lines late | first cause |
 |---|---|---:|---:|---:|---|

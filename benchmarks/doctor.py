@@ -3,7 +3,7 @@
     python -m benchmarks.doctor OUT [--rule divergence] [--jobs 2] [--only '24-*']
         [--dataset DATASET] [--table benchmarks/results/doctor.md]
 
-Example, the published tables, about two hours of two cores and half an hour:
+Example, the published tables, about two hours of two cores, and less than one:
 
     python -m benchmarks.doctor runs/doctor --table benchmarks/results/doctor.md
     python -m benchmarks.doctor runs/divergence --rule divergence \\
@@ -52,7 +52,6 @@ _STARTS = {
 }
 _DEPTHS, _RATES, _BATCHES = (4, 12, 24), (3e-4, 3e-3, 2e-2), (4, 16)
 _LEARNED_NATS = 0.1
-_VOCABULARY = 4096
 _STEPS, _TIMES = 600, 3
 Truth = Literal["learned", "late", "stuck"]
 
@@ -109,9 +108,8 @@ class Curve:
         """Tell by its end whether the run knows more than frequencies."""
         return self.held_out[-1][1] <= entropy - _LEARNED_NATS
 
-    def told(self, config: PretrainConfig, entropy: float) -> tuple[int, str] | None:
-        """Return step and text of the warning that the doctor gives for these numbers."""
-        guess = math.log(_VOCABULARY)
+    def told(self, config: PretrainConfig, entropy: float, guess: float) -> tuple[int, str] | None:
+        """Return step and text of the plateau that the doctor tells of these numbers."""
         doctor = Doctor(config, config.data.dir, unigram_entropy=entropy, uniform_guess=guess)
         losses = LossHistory()
         evaluations = {int(step): loss for step, loss in self.held_out}
@@ -175,15 +173,21 @@ class Finding:
 
 
 def findings(
-    curves: dict[str, Curve], longer: dict[str, Curve], entropy: float, dataset: str
+    curves: dict[str, Curve],
+    longer: dict[str, Curve],
+    dataset: str,
+    *,
+    entropy: float,
+    guess: float,
 ) -> list[Finding]:
     """Ask the doctor about all runs whose truth is known, and the grid about its advice.
 
     Args:
         curves: by the names of runs.
         longer: of those that did not learn, with more steps.
-        entropy: of unigrams, nats.
         dataset: its folder, whose report advice may quote.
+        entropy: of unigrams, nats.
+        guess: loss of a uniform guess, nats.
     """
     truths: dict[Point, Truth] = {}
     for point in GRID:
@@ -194,7 +198,7 @@ def findings(
             truths[point] = "late" if later.has_learned(entropy) else "stuck"
     found = []
     for point in truths:
-        told = curves[point.name].told(config_of(point, dataset), entropy)
+        told = curves[point.name].told(config_of(point, dataset), entropy, guess)
         first = told[1].split("\n1. ")[1].split(":")[0] if told else None
         freed = {
             what
@@ -289,14 +293,16 @@ def main() -> int:
     chosen = [point for point in GRID if fnmatch(point.name, arguments.only)]
     if not chosen:
         parser.error(f"--only {arguments.only!r}: no such run; names are like {GRID[0].name}")
-    entropy = read_index(dataset).unigram_entropy_nats
+    index = read_index(dataset)
+    entropy = index.unigram_entropy_nats
     curves = _run(out, base(str(dataset)), chosen, arguments.jobs)
     open_ones = [p for p in chosen if p.name in curves and not curves[p.name].has_learned(entropy)]
     longer_base = base(str(dataset), _TIMES * _STEPS)
     # Only how they end is asked.
     longer_base["monitor"]["eval_every_steps"] = _TIMES * _STEPS
     longer = _run(out / "longer", longer_base, open_ones, arguments.jobs) if open_ones else {}
-    found = findings(curves, longer, entropy, str(dataset))
+    guess = math.log(index.vocab_size)
+    found = findings(curves, longer, str(dataset), entropy=entropy, guess=guess)
     counts = {"benchmark": "doctor", **summary(found), "versions": versions()}
     if arguments.table:
         arguments.table.write_text(page(found, entropy, counts))

@@ -6,7 +6,8 @@ Each check compares with float64 or with itself: fused attention with carried sc
 flash attention over full and packed rows, shorter and longer than a tile, up to documents of 2,048
 tokens; both with dropout, whose mask is read off the output first; models with fused kernels, part
 by part, whose gradients may err no more than plain PyTorch's in bf16; losses of real training
-steps, fused beside plain. On a CPU, `TRITON_INTERPRET=1` and --tiny run the same small.
+steps, fused beside plain; Python objects beside NCCL, which must not wait for the GPU. On a CPU,
+`TRITON_INTERPRET=1` and --tiny run the same small.
 """
 
 import argparse

@@ -35,7 +35,7 @@ from pipeline.runtime.summary import (
     number,
     progress_bar,
 )
-from pipeline.sinks.glance import WHOLE, Glance, LossTrack, MetricLines, glance
+from pipeline.sinks.glance import Glance, LossTrack, MetricLines, glance
 
 RUNNING, FINISHED, STOPPED, FAILED, KILLED = "running", "finished", "stopped", "failed", "killed"
 UNKNOWN = "unknown"
@@ -427,7 +427,7 @@ def progress_lines(status: RunStatus) -> Iterator[Line]:
         yield f"probe {name}", f"accuracy {accuracy}   {at}"
     yield "rate", number(seen.lr, ".3g")
     speed = number(status.tokens_per_s, ",.0f")
-    yield "tokens", f"{number(status.tokens, ',')} seen, {speed}/s   epochs {_epochs_text(seen)}"
+    yield "tokens", f"{number(status.tokens, ',')} seen, {speed}/s   epochs {seen.epochs_text}"
     if status.state != FINISHED:
         is_known = status.state != RUNNING and status.eta_s is not None
         training = " of training left" if is_known else ""
@@ -455,14 +455,6 @@ def _track_text(track: LossTrack) -> str:
     return "   ".join(
         [newest, *(f"{name} {number(loss, '.4f')} at {step:,}" for name, loss, step in ends)]
     )
-
-
-def _epochs_text(seen: Glance) -> str:
-    parts = [
-        f"{value:.2f}" if name == WHOLE else f"{name} {value:.2f}"
-        for name, value in seen.epochs.items()
-    ]
-    return ", ".join(parts) or "unknown"
 
 
 def _returns_text(seen: Glance) -> str:

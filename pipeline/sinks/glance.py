@@ -111,6 +111,15 @@ class Glance:
     stage_steps: tuple[int, ...]
     """The step of the first log line of each stage but the first."""
 
+    @property
+    def epochs_text(self) -> str:
+        """The epochs for people."""
+        parts = (
+            f"{value:.2f}" if name == WHOLE else f"{name} {value:.2f}"
+            for name, value in self.epochs.items()
+        )
+        return ", ".join(parts) or "unknown"
+
 
 def glance(config: RunConfig, lines: Sequence[Record], attempts: Sequence[Record]) -> Glance:
     """Sum up a run from its valid lines and its starts, oldest first."""

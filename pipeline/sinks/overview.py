@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from pipeline.config.runs import RunConfig
 from pipeline.runtime.summary import counted, number
-from pipeline.sinks.glance import WHOLE, Glance, LossTrack, Record, glance
+from pipeline.sinks.glance import Glance, LossTrack, Record, glance
 
 _WIDTH, _HEIGHT = 320, 215
 """Pixels: what a card of TensorBoard's first page shows of a picture; a larger one is made smaller,
@@ -68,11 +68,7 @@ def _facts(seen: Glance) -> Iterator[tuple[str, _Colour]]:
         yield f"unigram entropy {number(seen.unigram_entropy, '.3f')}", _GREY
         yield f"uniform guess {number(seen.uniform_guess, '.3f')}", _GREY
     yield f"rate {number(seen.lr, '.2e')}   {number(seen.tokens_per_s, ',.0f')} tokens/s", _BLACK
-    epochs = (
-        f"{value:.2f}" if name == WHOLE else f"{name} {value:.2f}"
-        for name, value in seen.epochs.items()
-    )
-    yield f"epochs {', '.join(epochs)}", _BLACK
+    yield f"epochs {seen.epochs_text}", _BLACK
     for noun, steps, colour in (
         ("restart", seen.restarts, RESTART),
         ("rewind", seen.rewinds, REWIND),

@@ -73,7 +73,8 @@ _CONTRADICTS, _PROVES = -2.0, 3.0
 _REPORT_FILE = "report.json"
 # (init, residual) with which 24 layers converge without an alpha warm-up: docs/models.md.
 _SMALL_STARTS = {("rsqrt_depth", "plain"), ("deepnorm", "deepnorm"), ("unit", "rezero")}
-# A rule of thumb, AdamW's rate times width: 3e-3 at 48 (study deep_start), 2e-4 at 768.
+# A rule of thumb, AdamW's and StableAdamW's rate times width: 3e-3 at 48 (study deep_start), 2e-4
+# at 768.
 _USUAL_RATE_BY_WIDTH = 0.15
 _USUAL_TIMES = 2.0
 _SMALL_BATCH_TOKENS = 2048
@@ -374,7 +375,7 @@ class Doctor:
         text = f"learning rate: train.lr={train.lr:g}{of_stage}"
         if self._entropy is None:
             return 0.8, f"{text}: lower it threefold, or double train.warmup_steps"
-        if train.optimizer != "adamw":
+        if train.optimizer not in ("adamw", "stable_adamw"):
             return 0.5, f"{text} with {train.optimizer}: try a third of it, and three times it"
         usual = _USUAL_RATE_BY_WIDTH / model.hidden_size
         times = rate / usual

@@ -232,7 +232,7 @@ class FaultHandler:
             f"batch {high[0][0]}, up to {loss:.4f}"
         )
         if config.rewind:
-            text += "; no good checkpoint is from before it"
+            text += "; no good checkpoint after step 0 is from before it"
             # A save in flight may be about to remove the checkpoint that is needed now.
             self._saver.finish()
             try:

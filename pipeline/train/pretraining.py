@@ -208,7 +208,8 @@ class HeldOut:
         }
         if self.work.unigram_entropy is not None:
             more["unigram_entropy"] = self.work.unigram_entropy
-        more["uniform_guess"] = math.log(self.config.model.vocab_size or 1)
+        if self.work.uniform_guess is not None:
+            more["uniform_guess"] = self.work.uniform_guess
         longest = max(self.config.batches.seq_lens)
         return HeldOutResult(
             total.loss,

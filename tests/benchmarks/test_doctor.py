@@ -14,6 +14,7 @@ from pipeline.runtime.checkpoints import FOLDER, name_of
 from tests.support.checkpoints import SHAPES, make_checkpoint
 
 ENTROPY = 6.0
+KNOWN = {"entropy": ENTROPY, "guess": 8.3}
 
 
 def _curve(losses: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Curve:
@@ -32,7 +33,7 @@ def test_truth_of_a_run_that_did_not_learn_is_that_of_a_longer_one() -> None:
     names = [f"12-unit-{lr}-{batch}" for lr in ("0.0003", "0.003") for batch in (4, 16)]
     curves = dict(zip(names, (flat, flat, learned, flat), strict=True))
     longer = dict(zip(names[:2], (learned, flat), strict=True))
-    found = {each.point.name: each.truth for each in findings(curves, longer, ENTROPY, "nowhere")}
+    found = {each.point.name: each.truth for each in findings(curves, longer, "nowhere", **KNOWN)}
     # The last one's longer run has not ended: nothing is said of it.
     assert found == dict(zip(names[:3], ("late", "stuck", "learned"), strict=True))
 
@@ -50,7 +51,7 @@ def test_doctor_and_its_advice_are_judged() -> None:
         Point(12, "unit", 3e-3, 16).name: learned,  # rate and depth
     }
     longer = {name: curve for name, curve in curves.items() if curve is stuck}
-    found = {each.point: each for each in findings(curves, longer, ENTROPY, "nowhere")}
+    found = {each.point: each for each in findings(curves, longer, "nowhere", **KNOWN)}
     assert len(found) == len(curves)
     assert (found[deep].truth, found[deep].freed) == ("stuck", ["start"])
     assert found[deep].advice == "start"
