@@ -30,7 +30,8 @@ class SourceConfig:
         (),
         "folders, globs and files, also in stores (s3://bucket/folder), plain or .gz, .zst, .xz, "
         ".bz2: .txt, .jsonl, .json (an object a line, or an array of objects), .csv, .tsv, .wet, "
-        ".warc, .parquet, wiki_NN; of embedded: patterns of names, such as stdlib/*, none for all",
+        ".warc, .parquet, wiki_NN; of embedded: patterns of names, such as stdlib/*, or packages, "
+        "such as numpy==2.4.6, none for all",
     )
     format: Literal[
         "auto", "txt", "md", "jsonl", "json", "csv", "tsv", "parquet", "wet", "wikiextractor"

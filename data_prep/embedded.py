@@ -1,7 +1,8 @@
-"""The embedded corpus: English prose that is installed with Python, for the demo.
+"""The embedded corpus: English prose that is installed with Python.
 
 It consists of the documentation of the Python installation and its installed packages: docstrings
 (parsed, never imported), the topics of `pydoc`, README and .rst files, and package descriptions.
+It differs from one installation to the next, unless packages are named with their versions.
 """
 
 import ast
@@ -9,7 +10,10 @@ import sysconfig
 import warnings
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
-from pathlib import Path
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path, PurePath
+
+from pipeline.errors import DataError
 
 _MIN_DOCSTRING_CHARS = 60
 _MAX_FILE_BYTES = 4_000_000
@@ -19,24 +23,63 @@ _EVERY = 4
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "__pycache__", "lib2to3"}
 _PROSE_SUFFIXES = {".rst", ".md"}
 _PROSE_NAMES = {"METADATA", "README", "README.txt"}
+_PINNED = "=="
 
 
 def find(patterns: Sequence[str] = ()) -> list[tuple[Path, str]]:
     """List files with documentation; their names do not depend on the place of installation.
 
-    `patterns` such as `stdlib/*` choose by name; empty takes all.
+    `patterns` such as `stdlib/*` choose by name; empty takes all. `numpy==2.4.6` is all of that
+    package in that version, which is the same text in every installation.
+
+    Raises:
+        DataError: a package is not installed in the version that is named.
     """
+    pinned = [pattern for pattern in patterns if _PINNED in pattern]
+    by_name = [pattern for pattern in patterns if _PINNED not in pattern]
+    found = dict(file for package in pinned for file in _of_package(package))
+    if by_name or not patterns:
+        found.update(_of_installation(by_name))
+    return sorted(found.items(), key=lambda file: file[1])
+
+
+def _of_package(package: str) -> Iterator[tuple[Path, str]]:
+    name, _, version = package.partition(_PINNED)
+    try:
+        known = distribution(name)
+    except PackageNotFoundError:
+        known = None
+    if known is None or known.version != version:
+        have = "is not installed" if known is None else f"is installed as {known.version}"
+        raise DataError(
+            f"embedded corpus: {package} is asked for, and {name} {have}; "
+            f"pip install '{package}', or name another version, whose text is another one"
+        )
+    for file in known.files or ():
+        # Scripts, which the installer writes, lie above the packages.
+        if _is_wanted(file) and ".." not in file.parts:
+            path = Path(str(known.locate_file(file))).resolve()
+            if path.is_file() and path.stat().st_size <= _MAX_FILE_BYTES:
+                yield path, f"packages/{file.as_posix()}"
+
+
+def _is_wanted(inner: PurePath) -> bool:
+    return (
+        (inner.suffix in _PROSE_SUFFIXES | {".py"} or inner.name in _PROSE_NAMES)
+        and "license" not in inner.name.lower()
+        and not _SKIPPED_FOLDERS & set(inner.parts)
+    )
+
+
+def _of_installation(patterns: Sequence[str]) -> list[tuple[Path, str]]:
     paths = sysconfig.get_paths()
     names: dict[Path, str] = {}
     for label in ("stdlib", "purelib", "platlib"):
         root = Path(paths[label]).resolve()
         for path in sorted(root.rglob("*")):
             inner = path.relative_to(root)
-            below = "site-packages" in inner.parts or _SKIPPED_FOLDERS & set(inner.parts)
-            wanted = (
-                path.suffix in _PROSE_SUFFIXES | {".py"} or path.name in _PROSE_NAMES
-            ) and "license" not in path.name.lower()
-            if wanted and not below and path.is_file() and path.stat().st_size <= _MAX_FILE_BYTES:
+            wanted = _is_wanted(inner) and "site-packages" not in inner.parts
+            if wanted and path.is_file() and path.stat().st_size <= _MAX_FILE_BYTES:
                 prefix = "stdlib" if label == "stdlib" else "packages"
                 names.setdefault(path, f"{prefix}/{inner.as_posix()}")
     files = sorted(names.items(), key=lambda item: item[1])

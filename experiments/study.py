@@ -158,6 +158,7 @@ class PartConfig:
     target: str = param(
         "", "arm whose end at the grid's first levels the others are to reach with fewer FLOPs"
     )
+    seeds: tuple[int, ...] = param((), "of its runs; empty: the preset's")
     published: tuple[StatementConfig, ...] = param((), "statements about it")
 
 
@@ -185,6 +186,10 @@ class StudyConfig:
     limits: str = param("", "what the numbers cannot say")
     base: dict[str, Any] = section(dict, "pre-training config that all runs start from")
     corpus: str = param("demo", "prep config of the text that is prepared unless data.dir is given")
+    fingerprint: str | None = param(
+        None, "of the dataset that the corpus must become; null: it may differ from one machine to "
+        "the next"
+    )
     arms: dict[str, ArmConfig] = section(dict, "by name")
     factors: dict[str, dict[str, dict[str, Any]]] = section(dict, "overrides by level, by factor")
     reads: dict[str, ReadConfig] = section(dict, "held-out text besides the runs' own, by name")
@@ -392,10 +397,11 @@ def plan(
     )
     layout = _Layout(study, _base(study, chosen, out, given))
     runs, of_cells = layout.runs, dict[StudyCell, dict[int, str]]()
-    for cell, seed in product(_cells(study, chosen), seeds):
-        run = layout.add(cell, seed)
-        if not parts or cell.part in parts:
-            of_cells.setdefault(cell, {})[seed] = run.name
+    for cell in _cells(study, chosen):
+        for seed in study.parts[cell.part].seeds[:most_seeds] or seeds:
+            run = layout.add(cell, seed)
+            if not parts or cell.part in parts:
+                of_cells.setdefault(cell, {})[seed] = run.name
     _require_same_batches(study, runs, of_cells)
     wanted = {run for of_seeds in of_cells.values() for run in of_seeds.values()}
     wanted |= {start for run in wanted if (start := runs[run].start) is not None}

@@ -8,7 +8,6 @@ import subprocess
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +55,11 @@ def run_missing(plan: StudyPlan, out: Path, where: Where) -> int:
     out = out.resolve()
     folder = runs_folder(out)
     if any(run.config.data.dir == str(out / "data") for run in plan.runs.values()):
-        embedded_corpus(out, plan.study.corpus)
+        embedded_corpus(out, plan.study.corpus, plan.study.fingerprint)
     # First of all, so that too few rows are told before anything is trained.
     tasks = {
         (task, seed): _task_of(plan, task, seed, out)
-        for task, seed in product(plan.tasks, plan.seeds)
+        for task, seed in {(task, plan.runs[run].seed) for run, task in plan.fine_tunings}
         if _has_rows(plan, task)
     }
     for wave in plan.waves():
@@ -85,17 +84,24 @@ def run_missing(plan: StudyPlan, out: Path, where: Where) -> int:
     return EXIT_PREEMPTED if _sweep(plan.name, FINETUNE, tasks_folder(out), configs, where) else 0
 
 
-def embedded_corpus(folder: Path, config: str = "demo") -> Path:
+def embedded_corpus(folder: Path, config: str = "demo", fingerprint: str | None = None) -> Path:
     """Return the folder of a prep config's corpus in a study's folder; make it if it is not there.
 
     Raises:
-        DataError: it failed.
+        DataError: it failed, or the dataset has another fingerprint than is given.
     """
     data = folder / "data"
     if not (data / INDEX_FILE).is_file():
         words = ["run", config, f"output_dir={data.resolve()}"]
         if subprocess.run([*module_command("data_prep"), *words], check=False).returncode:
             raise DataError(f"{data}: the embedded corpus could not be prepared, see above")
+    found = read_index(data).fingerprint
+    if fingerprint not in (None, found):
+        raise DataError(
+            f"{data} has fingerprint {found}, expected {fingerprint}: the study's numbers are of "
+            f"that text. Remove {data} and call again with the packages of prep config {config}, "
+            "or give data.dir=DATASET for numbers of your own text"
+        )
     return data
 
 
