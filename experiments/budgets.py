@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from experiments import page
 from experiments.effects import direction, values_by_seed
@@ -28,9 +29,13 @@ class Budget:
     levels: tuple[str, ...]
     target: str
     metric: str
+    updates: int
+    slots: float
     flops: float
     share: float
     """Of the target's FLOPs."""
+    slots_share: float
+    """Of the target's slots."""
     pairs: dict[int, float]
     """Difference from the target by seed."""
     interval: Interval | None
@@ -53,12 +58,14 @@ def budgets(plan: StudyPlan, readings: Mapping[str, Reading]) -> list[Budget]:
             continue
         metric, levels = part.metrics[0], plan.levels(name)
         goal = StudyCell(name, part.target, levels[0])
-        wanted, whole = values_by_seed(plan, readings, goal, metric), _flops(plan, goal)
+        wanted, whole = values_by_seed(plan, readings, goal, metric), _cost(plan, goal)
         for arm in part.arms:
             for level in levels:
                 cell = StudyCell(name, arm, level)
-                mine, flops = values_by_seed(plan, readings, cell, metric), _flops(plan, cell)
-                pairs = {s: mine[s] - wanted[s] for s in plan.of_cells[cell] if s in mine and s in wanted}
+                mine, cost = values_by_seed(plan, readings, cell, metric), _cost(plan, cell)
+                pairs = {
+                    s: mine[s] - wanted[s] for s in plan.of_cells[cell] if s in mine and s in wanted
+                }
                 found.append(
                     Budget(
                         part=name,
@@ -66,8 +73,11 @@ def budgets(plan: StudyPlan, readings: Mapping[str, Reading]) -> list[Budget]:
                         levels=level,
                         target=part.target,
                         metric=metric,
-                        flops=flops,
-                        share=flops / whole,
+                        updates=cost.updates,
+                        slots=cost.slots,
+                        flops=cost.flops,
+                        share=cost.flops / whole.flops,
+                        slots_share=cost.slots / whole.slots,
                         pairs=pairs,
                         interval=interval_of(list(pairs.values()), None) if pairs else None,
                     )
@@ -75,10 +85,21 @@ def budgets(plan: StudyPlan, readings: Mapping[str, Reading]) -> list[Budget]:
     return found
 
 
-def _flops(plan: StudyPlan, cell: StudyCell) -> float:
+class _Cost(NamedTuple):
+    updates: int
+    slots: float
+    flops: float
+
+
+def _cost(plan: StudyPlan, cell: StudyCell) -> _Cost:
     run = plan.runs[next(iter(plan.of_cells[cell].values()))]
     chain = [run, plan.runs[run.start]] if run.start else [run]
-    return float(sum(run_plan(each.config, plan.preset).flops for each in chain))
+    found = [run_plan(each.config, plan.preset) for each in chain]
+    return _Cost(
+        updates=sum(of.steps for of in found),
+        slots=sum(of.slots for of in found),
+        flops=float(sum(of.flops for of in found)),
+    )
 
 
 def share_needed(of_arm: Sequence[Budget], *, surely: bool) -> float | None:
@@ -133,8 +154,12 @@ def table(found: Sequence[Budget]) -> Iterator[str]:
             mean = f"{each.interval.mean:+.4f}"
             if each.interval.method != "none":
                 limits = f"{each.interval.low:+.4f} .. {each.interval.high:+.4f}"
-        shown = f"{each.flops:.2e}", f"{each.share:.3f}", mean, limits, str(len(each.pairs))
-        rows.append((each.arm, "/".join(each.levels), *shown))
-    target = found[0].target
-    head = ("arm", "levels", "FLOP", f"of {target}", f"{found[0].metric} minus its", "95% interval")
-    return page.table("llrrrlr", (*head, "pairs"), rows)
+        slots = f"{each.updates:,}", f"{each.slots:.2e}", f"{each.slots_share:.3f}"
+        flops = f"{each.flops:.2e}", f"{each.share:.3f}"
+        shown = mean, limits, str(len(each.pairs))
+        rows.append((each.arm, "/".join(each.levels), *slots, *flops, *shown))
+    target = f"of {found[0].target}"
+    counted = "updates", "slots", target, "FLOP", target
+    compared = f"{found[0].metric} minus its", "95% interval", "pairs"
+    head = ("arm", "levels", *counted, *compared)
+    return page.table("llrrrrrrlr", head, rows)

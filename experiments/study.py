@@ -187,8 +187,9 @@ class StudyConfig:
     base: dict[str, Any] = section(dict, "pre-training config that all runs start from")
     corpus: str = param("demo", "prep config of the text that is prepared unless data.dir is given")
     fingerprint: str | None = param(
-        None, "of the dataset that the corpus must become; null: it may differ from one machine to "
-        "the next"
+        None,
+        "of the dataset that the corpus must become; null: it may differ from one machine to "
+        "the next",
     )
     arms: dict[str, ArmConfig] = section(dict, "by name")
     factors: dict[str, dict[str, dict[str, Any]]] = section(dict, "overrides by level, by factor")

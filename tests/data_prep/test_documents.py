@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,29 @@ def test_missing_unknown_and_misnamed_inputs_are_refused(tmp_path: Path) -> None
                            ("", r"udcff\.txt': .*rename")):  # fmt: skip
         with pytest.raises(DataError, match=message):
             _names(f"{tmp_path}/{given}")
+
+
+def test_a_package_by_its_version_is_read_whole() -> None:
+    """The names that the package's own list has, tests left out; wherever it is installed."""
+
+    def names(*inputs: str) -> list[str]:
+        source = SourceConfig(name="s", kind="embedded", inputs=inputs)
+        return [file.name for file in find(source).files]
+
+    of = distribution("pyyaml")
+    listed = {str(file) for file in of.files or () if file.suffix == ".py"}
+    found = names(f"pyyaml=={of.version}")
+    assert {name for name in found if name.endswith(".py")} == {f"packages/{n}" for n in listed}
+    assert len(listed) > 10
+    assert found == sorted(found)
+    assert any(name.endswith("/METADATA") for name in found)
+    assert not any("/tests/" in name for name in names(f"numpy=={distribution('numpy').version}"))
+    both = names("stdlib/ast*", f"pyyaml=={of.version}")
+    assert "stdlib/ast.py" in both
+    assert set(found) < set(both)
+    for asked, state in (("pyyaml==0.1", f"as {of.version}"), ("no-such==1", "not installed")):
+        with pytest.raises(DataError, match=rf"{asked}.*{state}.*pip install '{asked}'"):
+            names(asked)
 
 
 def test_files_are_grouped_by_size(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from pipeline.tasks.task import KindConfig, TaskConfig
 
 NAMES = sorted(path.stem for path in HOME.glob("*.yaml"))
 OF_RUNS = [name for name in NAMES if name != "speed"]
-_HOURS = {"deep_start": 2.5, "objectives": 2.1}
+_HOURS = {"deep_start": 2.5, "objectives": 2.1, "speedrun": 20.0}
 """Of two shared cores, that a small preset may take; others take 1.3."""
 
 BASE: dict[str, Any] = {
@@ -90,6 +90,21 @@ def test_small_presets_fit(name: str) -> None:
     assert seconds / 3600 < _HOURS.get(name, 1.3)
     [line] = studies.cost_lines(made, listed=False)
     assert f"{len(made.runs)} pre-training runs" in line
+
+
+def test_a_part_may_have_seeds_of_its_own() -> None:
+    of_sweep = {"asks": "?", "arms": ["plain"], "seeds": [7, 8]}
+    study = study_of(parts={"sweep": of_sweep, "claim": {"asks": "?", "arms": list(ARMS)}})
+
+    def seeds(**more: Any) -> dict[str, list[int]]:
+        found = plan_of(study, **more).of_cells
+        return {f"{cell.part}/{cell.arm}": list(of_seeds) for cell, of_seeds in found.items()}
+
+    own, usual = {"sweep/plain": [7, 8]}, {"claim/plain": [1, 2], "claim/sum": [1, 2]}
+    assert seeds() == own | usual
+    assert seeds(parts=["sweep"]) == own
+    assert seeds(most_seeds=1) == {name: of[:1] for name, of in (own | usual).items()}
+    assert len(plan_of(study).runs) == 2 + 4
 
 
 def test_equal_configs_are_one_run_whichever_part_asks() -> None:

@@ -99,6 +99,10 @@ def test_with_how_much_compute_an_arm_gets_there(tmp_path: Path) -> None:
     body = study_page.write(made, readings, "-", tmp_path / "results")
     found = {(each["arm"], each["levels"][0]): each for each in body["budgets"]}
     assert [round(each["share"], 2) for each in found.values()] == [1.0, 0.8, 0.5, 0.3] * 2
+    slots = [10 * 4 * 32, 8 * 4 * 32, 5 * 4 * 32, 3 * 4 * 32]
+    assert [(each["updates"], each["slots"]) for each in found.values()] == [
+        *zip(steps.values(), slots, strict=True)
+    ] * 2
     assert found["sum", "most"]["pairs"] == pytest.approx({"1": -0.1, "2": -0.09})
     assert found["sum", "half"]["pairs"] == pytest.approx({"1": 0.2, "2": 0.21})
     # By the mean the line from (ln 0.5, +0.205) to (ln 0.8, -0.095) is 0 at 0.69; with two seeds
@@ -117,7 +121,9 @@ def test_with_how_much_compute_an_arm_gets_there(tmp_path: Path) -> None:
 def test_a_budget_is_enough_only_if_all_above_it_are() -> None:
     def budget(share: float, mean: float) -> Budget:
         of = Interval(mean, mean - 0.1, mean + 0.1, "t", 0.5)
-        return Budget("p", "arm", (), "goal", "held_out_loss", share, share, {1: mean}, of)
+        return Budget(
+            "p", "arm", (), "goal", "held_out_loss", 9, 9.0, share, share, share, {1: mean}, of
+        )
 
     # The cheapest one got there by chance: 0.6 did not.
     given = [budget(0.3, -0.2), budget(0.6, 0.2), budget(1.0, -0.2)]

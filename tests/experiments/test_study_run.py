@@ -15,9 +15,9 @@ import scipy.stats
 from experiments import read
 from experiments.commands import VERBS
 from experiments.study import plan
-from experiments.study_run import Where, run_missing
+from experiments.study_run import Where, embedded_corpus, run_missing
 from pipeline.data.format import DatasetIndex
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, DataError
 from pipeline.runtime import cli
 from tests.experiments.test_study_plan import study_of
 from tests.support.fake_slurm import FakeSlurm
@@ -109,6 +109,15 @@ def _study(command: list[str], *words: str) -> int:
     parser = cli.parser_of("postnorm", "", {"study": VERBS})
     arguments = cli.parse(parser, [*command[command.index("study") :], *words])
     return int(arguments.run(arguments) or 0)
+
+
+def test_the_text_of_a_study_is_the_one_its_numbers_are_of(
+    dataset: DatasetIndex, tmp_path: Path
+) -> None:
+    (tmp_path / "data").symlink_to(dataset.folder)
+    assert embedded_corpus(tmp_path, "demo", dataset.fingerprint) == tmp_path / "data"
+    with pytest.raises(DataError, match=rf"{dataset.fingerprint}, expected abc.*data\.dir="):
+        embedded_corpus(tmp_path, "demo", "abc")
 
 
 def test_a_cluster_gets_one_array_of_what_can_start(
