@@ -143,6 +143,9 @@ class PartConfig:
     asks: str = param(REQUIRED, "the question")
     arms: tuple[str, ...] = param(REQUIRED, "the first is what the others are compared with")
     grid: tuple[str, ...] = param((), "factors, all combinations of whose levels are run")
+    levels: dict[str, tuple[str, ...]] = section(
+        dict, "of factors of its grid; of those that are not named the preset's"
+    )
     set: dict[str, Any] = section(dict, "overrides of its runs, below those of levels and arms")
     metrics: tuple[str, ...] = param(
         ("held_out_loss", "accuracy"), "what is compared; the first one decides"
@@ -220,21 +223,26 @@ class StudyConfig:
         for name, preset in self.presets.items():
             for part_name in preset.parts:
                 known_name("parts", self.parts, part_name, f"presets.{name}.parts")
-            for factor, levels in preset.levels.items():
-                where = f"presets.{name}.levels"
-                known_name("factors", self.factors, factor, where)
-                for level in levels:
-                    known_name(f"factor {factor}", self.factors[factor], level, where)
+            self._check_levels(f"presets.{name}.levels", tuple(self.factors), preset.levels)
 
     def parts_of(self, preset: str) -> tuple[str, ...]:
         """Name the parts of a preset."""
         return self.presets[preset].parts or tuple(self.parts)
+
+    def _check_levels(
+        self, where: str, factors: tuple[str, ...], levels: Mapping[str, tuple[str, ...]]
+    ) -> None:
+        for factor, of_factor in levels.items():
+            known_name("factors", factors, factor, where)
+            for level in of_factor:
+                known_name(f"factor {factor}", self.factors[factor], level, where)
 
     def _check(self, where: str, part: PartConfig) -> None:
         for arm in part.arms:
             known_name("arms", self.arms, arm, f"{where}.arms")
         for factor in part.grid:
             known_name("factors", self.factors, factor, f"{where}.grid")
+        self._check_levels(f"{where}.levels", part.grid, part.levels)
         if part.target:
             known_name("arms of the part", part.arms, part.target, f"{where}.target")
         for task in part.tasks:
@@ -490,7 +498,8 @@ def _cells(study: StudyConfig, preset: PresetConfig) -> Iterator[StudyCell]:
     for name, part in study.parts.items():
         if preset.parts and name not in preset.parts:
             continue
-        levels = [preset.levels.get(factor) or tuple(study.factors[factor]) for factor in part.grid]
+        chosen = {**study.factors, **preset.levels, **part.levels}
+        levels = [tuple(chosen[factor]) for factor in part.grid]
         for combination in product(*levels):
             for arm in part.arms:
                 yield StudyCell(name, arm, combination)

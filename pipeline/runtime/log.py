@@ -10,7 +10,7 @@ from typing import Literal
 
 from pipeline.runtime.run_folder import RunFolder
 
-_OURS = ("pipeline", "data_prep", "launch", "__main__")
+_OURS = ("pipeline", "data_prep", "launch", "experiments", "__main__")
 _FORMAT = "%(asctime)s rank %(rank)s %(levelname)s %(name)s: %(message)s"
 ASIDE = {"is_aside": True}
 """`extra` of a record that a person at a terminal sees with `-v` alone; files have it always."""

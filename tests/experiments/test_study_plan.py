@@ -107,6 +107,20 @@ def test_a_part_may_have_seeds_of_its_own() -> None:
     assert len(plan_of(study).runs) == 2 + 4
 
 
+def test_a_part_may_have_levels_of_its_own() -> None:
+    rates = {"low": {"train.lr": 1e-4}, "usual": {"train.lr": 1e-3}, "high": {"train.lr": 1e-2}}
+    one = {"asks": "?", "arms": ["plain"], "grid": ["rate"]}
+    parts = {"all": one, "some": {**one, "levels": {"rate": ["high", "low"]}}}
+    presets = {"small": {"seeds": [1], "levels": {"rate": ["usual"]}}, "gpu": {"seeds": [1]}}
+    made = plan_of(study_of(factors={"rate": rates}, parts=parts, presets=presets))
+    assert made.levels("all") == [("usual",)]
+    assert made.levels("some") == [("high",), ("low",)]
+    for levels, wrong in (({"rate": ["none"]}, "'none' is not of factor rate"),
+                          ({"size": ["one"]}, "'size' is not of factors: rate")):  # fmt: skip
+        with pytest.raises(ConfigError, match=rf"parts\.some\.levels.*{wrong}"):
+            study_of(factors={"rate": rates}, parts={"some": {**one, "levels": levels}})
+
+
 def test_equal_configs_are_one_run_whichever_part_asks() -> None:
     study = study_of(
         factors={"layers": {"1": {"model.num_layers": 1}, "2": {"model.num_layers": 2}}},
