@@ -32,7 +32,7 @@ from pipeline.tasks.task import KindConfig, TaskConfig
 
 NAMES = sorted(path.stem for path in HOME.glob("*.yaml"))
 OF_RUNS = [name for name in NAMES if name != "speed"]
-_HOURS = {"deep_start": 2.5, "objectives": 2.1, "speedrun": 20.0}
+_HOURS = {"deep_start": 2.5, "objectives": 2.1, "rates": 8.3, "speedrun": 20.0}
 """Of two shared cores, that a small preset may take; others take 1.3."""
 
 BASE: dict[str, Any] = {
