@@ -1,6 +1,6 @@
 """Two checks of the study `speedrun`: another library's BERT on its batches, and CPU-seconds.
 
-    python -m benchmarks.speedrun peer STUDY_OUT --run 'BERT+rate_of_BERT=lr_1e-3/seed-2' ...
+    python -m benchmarks.speedrun peer STUDY_OUT --run 'BERT+rate=lr_1e-3/seed-2' ...
     python -m benchmarks.speedrun cost STUDY_OUT --arm BERT --arm AdamW --arm Muon [--rounds 5]
 
 STUDY_OUT is the folder of the study's runs; `--study FILE` is for another study.
