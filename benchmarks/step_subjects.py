@@ -35,6 +35,7 @@ from pipeline.data.format import read_index
 from pipeline.data.loader import MicroBatch, TrainLoader
 from pipeline.data.run_order import DataRank
 from pipeline.kernels.choose import choose
+from pipeline.objectives.choose import make_objective
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime import dist, env
 from pipeline.train.build import make_model
@@ -43,7 +44,8 @@ from pipeline.train.pretraining import with_vocabulary
 
 ROOT = Path(__file__).parents[1]
 LR = 1e-4
-_IGNORED = -100
+IGNORED = -100
+"""Label of what is not predicted."""
 
 
 @dataclass(frozen=True)
@@ -125,23 +127,21 @@ def read_batches(config: PretrainConfig, setting: Setting) -> list[MicroBatch]:
 
 
 class Ours:
-    """Our training step."""
+    """Our training step of a run."""
 
-    def __init__(self, subject: Subject, setting: Setting) -> None:
-        """Makes model and engine."""
-        config = run_config(subject, setting, 128, 128)
+    def __init__(self, config: PretrainConfig) -> None:
+        """Makes model and engine; `model.vocab_size` is set."""
         process = env.process_info()
-        if subject.engine == "zero0":  # which needs no DeepSpeed
+        if config.train.zero_stage == 0:  # which needs no DeepSpeed
             self.device = dist.own_device(process)
             dist.open_group(process, self.device, 600)
         else:
             self.device = init_process_group(process)
-        torch.manual_seed(0)
-        self._objective = MaskedLanguageModeling()
-        model = make_model(config, self._objective, self.device)
-        self.choice = choose(config.kernels, config.model, "bf16", self.device)
+        self.objective = make_objective(config.objective)
+        model = make_model(config, self.objective, self.device)
+        self.choice = choose(config.kernels, config.model, config.train.precision, self.device)
         self.chosen = self.choice._asdict()
-        self._engine = Engine(model, config.train, process, self.device)
+        self.engine = Engine(model, config.train, process, self.device)
 
     def made(self, batch: MicroBatch) -> MicroBatch:
         """What `step` is given."""
@@ -149,12 +149,12 @@ class Ours:
 
     def step(self, batch: MicroBatch) -> Tensor:
         """One update; the loss."""
-        sums = self._engine.train_step([batch], self._objective, LR).sums
+        sums = self.engine.train_step([batch], self.objective, LR).sums
         return sums["loss"].total / sums["loss"].weight
 
     def end_turn(self) -> None:
         """Forgets the events of the turn's steps."""
-        self._engine.own_time.take_s()
+        self.engine.own_time.take_s()
 
 
 class Peer:
@@ -164,7 +164,8 @@ class Peer:
         """Makes model and optimizer."""
         self.device = dist.own_device(env.process_info())
         torch.manual_seed(0)
-        model, self.attention = _hugging_face(subject, model_config(subject, setting))
+        family, of = subject.model.partition("-")[0], model_config(subject, setting)
+        model, self.attention = hugging_face(family, of, max_position_embeddings=514)
         model = model.to(self.device).train()
         self._narrow = subject.numbers == "bf16"
         if self._narrow:
@@ -181,10 +182,8 @@ class Peer:
 
     def made(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Inputs and labels of all tokens, made beforehand."""
-        labels = torch.full_like(batch.input_ids, _IGNORED)
-        labels.view(-1)[batch.inputs["masked_index"]] = batch.inputs["targets"]
-        both = batch.input_ids, labels
-        return both if self.device.type == "cpu" else (both[0], labels.pin_memory())
+        both = batch.input_ids, labels_of(batch)
+        return both if self.device.type == "cpu" else (both[0], both[1].pin_memory())
 
     def step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         """One update; the loss."""
@@ -204,23 +203,34 @@ class Peer:
 
 def make(subject: Subject, setting: Setting) -> "Ours | Peer":
     """The subject on its device."""
-    return Ours(subject, setting) if subject.kind == "ours" else Peer(subject, setting)
+    if subject.kind == "hf":
+        return Peer(subject, setting)
+    return Ours(run_config(subject, setting, 128, 128))
 
 
-def _hugging_face(subject: Subject, config: ModelConfig) -> tuple[nn.Module, str]:
-    """A model of the size of ours with its own library's defaults, and its attention."""
+def labels_of(batch: MicroBatch) -> Tensor:
+    """(B, S) targets as Hugging Face's models take them, `IGNORED` where nothing is predicted."""
+    labels = torch.full_like(batch.input_ids, IGNORED)
+    labels.view(-1)[batch.inputs["masked_index"]] = batch.inputs["targets"]
+    return labels
+
+
+def hugging_face(family: str, config: ModelConfig, **more: int) -> tuple[nn.Module, str]:
+    """A model of the size of ours with its own library's defaults, and its attention.
+
+    `family` is roberta, bert or roformer; `more` are fields of the library's config.
+    """
     import transformers
 
-    family = subject.model.partition("-")[0]
     name = {"roberta": "Roberta", "bert": "Bert", "roformer": "RoFormer"}[family]
     cls = getattr(transformers, f"{name}ForMaskedLM")
     attention = "sdpa" if getattr(cls, "_supports_sdpa", False) else "eager"
-    index = {
+    values = {
         "vocab_size": config.vocab_size, "num_hidden_layers": config.num_layers,
         "hidden_size": config.hidden_size, "num_attention_heads": config.num_heads,
-        "intermediate_size": config.ffn_size, "max_position_embeddings": 514,
+        "intermediate_size": config.ffn_size, **more,
     }  # fmt: skip
     if family == "roformer":
-        index["embedding_size"] = config.hidden_size
-    made = cls(getattr(transformers, f"{name}Config")(**index, attn_implementation=attention))
+        values["embedding_size"] = config.hidden_size
+    made = cls(getattr(transformers, f"{name}Config")(**values, attn_implementation=attention))
     return made, attention

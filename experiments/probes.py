@@ -18,10 +18,11 @@ from pipeline.data.random import Purpose, philox
 from pipeline.errors import DataError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from pipeline.data.loader import EvalLoader
     from pipeline.model.encoder import EncoderModel
+    from pipeline.objectives.base import Objective
 
 _SEQUENCES = 8
 _TOP = 5
@@ -85,23 +86,34 @@ def read_masks(run: Path, config: PretrainConfig, source: str | None = None) -> 
     Raises:
         DataError: there is no such source.
     """
+    from pipeline.objectives.choose import make_objective
+
+    sums = masked_sums(trained_model(run), make_objective(config.objective), config, source)
+    return {name: sums[name][0] / sums[name][1] for name in ("loss", "accuracy")}
+
+
+def masked_sums(
+    model: "nn.Module", objective: "Objective", config: PretrainConfig, source: str | None = None
+) -> dict[str, tuple[float, float]]:
+    """Add an objective's sums up over held-out text: totals and weights by name.
+
+    Raises:
+        DataError: there is no such source.
+    """
     import torch
 
-    from pipeline.objectives.choose import make_objective
     from pipeline.train.evaluate import local_sums
 
-    model, loader = trained_model(run), held_out(config)
-    device = next(model.parameters()).device
-    objective = make_objective(config.objective)
+    loader, device = held_out(config), next(model.parameters()).device
     sums = local_sums(model, device, objective, loader.batches(), len(loader.sources))
     if source is not None and source not in loader.sources:
         raise DataError(
             f"{config.data.dir} has no source {source!r}, but {', '.join(loader.sources)}"
         )
     rows = slice(None) if source is None else [loader.sources.index(source)]
-    totals = {name: of[rows].sum(0).tolist() for name, of in sums.items()}
     assert all(torch.isfinite(of).all() for of in sums.values()), "a finished model is finite"
-    return {name: totals[name][0] / totals[name][1] for name in ("loss", "accuracy")}
+    totals = {name: of[rows].sum(0).tolist() for name, of in sums.items()}
+    return {name: (total, weight) for name, (total, weight) in totals.items()}
 
 
 def sparsity(run: Path, config: PretrainConfig, _: Mapping[str, Any]) -> ProbeResult:

@@ -7,6 +7,7 @@ in a finished model lies in OUT/readings, so that a study goes on where it was s
 import json
 import logging
 import statistics
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import product
 from pathlib import Path
@@ -232,16 +233,28 @@ def _measured(plan: StudyPlan, run: StudyRun, folder: Path, out: Path) -> list[P
     ]
 
 
+def config_of_read(
+    config: PretrainConfig, name: str, settings: Mapping[str, Any]
+) -> PretrainConfig:
+    """Return a run's config with the masks and the length of a `ReadConfig`, given as values.
+
+    Raises:
+        ConfigError: what `reads.NAME.set` says does not fit the run.
+    """
+    words = [f"{path}={json.dumps(value)}" for path, value in settings["set"].items()]
+    config = build(PretrainConfig, json.loads(json.dumps(asdict(config))), f"reads.{name}", words)
+    if settings["seq_len"] is not None:
+        config = replace(config, data=replace(config.data, seq_len=settings["seq_len"]))
+    return config
+
+
 def _measure(
     name: str, settings: dict[str, Any], folder: Path, config: PretrainConfig
 ) -> ProbeResult:
     if name in PROBES:
         return PROBES[name].measure(folder, config, settings)
     of, _, mean = name.removeprefix("read ").partition(",")
-    words = [f"{path}={json.dumps(value)}" for path, value in settings["set"].items()]
-    config = build(PretrainConfig, json.loads(json.dumps(asdict(config))), f"reads.{of}", words)
-    if settings["seq_len"] is not None:
-        config = replace(config, data=replace(config.data, seq_len=settings["seq_len"]))
+    config = config_of_read(config, of, settings)
     with TemporaryDirectory() as made:
         model = folder if not mean else Path(made, "mean")
         if mean:
