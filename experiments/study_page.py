@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -151,9 +152,20 @@ def _counted(body: Mapping[str, Any]) -> str:
     states = [run["outcome"] for run in runs]
     counted = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     seconds = sum(run["seconds"] for run in runs)
-    hosts = {str(run["versions"].get("torch")) for run in runs if run["versions"]}
-    torch = f", torch {', '.join(sorted(hosts))}" if hosts else ""
-    return f"{len(runs)} runs ({counted}), {duration(seconds)} of training{torch}"
+    known = [run["versions"] for run in runs if run["versions"]]
+    what = {"torch": "torch", "text": "fingerprint", "revision": "git_revision"}
+    said = [f"{name} {of}" for name, key in what.items() if (of := _versions(known, key))]
+    about = ", ".join([f"{duration(seconds)} of training", *said])
+    return f"{len(runs)} runs ({counted}), {about}"
+
+
+def _versions(known: Sequence[Mapping[str, Any]], key: str) -> str:
+    """Name the versions of runs, hashes cut, with the number of runs where there are several."""
+    values = [str(of[key]) for of in known if of.get(key)]
+    short = [re.sub(r"[0-9a-f]{12,}", lambda hash: hash[0][:12], value) for value in values]
+    counted = {value: short.count(value) for value in dict.fromkeys(short)}
+    several = len(counted) > 1
+    return " and ".join(f"{of} ({n} runs)" if several else of for of, n in counted.items())
 
 
 def _table(cells: Sequence[CellSummary], metrics: Sequence[str]) -> Iterator[str]:
