@@ -58,7 +58,9 @@ def budgets(plan: StudyPlan, readings: Mapping[str, Reading]) -> list[Budget]:
             for level in levels:
                 cell = StudyCell(name, arm, level)
                 mine, flops = values_by_seed(plan, readings, cell, metric), _flops(plan, cell)
-                pairs = {s: mine[s] - wanted[s] for s in plan.of_cells[cell] if s in mine and s in wanted}
+                pairs = {
+                    s: mine[s] - wanted[s] for s in plan.of_cells[cell] if s in mine and s in wanted
+                }
                 found.append(
                     Budget(
                         part=name,

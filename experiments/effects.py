@@ -106,7 +106,9 @@ def effects(
         for metric, levels, arm in product(part.metrics, plan.levels(name), part.arms[1:]):
             cells = [StudyCell(name, which, levels) for which in (arm, part.arms[0])]
             mine, first = (values_by_seed(plan, readings, cell, metric) for cell in cells)
-            pairs = {s: mine[s] - first[s] for s in plan.of_cells[cells[0]] if s in mine and s in first}
+            pairs = {
+                s: mine[s] - first[s] for s in plan.of_cells[cells[0]] if s in mine and s in first
+            }
             names = [(plan.of_cells[cells[0]][s], plan.of_cells[cells[1]][s]) for s in pairs]
             arms = [plan.study.arms[cell.arm] for cell in cells]
             runs = tuple(

@@ -190,8 +190,9 @@ class StudyConfig:
     base: dict[str, Any] = section(dict, "pre-training config that all runs start from")
     corpus: str = param("demo", "prep config of the text that is prepared unless data.dir is given")
     fingerprint: str | None = param(
-        None, "of the dataset that the corpus must become; null: it may differ from one machine to "
-        "the next"
+        None,
+        "of the dataset that the corpus must become; null: it may differ from one machine to "
+        "the next",
     )
     arms: dict[str, ArmConfig] = section(dict, "by name")
     factors: dict[str, dict[str, dict[str, Any]]] = section(dict, "overrides by level, by factor")
@@ -238,7 +239,9 @@ class StudyConfig:
         for factor in part.grid:
             known_name("factors", self.factors, factor, f"{where}.grid")
         if part.pooled and not part.grid:
-            raise ConfigError(f"{where}.pooled=true, but grid names no factor; pooled averages over levels")
+            raise ConfigError(
+                f"{where}.pooled=true, but grid names no factor; pooled averages over levels"
+            )
         if part.target:
             known_name("arms of the part", part.arms, part.target, f"{where}.target")
         for task in part.tasks:

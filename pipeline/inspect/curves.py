@@ -6,10 +6,10 @@ from math import inf, isfinite
 from unicodedata import east_asian_width
 from xml.sax.saxutils import escape
 
-# Okabe and Ito's colours, told apart by the colour-blind, and black.
-_COLOURS = (
+COLOURS = (
     "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999",
 )  # fmt: skip
+"""Okabe and Ito's, which the colour-blind tell apart, black and grey."""
 _WIDTH, _HEIGHT = 330, 240
 _LEFT, _TOP, _GAP, _BELOW = 66, 34, 40, 40
 _ROW = 18
@@ -50,9 +50,9 @@ def draw(
     ]
     lines = [line for panel in panels for line in panel.lines]
     names = list(dict.fromkeys(line.name for line in lines))
-    count = len(_COLOURS)
+    count = len(COLOURS)
     # Beyond the colours there are dashes.
-    styles = {name: (_COLOURS[i % count], "5 3" * (i // count)) for i, name in enumerate(names)}
+    styles = {name: (COLOURS[i % count], "5 3" * (i // count)) for i, name in enumerate(names)}
     ys = [y for line in lines for _, y in line.points] + list(dotted.values()) or [0.0]
     columns = min(3, len(panels))
     cell = _WIDTH + _GAP
