@@ -147,11 +147,13 @@ def draw_points(
             shift = (here.index(label) + 0.5) / len(here) - 0.5
             spots.append(at[places.index(place)] + SIDE_BY_SIDE * room * shift)
         shape, means = style(labels.index(label)), [of.mean for of in points]
-        limits = [of.limits or (of.mean, of.mean) for of in points]
-        bars = [
-            [of.mean - low for of, (low, _) in zip(points, limits, strict=True)],
-            [high - of.mean for of, (_, high) in zip(points, limits, strict=True)],
-        ]
+        limits = [of.limits or (math.nan, math.nan) for of in points]
+        bars = None
+        if any(of.limits for of in points):
+            bars = [
+                [of.mean - low for of, (low, _) in zip(points, limits, strict=True)],
+                [high - of.mean for of, (_, high) in zip(points, limits, strict=True)],
+            ]
         seeds = [(s, value) for s, of in zip(spots, points, strict=True) for value in of.seeds]
         small: dict[str, Any] = {"ls": "", "ms": 2, "alpha": 0.6, **shape}
         given: dict[str, Any] = {"label": label, "ms": 4, "lw": 1, "capsize": 2, **shape}

@@ -252,6 +252,7 @@ def figure(
     drawn = [
         (title, _values(plan, readings, mine, names), _differences(of_part, names))
         for title, names in metrics.items()
+        if any(name in cell.means for cell in cells if cell.cell.part == part for name in names)
     ]
     marks = [sum(map(len, values.values())) for _, values, _ in drawn]
     is_rows = any(numbers_of(_places(values)) is None for _, values, _ in drawn)
