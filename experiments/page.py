@@ -164,7 +164,7 @@ def draw_points(
             panel.errorbar(spots, means, yerr=bars, **given)
             panel.plot([s for s, _ in seeds], [value for _, value in seeds], **small)
     if numbers is None:
-        names = [textwrap.fill(place, _LETTERS) for place in places]
+        names = [textwrap.fill(place, _LETTERS, break_on_hyphens=False) for place in places]
         panel.set_yticks(at, names)
         panel.set_ylim(len(places) - 0.5, -0.5)
         panel.locator_params(axis="x", nbins=5)
