@@ -63,7 +63,7 @@ from data_prep.pieces import read_documents  # noqa: E402
 from data_prep.stage import Done, Stage, run_tasks  # noqa: E402
 from data_prep.types import Document  # noqa: E402
 from data_prep.word_boundaries import word_starts_of  # noqa: E402
-from pipeline.config.load import load  # noqa: E402
+from pipeline.config.load import git_revision, load  # noqa: E402
 from pipeline.data.format import SPLITS, read_index  # noqa: E402
 from pipeline.errors import DataError  # noqa: E402
 from pipeline.tokenizer.load import load_tokenizer  # noqa: E402
@@ -428,7 +428,7 @@ def _measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     result: dict[str, Any] = {
         "versions": {
             "python": platform.python_version(), "machine": platform.machine(),
-            **{name: version(name) for name in packages},
+            **{name: version(name) for name in packages}, "revision": git_revision(),
         },
         "mb": round(one_mb, 1), "documents": len(records), "copies": arguments.copies,
         "blocks": blocks,

@@ -35,6 +35,7 @@ from benchmarks.sweep import postnorm, run_sweep
 from experiments.read import outcome
 from pipeline.checkpoints.manifest import state_file
 from pipeline.checkpoints.state import KINDS, MASTER, MOMENTS, SavedState, TensorShard, write_part
+from pipeline.config.load import git_revision
 from pipeline.runtime.checkpoints import FOLDER, MANIFEST_FILE, name_of, read_manifest, signed
 from pipeline.runtime.files import read_json_lines, sha256_file
 from pipeline.runtime.run_folder import RunFolder
@@ -289,7 +290,8 @@ def measure(out: Path, dataset: Path, only: str, jobs: int, table: Path | None) 
             postnorm("pretrain", str(out / "base.yaml"), *settings, check=False)
     folders = [out / "runs" / name for name in chosen] + [out / "struck" / name for name in struck]
     found = [each for folder in folders if (each := read(folder))]
-    counts = {"benchmark": "divergence", **summary(found), "versions": versions()}
+    counts = {"benchmark": "divergence", **summary(found)}
+    counts["versions"] = versions() | {"revision": git_revision()}
     if table:
         table.write_text(page(found, counts))
     sys.stdout.write(json.dumps(counts) + "\n")

@@ -34,7 +34,7 @@ from benchmarks import divergence
 from benchmarks.machine import versions
 from benchmarks.sweep import postnorm, run_sweep
 from pipeline.checkpoints.state import LossHistory
-from pipeline.config.load import build
+from pipeline.config.load import build, git_revision
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import read_index
 from pipeline.runtime.files import read_json_lines
@@ -254,7 +254,8 @@ def page(found: list[Finding], entropy: float, counts: dict[str, Any]) -> str:
 `python -m benchmarks.doctor OUT --table benchmarks/results/doctor.md`: width 48, {_STEPS} updates
 of 4 or 16 sequences of 64, the embedded corpus, unigram entropy {entropy:.3f} nats; {shown}.
 Learned: held-out loss at the end {_LEARNED_NATS} nats or more below the entropy. Late: not, but
-with {_TIMES} times the updates. Stuck: neither.
+with {_TIMES} times the updates. Stuck: neither. These runs shaped the rule; docs/faults.md has what
+it told of others.
 
 | the run | told | not told |
 |---|---:|---:|
@@ -303,7 +304,8 @@ def main() -> int:
     longer = _run(out / "longer", longer_base, open_ones, arguments.jobs) if open_ones else {}
     guess = math.log(index.vocab_size)
     found = findings(curves, longer, str(dataset), entropy=entropy, guess=guess)
-    counts = {"benchmark": "doctor", **summary(found), "versions": versions()}
+    counts = {"benchmark": "doctor", **summary(found)}
+    counts["versions"] = versions() | {"revision": git_revision()}
     if arguments.table:
         arguments.table.write_text(page(found, entropy, counts))
     sys.stdout.write(json.dumps(counts) + "\n")

@@ -31,7 +31,7 @@ import torch
 from benchmarks.faults_slurm import run_slurm
 from data_prep.config import PrepConfig
 from data_prep.run import run as prepare
-from pipeline.config.load import load
+from pipeline.config.load import git_revision, load
 from pipeline.data.format import DatasetIndex, read_index
 from tests.support.slurm import why_not
 
@@ -82,7 +82,8 @@ def table(result: dict[str, Any]) -> str:
         "What strikes and what is compared is said in `benchmarks/faults.py`.", "",
         f"**{survived} of {result['faults']} faults survived.** "
         + ("" if result["problems"] else "No sample was lost or repeated, no wrong value stayed "
-           "unseen, and no bit of any last checkpoint differs from the run without faults."), "",
+           "unseen, and no bit of a last checkpoint differs from the run without faults, but where "
+           "ranks and ZeRO stages were changed."), "",
         *(f"- {text}" for text in result["problems"]),
     ]  # fmt: skip
     if result["local"]:
@@ -136,8 +137,8 @@ def _local_part(local: dict[str, Any]) -> list[str]:
 def _slurm_part(slurm: dict[str, Any]) -> list[str]:
     return [
         "## On SLURM", "",
-        f"One run of {slurm['steps']} steps on two nodes, a checkpoint every "
-        f"{slurm['checkpoint_every_steps']}; SLURM {slurm['slurm']} started it again "
+        f"One run of {slurm['steps']} steps on two of six nodes, all on one machine, a checkpoint "
+        f"every {slurm['checkpoint_every_steps']}; SLURM {slurm['slurm']} started it again "
         f"{slurm['restarts']} times in {slurm['job_s']} s. All {slurm['same'].get('tensors')} "
         "tensors of its last checkpoint are compared. Seconds are from a fault to the next step; "
         "those of SLURM are the part in which no script of the job ran. A requeued job waits 6 s "
@@ -190,7 +191,8 @@ def main() -> None:
         "seed": arguments.seed, "wall_s": round(time.monotonic() - started),
         "local": local, "slurm": slurm,
         "versions": {"python": platform.python_version(), "machine": platform.machine(),
-                     "torch": torch.__version__, "deepspeed": version("deepspeed")},
+                     "torch": torch.__version__, "deepspeed": version("deepspeed"),
+                     "revision": git_revision()},
     }  # fmt: skip
     result["problems"] = [text for half in _halves(result) for text in half["problems"]]
     if arguments.table:

@@ -55,7 +55,7 @@ def figure(data: dict[str, Any]) -> str:
     # A line like the others: its name stands in the legend, where no curve crosses it.
     lines.append(Line("unigram entropy", [(0, entropy), (steps, entropy)]))
     return draw(
-        [Panel("24 layers of Post-LN, width 48", lines, x_name="updates")],
+        [Panel("24 layers of Post-LN, width 48, one seed", lines, x_name="updates")],
         y_name="training loss, nats",
         dotted={},
         top=entropy + _SHOWN_NATS,

@@ -49,6 +49,7 @@ import torch
 
 from benchmarks import loading
 from benchmarks.loader_subjects import Spec
+from pipeline.config.load import git_revision
 from pipeline.data.counts import packing_counts
 from pipeline.data.format import DatasetIndex, read_index
 from pipeline.data.reader import BlockReader
@@ -286,7 +287,8 @@ def main() -> None:
     result: dict[str, Any] = {
         "batch": arguments.batch, "rounds": arguments.rounds,
         "tokens": index.totals["train"]["tokens"], "documents": index.totals["train"]["documents"],
-        "versions": {"python": platform.python_version(), "machine": platform.machine(),
+        "versions": {"revision": git_revision(), "python": platform.python_version(),
+                     "machine": platform.machine(),
                      "torch": torch.__version__, "numpy": np.__version__},
         "seq_len": {},
     }  # fmt: skip

@@ -34,6 +34,7 @@ import numpy as np
 
 from data_prep.lease import holders
 from data_prep.verify import verify
+from pipeline.config.load import git_revision
 from pipeline.errors import EXIT_FAILED_RETRY
 from pipeline.runtime.files import is_alive
 
@@ -228,7 +229,7 @@ def main() -> None:
         "starts": campaign.starts, "files": campaign.files, "problems": campaign.problems,
         "wall_s": round(time.monotonic() - started, 1), "faults": campaign.rows,
         "versions": {"python": platform.python_version(), "numpy": np.__version__,
-                     "machine": platform.machine()},
+                     "machine": platform.machine(), "revision": git_revision()},
     }  # fmt: skip
     if arguments.table:
         arguments.table.write_text(table(result), encoding="utf-8")

@@ -1,9 +1,10 @@
 """Paired differences over seeds, with intervals, and the sentence that they allow."""
 
 import math
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,11 @@ from pipeline.tasks.intervals import (
     interval_of,
     judged,
     row_variance,
-    slope_of,
 )
 
 OPEN = "not decided"
+POOLED = ("all levels",)
+"""Levels of an effect that averages those of its part."""
 _LOWER_IS_BETTER = ("held_out_loss", "loss@", "train_loss.", "nats_per_char")
 _NO_BETTER = ("entropy", "top5", "js_layers", "js_heads", "cosine", "gradient.", "pieces_per_char")
 
@@ -131,7 +133,46 @@ def effects(
                     rows=rows,
                 )
             )
-    return compared
+    return compared + _pooled(plan, compared)
+
+
+def _pooled(plan: StudyPlan, compared: Sequence[Effect]) -> list[Effect]:
+    """Average each seed's differences over the levels, where a part asks so.
+
+    Levels of a seed share its order of the text, so that a seed is one number, whatever the levels.
+    """
+    places: dict[tuple[str, str, str], list[Effect]] = {}
+    for effect in compared:
+        if plan.parts[effect.part].pooled:
+            places.setdefault((effect.part, effect.metric, effect.arm), []).append(effect)
+    found = []
+    for of in places.values():
+        seeds = [seed for seed in of[0].pairs if all(seed in each.pairs for each in of)]
+        pairs = {seed: fmean(each.pairs[seed] for each in of) for seed in seeds}
+        names = [dict(zip(each.pairs, each.runs, strict=True)) for each in of]
+        rows = _rows_at_most([each.rows for each in of])
+        found.append(
+            replace(
+                of[0],
+                levels=POOLED,
+                pairs=pairs,
+                lost=of[0].lost + len(of[0].pairs) - len(pairs),
+                interval=interval_of(list(pairs.values()), rows) if pairs else None,
+                runs=tuple(", ".join(of_level[seed] for of_level in names) for seed in seeds),
+                rows=rows,
+            )
+        )
+    return found
+
+
+def _rows_at_most(levels: Sequence[RowVariance | None]) -> RowVariance | None:
+    """Bound what other rows do to the mean over levels, which are scored on the same ones."""
+    known = [of for of in levels if of is not None]
+    if not known:
+        return None
+    # Cauchy and Schwarz: as if rows moved all levels alike.
+    deviation = sum(math.sqrt(of.variance) for of in known) / len(levels)
+    return RowVariance(deviation**2, min(of.rows for of in known))
 
 
 def _rows(
@@ -168,7 +209,8 @@ class Slope:
     against: str
     metric: str
     levels: tuple[str, ...]
-    pairs: int
+    by_seed: dict[int, float]
+    """Slope of each seed's differences, by least squares."""
     interval: Interval
     stands: bool | None = None
 
@@ -183,29 +225,40 @@ class Slope:
         """What the fit says."""
         pair, of = f"{self.metric}, {self.arm} - {self.against}", self.interval
         if math.isnan(of.low):
-            return f"{pair}: too few numbers for a slope on the logarithm"
+            return f"{pair}: too few seeds for an interval of the slope on the logarithm"
         words = {None: OPEN, True: "decided, stands after Holm", False: "decided, falls after Holm"}
         word = words[self.stands]
         return (
             f"{pair}: {of.mean:+.4f} for each factor of e, {LEVEL:.0%} interval {of.low:+.4f} .. "
-            f"{of.high:+.4f} ({self.pairs} pairs, least squares on the logarithm; {word})"
+            f"{of.high:+.4f} (slopes of {len(self.by_seed)} seeds on the logarithm; {word})"
         )
 
 
 def slopes(plan: StudyPlan, compared: Sequence[Effect]) -> list[Slope]:
-    """Fit the differences of metrics NAME@X to log X, all seeds together, where a part asks so."""
-    lines: dict[tuple[str, str, str, tuple[str, ...]], list[tuple[float, float]]] = {}
+    """Fit each seed's differences of metrics NAME@X to log X, where a part asks so.
+
+    The interval is over the seeds' slopes: the X of a seed share its pre-trained models.
+    """
+    lines: dict[tuple[str, str, str, tuple[str, ...]], dict[int, list[tuple[float, float]]]] = {}
     for effect in compared:
         name, _, at = effect.metric.partition("@")
         if plan.parts[effect.part].regress and at:
-            place = effect.part, effect.arm, name, effect.levels
-            points = [(math.log(float(at)), value) for value in effect.pairs.values()]
-            lines.setdefault(place, []).extend(points)
-    return [
-        Slope(part, arm, plan.parts[part].arms[0], metric, levels, len(points), slope_of(*xy))
-        for (part, arm, metric, levels), points in lines.items()
-        for xy in [[[point[i] for point in points] for i in (0, 1)]]
-    ]
+            place = lines.setdefault((effect.part, effect.arm, name, effect.levels), {})
+            for seed, value in effect.pairs.items():
+                place.setdefault(seed, []).append((math.log(float(at)), value))
+    found = []
+    for (part, arm, metric, levels), of_seeds in lines.items():
+        fits = {seed: _slope(points) for seed, points in of_seeds.items() if len(points) > 1}
+        if fits:
+            against, interval = plan.parts[part].arms[0], interval_of(list(fits.values()))
+            found.append(Slope(part, arm, against, metric, levels, fits, interval))
+    return found
+
+
+def _slope(points: Iterable[tuple[float, float]]) -> float:
+    """Return the slope of the line through points that has the least squares."""
+    x, y = (np.array(values) for values in zip(*points, strict=True))
+    return float(((x - x.mean()) * y).sum() / ((x - x.mean()) ** 2).sum())
 
 
 def corrected(
@@ -213,10 +266,10 @@ def corrected(
 ) -> tuple[list[Effect], list[Slope], str]:
     """Correct all decisions of a page for their number; return them, and the sentence on it."""
     decisions: dict[Hashable, Interval | None] = {e.decision: e.interval for e in compared}
-    stands, how_sure = judged(decisions | {fit: fit.interval for fit in fits})
+    stands, how_sure = judged(decisions | {n: fit.interval for n, fit in enumerate(fits)})
     return (
         [replace(effect, stands=stands.get(effect.decision)) for effect in compared],
-        [replace(fit, stands=stands.get(fit)) for fit in fits],
+        [replace(fit, stands=stands.get(n)) for n, fit in enumerate(fits)],
         how_sure,
     )
 
@@ -260,13 +313,17 @@ def summaries(plan: StudyPlan, readings: Mapping[str, Reading]) -> list[CellSumm
 
 
 def verdicts(plan: StudyPlan, compared: Sequence[Effect], fits: Sequence[Slope]) -> list[str]:
-    """Name for each part the better arm in its first metric, at all X of a NAME@X."""
+    """Name for each part the better arm in its first metric, at all X of a NAME@X.
+
+    `!` marks what stands after Holm's correction.
+    """
     lines = []
     for name, part in plan.parts.items():
         metric = part.metrics[0].partition("@")[0]
         mine = [e for e in compared if e.part == name and e.metric.partition("@")[0] == metric]
         for arm in part.arms[1:]:
-            of_arm = [effect for effect in mine if effect.arm == arm]
+            every = [effect for effect in mine if effect.arm == arm]
+            of_arm = [effect for effect in every if effect.levels != POOLED]
             done = [effect for effect in of_arm if effect.interval is not None]
             if not done:
                 lines.append(f"{name}: {arm} against {part.arms[0]}: no pair of runs is finished")
@@ -281,6 +338,12 @@ def verdicts(plan: StudyPlan, compared: Sequence[Effect], fits: Sequence[Slope])
                 if those
             )
             lines.append(f"{name}: {arm} against {part.arms[0]}, {metric}: {said}")
+            lines += [
+                f"{name}: {arm} against {part.arms[0]}, {each.metric}, mean of its levels by seed: "
+                f"{each.verdict}{_where([each])}"
+                for each in every
+                if each.levels == POOLED and each.interval is not None
+            ]
     return lines + [f"{fit.part}: {fit.text}" for fit in fits]
 
 
@@ -290,10 +353,11 @@ def _where(those: Sequence[Effect]) -> str:
     for effect in those:
         assert effect.interval is not None, "they are done"
         at = effect.metric.partition("@")[2]
-        place = "/".join((*effect.levels, *([f"@{at}"] if at else [])))
+        levels = () if effect.levels == POOLED else effect.levels
+        place = "/".join((*levels, *([f"@{at}"] if at else [])))
         place += ": " * bool(place)
         limits = ""
         if effect.interval.method != "none":
             limits = f" [{effect.interval.low:+.4f}, {effect.interval.high:+.4f}]"
-        shown.append(f"{place}{effect.interval.mean:+.4f}{limits}")
+        shown.append(f"{place}{effect.interval.mean:+.4f}{limits}{'!' * bool(effect.stands)}")
     return f" ({', '.join(shown)})"

@@ -3,15 +3,25 @@
 import io
 import json
 import math
+import re
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pipeline.inspect.curves import COLOURS
 from pipeline.runtime.files import write_atomic
 
-MARKED: dict[str, Any] = {"marker": "o", "ms": 3, "capsize": 2}
-SIDE_BY_SIDE = 0.4
-"""Share of the room between two places over which their lines' intervals are spread."""
+SIDE_BY_SIDE = 0.5
+"""Share of the room between two places over which their marks are spread."""
+_MARKS = "osD^vPX*"
+_LOG_FROM = 4
+"""Numbers of which the largest is so many times the smallest have a logarithmic axis."""
+_PLACES = 5
+"""Places of numbers that marks are spread for at least."""
+_LETTERS = 26
+"""Of a line of a category's name."""
 _SMALL = {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False}
 _RULES = {"l": "---", "r": "---:"}
 
@@ -45,14 +55,24 @@ def plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def svg(rows: int, columns: int, inches: tuple[float, float], draw: Callable[[Any], None]) -> bytes:
+def svg(
+    rows: int,
+    columns: int,
+    inches: tuple[float, float],
+    note: str,
+    draw: Callable[[Any], None],
+    *,
+    has_legend: bool = True,
+) -> bytes:
     """Draw panels as SVG, with the legend of the first one below; the same numbers, same bytes.
 
     Args:
         rows: of panels.
         columns: of panels.
         inches: width and height.
+        note: what marks and bars are, below the panels.
         draw: gets the panels, as `pyplot.subplots` returns them, in rows.
+        has_legend: whether lines are named below.
     """
     import matplotlib as mpl
 
@@ -64,34 +84,89 @@ def svg(rows: int, columns: int, inches: tuple[float, float], draw: Callable[[An
             rows, columns, figsize=inches, squeeze=False, layout="constrained"
         )
         draw(axes)
-        handles, labels = axes[0][0].get_legend_handles_labels()
-        if handles:
-            drawn.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
+        lines = axes[0][0].get_legend_handles_labels() if has_legend else ([], [])
+        # Its title is the note, so that neither lies over the other.
+        below: dict[str, Any] = {"title": note, "title_fontsize": 7, "frameon": False}
+        drawn.legend(*lines, loc="outside lower center", ncols=2, **below)
         text = io.BytesIO()
-        drawn.savefig(text, format="svg", metadata={"Date": None})
+        drawn.savefig(text, format="svg", metadata={"Date": None}, bbox_inches="tight")
         pyplot.close(drawn)
     # Matplotlib leaves blanks at line ends.
     return b"\n".join(line.rstrip() for line in text.getvalue().splitlines()) + b"\n"
 
 
 class Point(NamedTuple):
-    """A number of a line, with its interval."""
+    """A mean at a place, with what is known of its chance."""
 
     place: str
     mean: float
-    below: float
-    above: float
-    """Lengths of the two halves of its interval."""
+    limits: tuple[float, float] | None
+    """Interval; None without one."""
+    seeds: tuple[float, ...] = ()
+    """Values that it is the mean of, to be shown."""
 
 
-def draw_lines(panel: Any, lines: Mapping[str, list[Point]], labels: Sequence[str]) -> None:
-    """Draw lines in the colours of their labels, side by side where they share a place."""
-    places = list(dict.fromkeys(point.place for points in lines.values() for point in points))
-    for label, points in lines.items():
-        number = labels.index(label)
-        shift = SIDE_BY_SIDE * ((number + 0.5) / len(labels) - 0.5)
-        at = [places.index(point.place) + shift for point in points]
-        means, intervals = [each.mean for each in points], [each[2:] for each in points]
-        halves = list(zip(*intervals, strict=True))
-        panel.errorbar(at, means, halves, label=label, color=f"C{number}", **MARKED)
-    panel.set_xticks(range(len(places)), places)
+def style(number: int) -> dict[str, Any]:
+    """Return colour and mark of the line of a number."""
+    return {"color": COLOURS[number % len(COLOURS)], "marker": _MARKS[number % len(_MARKS)]}
+
+
+def numbers_of(places: Sequence[str]) -> tuple[str, list[float]] | None:
+    """Read places that differ in a number alone, such as `2 layers`; None for categories.
+
+    Returns:
+        What the numbers are of, and the numbers.
+    """
+    read = [re.fullmatch(r"(\D*?) ?(\d+(?:\.\d+)?) ?(\D*)", place) for place in places]
+    if len(places) < 2 or None in read or len({(of[1], of[3]) for of in read if of}) > 1:
+        return None
+    before, after = next((of[1], of[3]) for of in read if of)
+    name = ", ".join(filter(None, (re.sub(r" x$", ", times", before), after)))
+    return name, [float(of[2]) for of in read if of]
+
+
+def draw_points(
+    panel: Any, lines: Mapping[str, list[Point]], labels: Sequence[str], places: Sequence[str]
+) -> None:
+    """Draw means, intervals and seeds in the colours of their labels, side by side at a place.
+
+    Numbers lie on the axis below and are joined by lines; categories are rows from above.
+    """
+    numbers = numbers_of(places)
+    at = [float(number) for number in range(len(places))] if numbers is None else numbers[1]
+    if numbers is not None and min(at) > 0 and max(at) >= _LOG_FROM * min(at):
+        at = [math.log2(number) for number in at]
+    room = min((abs(b - a) for a, b in pairwise(sorted(at))), default=1.0)
+    if numbers is not None:
+        room = min(room, (max(at) - min(at)) / _PLACES)
+    for label, given_points in lines.items():
+        points = sorted(given_points, key=lambda point: at[places.index(point.place)])
+        spots = []
+        for place, *_ in points:
+            here = [n for n in labels if any(of.place == place for of in lines.get(n, []))]
+            shift = (here.index(label) + 0.5) / len(here) - 0.5
+            spots.append(at[places.index(place)] + SIDE_BY_SIDE * room * shift)
+        shape, means = style(labels.index(label)), [of.mean for of in points]
+        limits = [of.limits or (math.nan, math.nan) for of in points]
+        bars = None
+        if any(of.limits for of in points):
+            bars = [
+                [of.mean - low for of, (low, _) in zip(points, limits, strict=True)],
+                [high - of.mean for of, (_, high) in zip(points, limits, strict=True)],
+            ]
+        seeds = [(s, value) for s, of in zip(spots, points, strict=True) for value in of.seeds]
+        small: dict[str, Any] = {"ls": "", "ms": 2, "alpha": 0.6, **shape}
+        given: dict[str, Any] = {"label": label, "ms": 4, "lw": 1, "capsize": 2, **shape}
+        if numbers is None:
+            panel.errorbar(means, spots, xerr=bars, ls="", **given)
+            panel.plot([value for _, value in seeds], [s for s, _ in seeds], **small)
+        else:
+            panel.errorbar(spots, means, yerr=bars, **given)
+            panel.plot([s for s, _ in seeds], [value for _, value in seeds], **small)
+    if numbers is None:
+        names = [textwrap.fill(place, _LETTERS, break_on_hyphens=False) for place in places]
+        panel.set_yticks(at, names)
+        panel.set_ylim(len(places) - 0.5, -0.5)
+        panel.locator_params(axis="x", nbins=5)
+    else:
+        panel.set_xticks(at, [f"{number:g}" for number in numbers[1]])

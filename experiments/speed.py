@@ -14,7 +14,7 @@ from statistics import fmean, median
 from typing import Any
 
 from experiments import page
-from experiments.page import MARKED, SIDE_BY_SIDE, svg
+from experiments.page import Point, draw_points, svg
 from experiments.study import PRESETS, StudyArguments, StudyConfig
 from experiments.study_run import embedded_corpus
 from pipeline.config.load import build
@@ -29,6 +29,7 @@ _COMPILE_S = 90.0
 # Of a subject in each start: its process, its model, its first steps.
 _PREPARE_S = 12.0
 _MACHINE = "device", "cpus", "versions"
+_NOTE = "Marks: geometric means over starts. Bars: 95% interval (Student's t over starts)."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,26 +336,28 @@ def _figure(study: StudyConfig, rows: Sequence[Mapping[str, Any]]) -> bytes:
         )
     )
 
+    names = [said.get(model, model) for model in models]
+
     def draw(axes: Any) -> None:
         for panel, case in zip(axes[0], cases, strict=True):
             panel.axvline(1.0, color="0.6", lw=0.8)
-            for number, way in enumerate(ways):
-                mine = [r for r in rows if r["case"] == case and _how(r["subject"]) == way]
-                drawn = [(r["model"], r["ratio"]) for r in mine if r["ratio"]]
-                shift = SIDE_BY_SIDE * ((number + 0.5) / len(ways) - 0.5)
-                at = [models.index(model) + shift for model, _ in drawn]
-                means = [of["mean"] for _, of in drawn]
-                below = [of["mean"] - of.get("low", of["mean"]) for _, of in drawn]
-                above = [of.get("high", of["mean"]) - of["mean"] for _, of in drawn]
-                panel.errorbar(means, at, xerr=[below, above], label=way, ls="", **MARKED)
-            panel.set_title(f"{case}: tokens/s, times RoBERTa's")
-            panel.set_yticks(range(len(models)), [said.get(model, model) for model in models])
-            panel.invert_yaxis()
+            lines: dict[str, list[Point]] = {}
+            for row in rows:
+                if row["case"] == case and (of := row["ratio"]):
+                    limits = (of["low"], of["high"]) if "low" in of else None
+                    place = said.get(row["model"], row["model"])
+                    lines.setdefault(_how(row["subject"]), []).append(
+                        Point(place, of["mean"], limits)
+                    )
+            draw_points(panel, lines, ways, names)
+            length, slots = case.removeprefix("s").split()
+            panel.set_title(f"rows of {length}, {slots} slots a micro-batch")
+            panel.set_xlabel(f"tokens/s, times those of {study.extra['against']}")
         for panel in axes[0][1:]:
             panel.set_yticklabels([])
 
-    inches = (2.0 + 2.8 * len(cases), 1.2 + 0.25 * len(models))
-    return svg(1, len(cases), inches, draw)
+    inches = (2.0 + 2.8 * len(cases), 1.4 + 0.28 * len(models))
+    return svg(1, len(cases), inches, _NOTE, draw)
 
 
 def _how(subject: str) -> str:

@@ -156,7 +156,10 @@ class PartConfig:
         "", "why arms of a seed see other batches; empty: they must see the same ones"
     )
     regress: bool = param(
-        False, "fit the differences of metrics NAME@X to log X, and give the slope's interval"
+        False, "fit each seed's differences of metrics NAME@X to log X; interval of the slopes"
+    )
+    pooled: bool = param(
+        False, "compare the arms over all levels of the grid, too: means of a seed's differences"
     )
     target: str = param(
         "", "arm whose end at the grid's first levels the others are to reach with fewer FLOPs"
@@ -243,6 +246,10 @@ class StudyConfig:
         for factor in part.grid:
             known_name("factors", self.factors, factor, f"{where}.grid")
         self._check_levels(f"{where}.levels", part.grid, part.levels)
+        if part.pooled and not part.grid:
+            raise ConfigError(
+                f"{where}.pooled=true, but grid names no factor; pooled averages over levels"
+            )
         if part.target:
             known_name("arms of the part", part.arms, part.target, f"{where}.target")
         for task in part.tasks:

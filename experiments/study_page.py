@@ -2,14 +2,18 @@
 
 import os
 import platform
+import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from experiments import budgets, page
 from experiments.effects import (
+    POOLED,
     CellSummary,
     Decision,
     Effect,
@@ -17,15 +21,37 @@ from experiments.effects import (
     effects,
     slopes,
     summaries,
+    values_by_seed,
     verdicts,
 )
-from experiments.page import Point, draw_lines, svg
+from experiments.page import Point, draw_points, numbers_of, style, svg
 from experiments.read import Reading
-from experiments.study import StudyPlan
+from experiments.study import StudyCell, StudyPlan
 from pipeline.config.load import provenance
 from pipeline.runtime.summary import duration
 from pipeline.tasks.intervals import LEVEL, RowVariance
 
+_NOTE = "Small marks: seeds; large: their mean. Bars: 95% interval of the paired difference."
+_TITLE_LETTERS = 42
+_MEANING = {
+    "held_out_loss": ("held-out loss", "nats"),
+    "loss": ("held-out loss", "nats"),
+    "train_loss": ("training loss", "nats"),
+    "accuracy": ("masked tokens found", "share"),
+    "tokens_per_s": ("speed", "tokens/s"),
+    "entropy": ("entropy of attention", "of log(keys)"),
+    "top5": ("attention on five keys", "share"),
+    "js_layers": ("divergence of layers", "nats"),
+    "js_heads": ("divergence of heads", "nats"),
+    "cosine": ("cosine of tokens", ""),
+    "gradient": ("gradient of the lowest layer", ""),
+    "nats_per_char": ("loss", "nats a letter"),
+    "nats_per_char_listed": ("loss of new words", "nats a letter"),
+    "nats_per_char_others": ("loss of others", "nats a letter"),
+    "nats_per_char_from_left": ("loss from the left", "nats a letter"),
+    "pieces_per_char": ("pieces", "a letter"),
+}
+"""What the values of a metric are, and their unit; of all others a score."""
 _NOT_WRITTEN = "No conclusion has been written yet; what the numbers decide by themselves:"
 
 
@@ -151,9 +177,20 @@ def _counted(body: Mapping[str, Any]) -> str:
     states = [run["outcome"] for run in runs]
     counted = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     seconds = sum(run["seconds"] for run in runs)
-    hosts = {str(run["versions"].get("torch")) for run in runs if run["versions"]}
-    torch = f", torch {', '.join(sorted(hosts))}" if hosts else ""
-    return f"{len(runs)} runs ({counted}), {duration(seconds)} of training{torch}"
+    known = [run["versions"] for run in runs if run["versions"]]
+    what = {"torch": "torch", "text": "fingerprint", "revision": "git_revision"}
+    said = [f"{name} {of}" for name, key in what.items() if (of := _versions(known, key))]
+    about = ", ".join([f"{duration(seconds)} of training", *said])
+    return f"{len(runs)} runs ({counted}), {about}"
+
+
+def _versions(known: Sequence[Mapping[str, Any]], key: str) -> str:
+    """Name the versions of runs, hashes cut, with the number of runs where there are several."""
+    values = [str(of[key]) for of in known if of.get(key)]
+    short = [re.sub(r"[0-9a-f]{12,}", lambda hash: hash[0][:12], value) for value in values]
+    counted = {value: short.count(value) for value in dict.fromkeys(short)}
+    several = len(counted) > 1
+    return " and ".join(f"{of} ({n} runs)" if several else of for of, n in counted.items())
 
 
 def _table(cells: Sequence[CellSummary], metrics: Sequence[str]) -> Iterator[str]:
@@ -198,38 +235,46 @@ def figure(
     cells: Sequence[CellSummary],
     readings: Mapping[str, Reading],
 ) -> bytes | None:
-    """Draw a part as SVG: its first metrics and their paired differences; None without numbers.
+    """Draw a part as SVG: its metrics and their paired differences; None without numbers.
 
     Metrics NAME@X share a panel with X as its axis.
     """
     metrics = _axes(plan.parts[part].metrics)
-    mine = [cell for cell in cells if cell.cell.part == part and cell.means]
+    mine = [cell.cell for cell in cells if cell.cell.part == part and cell.means]
     if not mine:
         return None
+    of_part = [each for each in compared if each.part == part and each.levels != POOLED]
     # Runs that another part probes have profiles, too.
     has_probes = bool(plan.parts[part].probes)
     own = [runs for cell, runs in plan.of_cells.items() if cell.part == part and has_probes]
     probed = [readings[run] for runs in own for run in runs.values()]
     profiles = sorted({name for reading in probed for name in reading.profiles})
-    columns = max(2, len(profiles))
-    rows = len(metrics) + bool(profiles)
+    drawn = [
+        (title, _values(plan, readings, mine, names), _differences(of_part, names))
+        for title, names in metrics.items()
+        if any(name in cell.means for cell in cells if cell.cell.part == part for name in names)
+    ]
+    marks = [sum(map(len, values.values())) for _, values, _ in drawn]
+    is_rows = any(numbers_of(_places(values)) is None for _, values, _ in drawn)
+    # A category of one arm is named beside it.
+    has_legend = bool(profiles) or any(_places(values) != list(values) for _, values, _ in drawn)
 
     def draw(axes: Any) -> None:
-        for row, (title, names) in enumerate(metrics.items()):
-            labels = _draw_values(axes[row][0], mine, names)
-            of_part = [effect for effect in compared if effect.part == part]
-            _draw_differences(axes[row][1], of_part, names, labels)
-            axes[row][0].set_title(title)
-            axes[row][1].set_title(f"{title}, minus {plan.parts[part].arms[0]}")
-            for unused in axes[row][2:]:
-                unused.set_axis_off()
-        for panel, name in zip(axes[-1], profiles, strict=False):
+        for row, (title, values, differences) in zip(axes, drawn, strict=False):
+            places = _places(values)
+            for panel, points in zip(row, (values, differences), strict=True):
+                draw_points(panel, points, list(values), places)
+            _name_axes(row, plan, part, title, places)
+        rest = [panel for row in axes[len(drawn) :] for panel in row]
+        for panel, name in zip(rest, profiles, strict=False):
             _draw_profile(panel, plan, part, name, readings)
-        if profiles:
-            for unused in axes[-1][len(profiles) :]:
-                unused.set_axis_off()
+        for unused in rest[len(profiles) :]:
+            unused.set_axis_off()
 
-    return svg(rows, columns, (3.6 * columns, 2.7 * rows), draw)
+    num_rows = len(drawn) + -(-len(profiles) // 2)
+    least = 2.4 if profiles or not is_rows else 1.7
+    height = max(least, 0.9 + 0.13 * max(marks) * is_rows)
+    return svg(num_rows, 2, (7.6, 0.5 + height * num_rows), _NOTE, draw, has_legend=has_legend)
 
 
 def _axes(metrics: Sequence[str]) -> dict[str, list[str]]:
@@ -240,44 +285,63 @@ def _axes(metrics: Sequence[str]) -> dict[str, list[str]]:
     return axes
 
 
-def _draw_values(panel: Any, cells: Sequence[CellSummary], names: Sequence[str]) -> list[str]:
-    """Draw means with deviations over seeds; return the lines' labels, by whose order they have
-    their colours.
-    """
+def _places(lines: Mapping[str, list[Point]]) -> list[str]:
+    return list(dict.fromkeys(point.place for points in lines.values() for point in points))
+
+
+def _values(
+    plan: StudyPlan,
+    readings: Mapping[str, Reading],
+    cells: Sequence[StudyCell],
+    names: Sequence[str],
+) -> dict[str, list[Point]]:
+    """Return means and seeds of the cells, by the line that they belong to."""
     lines: dict[str, list[Point]] = {}
     for cell in cells:
         for name in names:
-            if name in cell.means:
-                label, place = _place(cell.cell.arm, cell.cell.levels, name, len(names))
-                spread = cell.deviations.get(name, 0.0)
-                lines.setdefault(label, []).append(Point(place, cell.means[name], spread, spread))
-    draw_lines(panel, lines, list(lines))
-    return list(lines)
+            if seeds := tuple(values_by_seed(plan, readings, cell, name).values()):
+                label, place = _place(cell.arm, cell.levels, name, len(names))
+                lines.setdefault(label, []).append(Point(place, fmean(seeds), None, seeds))
+    return lines
 
 
-def _draw_differences(
-    panel: Any, compared: Sequence[Effect], names: Sequence[str], labels: Sequence[str]
-) -> None:
-    """Draw differences with their intervals, in the colours of the arms' lines."""
+def _differences(compared: Sequence[Effect], names: Sequence[str]) -> dict[str, list[Point]]:
+    """Return differences with their intervals, by the line of the arm."""
     lines: dict[str, list[Point]] = {}
     for effect in compared:
-        if effect.metric in names and effect.interval is not None:
+        if effect.metric in names and (of := effect.interval) is not None:
             label, place = _place(effect.arm, effect.levels, effect.metric, len(names))
-            of = effect.interval
-            known = of.method != "none"
-            limits = (of.mean - of.low, of.high - of.mean) if known else (0.0, 0.0)
-            lines.setdefault(label, []).append(Point(place, of.mean, *limits))
-    panel.axhline(0.0, color="0.6", lw=0.8)
-    draw_lines(panel, lines, labels)
+            limits = None if of.method == "none" else (of.low, of.high)
+            lines.setdefault(label, []).append(Point(place, of.mean, limits))
+    return lines
 
 
 def _place(arm: str, levels: tuple[str, ...], metric: str, num_names: int) -> tuple[str, str]:
     """Return the line that a number belongs to, and its place on it."""
     if num_names > 1:
-        return " ".join((arm, *levels)), metric.partition("@")[2]
-    if not levels:
-        return arm, ""
-    return " ".join((arm, *levels[1:])), levels[0]
+        return ", ".join((arm, *levels)), metric.partition("@")[2]
+    return arm, ", ".join(levels) or arm
+
+
+def _name_axes(row: Any, plan: StudyPlan, part: str, title: str, places: Sequence[str]) -> None:
+    """Write titles, and the axes' names with units."""
+    said, unit = _MEANING.get(title.partition(".")[0], ("score", ""))
+    titles = title, f"{title}, minus {plan.parts[part].arms[0]}"
+    numbers = numbers_of(places)
+    for panel, name, value in zip(row, titles, (said, "difference"), strict=True):
+        panel.set_title(textwrap.fill(name, _TITLE_LETTERS))
+        value = ", ".join(filter(None, (value, unit)))
+        if numbers is None:
+            panel.set_xlabel(value)
+        else:
+            panel.set_ylabel(value)
+            is_classes = any(entry.classes for entry in plan.study.tasks.values())
+            panel.set_xlabel(numbers[0] or ("classes" if is_classes else "length, tokens"))
+    if numbers is None:
+        row[1].axvline(0.0, color="0.6", lw=0.8, zorder=0)
+        row[1].set_yticklabels([])
+    else:
+        row[1].axhline(0.0, color="0.6", lw=0.8, zorder=0)
 
 
 def _draw_profile(
@@ -288,7 +352,9 @@ def _draw_profile(
         mine = [readings[run].profiles[name] for run in runs.values() if readings[run].profiles]
         if cell.part == part and mine:
             means = [sum(of) / len(of) for of in zip(*mine, strict=True)]
-            colour = f"C{plan.parts[part].arms.index(cell.arm)}"
-            panel.plot(range(1, len(means) + 1), means, marker=".", color=colour)
+            shape = style(plan.parts[part].arms.index(cell.arm))
+            panel.plot(range(1, len(means) + 1), means, ms=4, lw=1, **shape)
     panel.xaxis.get_major_locator().set_params(integer=True)
-    panel.set_title(f"{name} by layer")
+    panel.set_title(f"{name} by layer, means of seeds")
+    panel.set_xlabel("layer, from below")
+    panel.set_ylabel(", ".join(filter(None, _MEANING[name])))

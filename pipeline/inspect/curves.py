@@ -6,14 +6,19 @@ from math import inf, isfinite
 from unicodedata import east_asian_width
 from xml.sax.saxutils import escape
 
-# Okabe and Ito's colours, told apart by the colour-blind, and black.
-_COLOURS = (
+COLOURS = (
     "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999",
 )  # fmt: skip
+"""Okabe and Ito's, which the colour-blind tell apart, black and grey."""
 _WIDTH, _HEIGHT = 330, 240
 _LEFT, _TOP, _GAP, _BELOW = 66, 34, 40, 40
 _ROW = 18
 _FONT = 12
+_MARKED = 8
+"""Points of a line that have a mark, at most."""
+_CROSS = "m-1.5 -5h3v3.5h3.5v3h-3.5v3.5h-3v-3.5h-3.5v-3h3.5z"
+_MARKS = "m-4 -4h8v8h-8z", "m0 -5l5 5l-5 5l-5 -5z", "m0 -5l5 9h-10z", "m0 5l5 -9h-10z", _CROSS
+"""Square, diamond, triangles and cross, as paths around a point."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +55,9 @@ def draw(
     ]
     lines = [line for panel in panels for line in panel.lines]
     names = list(dict.fromkeys(line.name for line in lines))
-    count = len(_COLOURS)
+    count = len(COLOURS)
     # Beyond the colours there are dashes.
-    styles = {name: (_COLOURS[i % count], "5 3" * (i // count)) for i, name in enumerate(names)}
+    styles = {name: (COLOURS[i % count], "5 3" * (i // count)) for i, name in enumerate(names)}
     ys = [y for line in lines for _, y in line.points] + list(dotted.values()) or [0.0]
     columns = min(3, len(panels))
     cell = _WIDTH + _GAP
@@ -80,14 +85,19 @@ def draw(
             parts.append(axes.path([(axes.x_low, y), (axes.x_high, y)], "#555555", "4 3"))
             parts.append(f'<text x="{_WIDTH - 4}" y="{axes.y(y) - 4:.1f}" text-anchor="end" '
                          f'fill="#555555" font-size="10">{escape(name)}</text>')  # fmt: skip
-        parts += [axes.path(line.points, *styles[line.name]) for line in panel.lines]
+        for line in panel.lines:
+            parts.append(axes.path(line.points, *styles[line.name]))
+            number, apart = names.index(line.name), -(-len(line.points) // _MARKED)
+            # Lines have theirs at other points, so that none hides another.
+            seen = line.points[number % len(_MARKS) * apart // len(_MARKS) :: apart]
+            parts += [_mark(axes.x(x), axes.y(y), number) for x, y in seen]
         parts.append("</g>")
     for number, name in enumerate(names):
         x = _LEFT + number % in_row * entry
         y = legend_top + number // in_row * _ROW
         parts.append(
             f'<path d="M{x} {y}h24" stroke="{styles[name][0]}" stroke-width="3" '
-            f'stroke-dasharray="{styles[name][1] or "none"}"/>'
+            f'stroke-dasharray="{styles[name][1] or "none"}"/>{_mark(x + 12, y, number)}'
             f'<text x="{x + 30}" y="{y + 4}">{escape(name)}</text>'
         )
     return "\n".join([*parts, "</svg>\n"])
@@ -95,6 +105,12 @@ def draw(
 
 def _shown(line: Line, top: float) -> list[tuple[float, float]]:
     return [(x, y) for x, y in line.points if isfinite(y) and y <= top]
+
+
+def _mark(x: float, y: float, number: int) -> str:
+    """Draw the mark of a line, by its number."""
+    path, colour = _MARKS[number % len(_MARKS)], COLOURS[number % len(COLOURS)]
+    return f'<path d="M{x:.1f} {y:.1f}{path}" fill="{colour}"/>'
 
 
 def _text_width(text: str) -> int:

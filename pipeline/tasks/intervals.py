@@ -127,22 +127,6 @@ def score_interval(seeds: Sequence[Table]) -> Interval:
     )
 
 
-def slope_of(x: Sequence[float], y: Sequence[float]) -> Interval:
-    """Fit y = a + b x by least squares; return b with Student's interval.
-
-    Two points or equal x leave it open.
-    """
-    given, wanted = np.asarray(x, np.float64), np.asarray(y, np.float64)
-    spread = float(((given - given.mean()) ** 2).sum())
-    if len(given) < 3 or not spread:
-        return Interval(math.nan, math.nan, math.nan, "none", math.nan)
-    slope = float(((given - given.mean()) * wanted).sum() / spread)
-    rest = wanted - wanted.mean() - slope * (given - given.mean())
-    parts = [(float((rest**2).sum()) / (len(given) - 2) / spread, len(given) - 2)]
-    half = _margin(parts, 1 - LEVEL)
-    return Interval(slope, slope - half, slope + half, "t", _p(slope, parts))
-
-
 def judged(compared: Mapping[Hashable, Interval | None]) -> tuple[dict[Hashable, bool], str]:
     """Judge all comparisons of a page together.
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import scipy.stats
 import torch
 
-from experiments import probes, read, speed, study_page
+from experiments import effects, probes, read, speed, study_page
 from experiments.budgets import Budget, share_needed
 from experiments.study import StudyPlan, read_study
 from experiments.study_run import make_start
@@ -23,7 +24,7 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.model.encoder import EncoderModel, MaskedLanguageModel
 from pipeline.model.layers import Trace
 from pipeline.model.layout import padded, rows
-from pipeline.tasks.intervals import Interval
+from pipeline.tasks.intervals import Interval, RowVariance
 from pipeline.use.source import load_source
 from pipeline.use.surgery import Surgery, convert
 from tests.experiments.test_study_plan import ARMS, plan_of, study_of
@@ -131,6 +132,102 @@ def test_a_budget_is_enough_only_if_all_above_it_are() -> None:
     assert share_needed(given[:2], surely=False) is None
     assert share_needed([given[0]], surely=True) == pytest.approx(0.3)
     assert share_needed([budget(1.0, -0.05)], surely=True) is None
+
+
+def _given(made: StudyPlan, value: Any) -> dict[str, read.Reading]:
+    """Return readings whose metrics are functions of arm, first level and seed."""
+    return {
+        run: read.Reading("finished", values=value(cell.arm, cell.levels[0], seed))
+        for cell, runs in made.of_cells.items()
+        for seed, run in runs.items()
+    }
+
+
+def test_a_pooled_part_counts_a_seed_once(tmp_path: Path) -> None:
+    layers = {str(n): {"model.num_layers": n} for n in (1, 2, 3)}
+    part = {"asks": "?", "arms": list(ARMS), "grid": ["layers"], "pooled": True}
+    presets = {preset: {"seeds": [1, 2, 3, 4]} for preset in ("small", "gpu")}
+    made = plan_of(study_of(factors={"layers": layers}, parts={"one": part}, presets=presets))
+    of_seeds = np.array([[-0.1], [0.0], [0.05], [0.02]])
+    gains = of_seeds + np.random.default_rng(0).normal(-0.1, 0.05, (4, 3))
+
+    def value(arm: str, level: str, seed: int) -> dict[str, float]:
+        gain = gains[seed - 1, int(level) - 1] if arm == "sum" else 0.0
+        return {"held_out_loss": 5.0 + gain, "accuracy": 0.2 + 0.001 * seed}
+
+    readings = _given(made, value)
+    body = study_page.write(made, readings, "-", tmp_path)
+    [found] = [e for e in body["effects"]
+               if e["levels"] == ["all levels"] and e["metric"] == "held_out_loss"]  # fmt: skip
+    expected = scipy.stats.ttest_1samp(gains.mean(1), 0.0)
+    low, high = expected.confidence_interval(0.95)
+    limits = [found["interval"][key] for key in ("mean", "low", "high", "p")]
+    assert limits == pytest.approx([gains.mean(), low, high, expected.pvalue], rel=1e-5)
+    assert (len(found["pairs"]), found["lost"]) == (4, 0)
+    # Twelve numbers taken for independent would have another interval.
+    assert scipy.stats.ttest_1samp(gains.ravel(), 0.0).pvalue != pytest.approx(
+        found["interval"]["p"]
+    )
+    assert "of 8 decisions" in body["how_sure"]
+
+    # A seed that lacks a level is lost.
+    readings[made.of_cells[next(iter(made.of_cells))][4]] = read.Reading("diverged")
+    body = study_page.write(made, readings, "-", tmp_path)
+    [found] = [e for e in body["effects"]
+               if e["levels"] == ["all levels"] and e["metric"] == "held_out_loss"]  # fmt: skip
+    assert (list(found["pairs"]), found["lost"]) == (["1", "2", "3"], 1)
+    with pytest.raises(ConfigError, match=r"parts\.one\.pooled"):
+        study_of(parts={"one": part | {"grid": []}})
+
+
+def test_rows_of_pooled_levels_move_at_most_together() -> None:
+    random = np.random.default_rng(1)
+    rows = random.normal(size=(100_000, 3)) @ [[1.0, 0.8, 0.0], [0.0, 0.6, 0.0], [0.5, 0.5, 2.0]]
+    levels = [RowVariance(float(of.var()), n) for of, n in zip(rows.T, (50, 40, 60), strict=True)]
+    bound = effects._rows_at_most(levels)
+    assert bound is not None
+    assert bound.rows == 40
+    assert bound.variance >= rows.mean(1).var()
+    alike = effects._rows_at_most([RowVariance(0.25, 9)] * 3)
+    assert alike == (pytest.approx(0.25), 9)
+    assert effects._rows_at_most([None, None]) is None
+
+
+def test_slopes_are_fitted_for_each_seed(tmp_path: Path) -> None:
+    x = [2, 8, 64]
+    part = {"asks": "?", "arms": list(ARMS), "grid": ["layers"], "regress": True,
+            "metrics": [f"loss@{n}" for n in x]}  # fmt: skip
+    presets = {preset: {"seeds": [1, 2, 3]} for preset in ("small", "gpu")}
+    reads = {str(n): {"seq_len": n + 6} for n in x}
+    layers = {"1": {"model.num_layers": 1}}
+    made = plan_of(study_of(factors={"layers": layers}, parts={"one": part}, presets=presets,
+                            reads=reads))  # fmt: skip
+    gains = np.random.default_rng(2).normal(size=(3, 3))
+
+    def value(arm: str, _: str, seed: int) -> dict[str, float]:
+        return {f"loss@{n}": 5.0 + (gains[seed - 1, i] if arm == "sum" else 0.0)
+                for i, n in enumerate(x)}  # fmt: skip
+
+    [found] = study_page.write(made, _given(made, value), "-", tmp_path)["slopes"]
+    expected = [np.polyfit(np.log(x), of, 1)[0] for of in gains]
+    assert list(found["by_seed"].values()) == pytest.approx(expected)
+    low, high = scipy.stats.ttest_1samp(expected, 0.0).confidence_interval(0.95)
+    assert [found["slope"], found["low"], found["high"]] == pytest.approx(
+        [np.mean(expected), low, high]
+    )
+
+
+def test_a_page_names_the_revisions_of_its_runs(tmp_path: Path) -> None:
+    made = plan_of(study_of())
+    hashes = ["a1" * 20, "b2" * 20 + "-dirty"]
+    readings = {
+        run: read.Reading("finished", values={"held_out_loss": 5.0},
+                          versions={"git_revision": hashes[number == 0], "torch": "9.9"})
+        for number, run in enumerate(made.runs)
+    }  # fmt: skip
+    study_page.write(made, readings, "-", tmp_path)
+    said = f"torch 9.9, revision {'b2' * 6}-dirty (1 runs) and {'a1' * 6} (3 runs)"
+    assert said in (tmp_path / "mine.md").read_text()
 
 
 def test_page_and_json_say_what_the_runs_say(tmp_path: Path) -> None:
@@ -248,6 +345,33 @@ def test_figures_are_the_same_bytes_each_time(tmp_path: Path) -> None:
     assert one.startswith(b"<?xml")
     assert b"<dc:date>" not in one
     assert (tmp_path / "a" / "mine.md").read_text().splitlines()[2] == "Use the sum."
+
+
+@pytest.mark.parametrize(
+    ("names", "is_joined"), [(("1 layer", "2 layer"), True), (("a", "b"), False)]
+)
+def test_a_figure_joins_numbers_and_names_its_axes(
+    tmp_path: Path, names: tuple[str, str], is_joined: bool
+) -> None:
+    levels = {name: {"model.num_layers": number} for number, name in enumerate(names, 1)}
+    part = {"asks": "?", "arms": list(ARMS), "grid": ["layers"]}
+    made = plan_of(study_of(factors={"layers": levels}, parts={"one": part}))
+    readings = _given(made, lambda arm, level, seed: {
+        "held_out_loss": 5.0 + 0.1 * seed * len(arm) + (level == names[1]), "accuracy": 0.1 * seed
+    })  # fmt: skip
+    study_page.write(made, readings, "-", tmp_path)
+    figure = (tmp_path / "mine-one.svg").read_text()
+    texts = re.findall(r">([^<>]+)</text>", figure)
+    for text in ("held-out loss, nats", "difference, nats", "masked tokens found, share", *ARMS):
+        assert text in texts
+    assert ("layer" in texts) is is_joined
+    assert set(names) <= set(texts) or is_joined
+    assert any("95% interval" in text for text in texts)
+    # Lines of the arms' colours: bars join two points of one place, lines two places.
+    moves = re.findall(r'<path d="M ([\d.]+) ([\d.]+)\nL ([\d.]+) ([\d.]+)\n" clip-path[^>]*'
+                       r'stroke: (#0072b2|#d55e00)', figure)  # fmt: skip
+    slanted = [each for each in moves if each[0] != each[2] and each[1] != each[3]]
+    assert bool(slanted) is is_joined
 
 
 def test_partial_results_say_so_and_missing_numbers_are_named(tmp_path: Path) -> None:

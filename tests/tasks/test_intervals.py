@@ -17,7 +17,6 @@ from pipeline.tasks.intervals import (
     row_draws,
     row_variance,
     score_interval,
-    slope_of,
 )
 from pipeline.tasks.scores import Table, accuracy
 
@@ -144,18 +143,6 @@ def test_p_is_the_level_at_which_the_interval_ends_at_0() -> None:
     limits = [scipy.stats.t.ppf(0.975, df) for df in (2, 199)]
     half = math.sqrt(limits[0] ** 2 * seeds + limits[1] ** 2 * rows)
     assert found.high - found.mean == pytest.approx(half, rel=1e-5)
-
-
-def test_slope_is_that_of_least_squares() -> None:
-    x = np.log([2.0, 2.0, 5.0, 10.0, 40.0, 67.0])
-    y = 0.1 - 0.02 * x + RANDOM.normal(0, 0.01, len(x))
-    expected = scipy.stats.linregress(x, y)
-    half = scipy.stats.t.ppf(0.975, len(x) - 2) * expected.stderr
-    found = slope_of(x.tolist(), y.tolist())
-    wanted = [expected.slope, expected.slope - half, expected.slope + half]
-    np.testing.assert_allclose([found.mean, found.low, found.high], wanted, rtol=1e-10)
-    assert found.p == pytest.approx(expected.pvalue, rel=1e-8)
-    assert slope_of([1.0, 2.0], [1.0, 2.0]).method == "none"
 
 
 def test_holm_steps_down_from_the_smallest() -> None:
