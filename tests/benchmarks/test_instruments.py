@@ -14,7 +14,10 @@ from pipeline.model.cost import flops_per_token
 from tests.support.processes import python
 
 ROOT = Path(__file__).parents[2]
-OURS, PEER = "ours/realformer_v2-base+dropout=0.0/auto/plain/zero0", "hf/roberta-base/autocast/plain"
+OURS, PEER = (
+    "ours/realformer_v2-base+dropout=0.0/auto/plain/zero0",
+    "hf/roberta-base/autocast/plain",
+)
 FAILING = "hf/roformer-large/bf16/plain"
 
 
