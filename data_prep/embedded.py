@@ -33,7 +33,7 @@ def find(patterns: Sequence[str] = ()) -> list[tuple[Path, str]]:
     package in that version, which is the same text in every installation.
 
     Raises:
-        DataError: a package is not installed in the version that is named.
+        DataError: a package is not installed in the version that is named, or not whole.
     """
     pinned = [pattern for pattern in patterns if _PINNED in pattern]
     by_name = [pattern for pattern in patterns if _PINNED not in pattern]
@@ -55,12 +55,19 @@ def _of_package(package: str) -> Iterator[tuple[Path, str]]:
             f"embedded corpus: {package} is asked for, and {name} {have}; "
             f"pip install '{package}', or name another version, whose text is another one"
         )
-    for file in known.files or ():
-        # Scripts, which the installer writes, lie above the packages.
-        if _is_wanted(file) and ".." not in file.parts:
-            path = Path(str(known.locate_file(file))).resolve()
-            if path.is_file() and path.stat().st_size <= _MAX_FILE_BYTES:
-                yield path, f"packages/{file.as_posix()}"
+    # Scripts, which the installer writes, lie above the packages.
+    listed = [file for file in known.files or () if _is_wanted(file) and ".." not in file.parts]
+    paths = [Path(str(known.locate_file(file))).resolve() for file in listed]
+    missing = [path for path in paths if not path.is_file()]
+    if missing or not any(path.suffix == ".py" for path in paths):
+        what = f"lacks {missing[0]}" if missing else "lists no Python file (an editable install?)"
+        raise DataError(
+            f"embedded corpus: {package} is installed, and {what}; its text would be another one: "
+            f"pip install --force-reinstall --no-deps '{package}'"
+        )
+    for path, file in zip(paths, listed, strict=True):
+        if path.stat().st_size <= _MAX_FILE_BYTES:
+            yield path, f"packages/{file.as_posix()}"
 
 
 def _is_wanted(inner: PurePath) -> bool:

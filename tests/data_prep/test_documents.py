@@ -168,7 +168,9 @@ def test_missing_unknown_and_misnamed_inputs_are_refused(tmp_path: Path) -> None
             _names(f"{tmp_path}/{given}")
 
 
-def test_a_package_by_its_version_is_read_whole() -> None:
+def test_a_package_by_its_version_is_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The names that the package's own list has, tests left out; wherever it is installed."""
 
     def names(*inputs: str) -> list[str]:
@@ -189,6 +191,16 @@ def test_a_package_by_its_version_is_read_whole() -> None:
     for asked, state in (("pyyaml==0.1", f"as {of.version}"), ("no-such==1", "not installed")):
         with pytest.raises(DataError, match=rf"{asked}.*{state}.*pip install '{asked}'"):
             names(asked)
+    monkeypatch.syspath_prepend(tmp_path)
+    about = tmp_path / "torn-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torn\nVersion: 1\n\ntext\n")
+    (about / "RECORD").write_text("torn-1.dist-info/METADATA,,\n")
+    with pytest.raises(DataError, match=r"torn==1.*no Python file.*pip install .*'torn==1'"):
+        names("torn==1")
+    (about / "RECORD").write_text("torn-1.dist-info/METADATA,,\ntorn/gone.py,,\n")
+    with pytest.raises(DataError, match=r"torn==1.*lacks .*gone\.py"):
+        names("torn==1")
 
 
 def test_files_are_grouped_by_size(tmp_path: Path) -> None:
