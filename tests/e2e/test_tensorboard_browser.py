@@ -43,14 +43,14 @@ def test_what_is_seen_first(browser: Browser, address: str, artefacts: Path) -> 
     names = "each.querySelector('tb-truncated-path').textContent.replaceAll(/\\s/g, '')"
     shown = ["at_a_glance", "at_a_glance/0_numbers", "at_a_glance/1_loss",
              "at_a_glance/2_held_out_loss"]  # fmt: skip
-    assert browser.wait_for(f"{cards}.map(each => {names})") == shown
+    browser.wait_for(f"{cards}.map(each => {names})", shown)
     tops = browser.evaluate(f"{cards}.map(each => each.getBoundingClientRect().top)")
     assert max(tops) < 700, "the charts of both losses begin on the first screen"
     pictures = f"{cards}.slice(0, 2).map(each => each.querySelector('img'))"
     browser.wait_for(f"{pictures}.every(each => each?.complete && each.naturalWidth > 0)")
     # As large as they are: their letters cannot be read in another size.
     sizes = f"{pictures}.map(each => [each.naturalWidth, each.width, each.height])"
-    assert browser.evaluate(sizes) == [[320, 320, 215]] * 2
+    browser.wait_for(sizes, [[320, 320, 215]] * 2)
     bottoms = browser.evaluate(f"{pictures}.map(each => each.getBoundingClientRect().bottom)")
     assert max(bottoms) < 1000
     for number, least in enumerate((0.5, 0.1)):  # of a line over the chart, and of a line of text
@@ -63,7 +63,7 @@ def test_what_is_seen_first(browser: Browser, address: str, artefacts: Path) -> 
     cards = "findAll('tf-custom-scalar-multi-line-chart-card')"
     titles = ["loss, held-out loss, unigram entropy, uniform guess (nats)", "learning rate",
               "tokens a second", "share done", "epochs", "restarts and rewinds"]  # fmt: skip
-    assert browser.evaluate(f"{cards}.slice(0, 6).map(card => card.title)") == titles
+    browser.wait_for(f"{cards}.slice(0, 6).map(card => card.title)", titles)
     # Within the first screen, and with the tags that each draws, of a run under its own name.
     bottoms = browser.evaluate(f"{cards}.slice(0, 6).map(c => c.getBoundingClientRect().bottom)")
     assert max(bottoms) < 1000
@@ -86,7 +86,7 @@ def test_a_run_is_seen(browser: Browser, address: str, straight_run: Path, artef
         table = f"{card}?.querySelector('scalar-card-data-table')"
         browser.wait_for(f"{table}?.innerText.includes('{last}')")
         chart = f"{card}.querySelector('line-chart .series-view')"
-        assert browser.evaluate(f"{card}.querySelectorAll('line-chart-axis text').length") >= 4
+        browser.wait_for(f"{card}.querySelectorAll('line-chart-axis text').length >= 4")
         deadline = time.monotonic() + 30
         while (seen := browser.columns_with(chart, _OF_LINE)) < 0.7:
             assert time.monotonic() < deadline, f"{tag} has a line over {seen:.0%} of its width"
@@ -94,13 +94,14 @@ def test_a_run_is_seen(browser: Browser, address: str, straight_run: Path, artef
 
     browser.open(f"{address}#images")
     browser.wait_for("findAll('tf-image-loader img, img').some(each => each.naturalWidth > 0)")
-    shown = browser.evaluate("findAll('tf-image-loader').map(each => each.tag)")
-    assert shown == ["at_a_glance", "at_a_glance/0_numbers", "layers/attention_entropy"]
+    shown = ["at_a_glance", "at_a_glance/0_numbers", "layers/attention_entropy"]
+    browser.wait_for("findAll('tf-image-loader').map(each => each.tag)", shown)
     browser.screenshot(artefacts / "tensorboard-images.png")
 
     browser.open(f"{address}#text")
     browser.wait_for("findAll('tf-text-loader tf-markdown-view, tf-markdown-view').length >= 2")
-    browser.wait_for("findAll('pre').some(each => each.textContent.includes('original:'))")
+    for part in ("original:", "git_revision"):
+        browser.wait_for(f"findAll('pre').some(each => each.textContent.includes('{part}'))")
     texts = browser.evaluate("findAll('pre').map(each => each.textContent)")
     [config] = [text for text in texts if "git_revision" in text]
     assert config.split() == (straight_run / "resolved.yaml").read_text().split()

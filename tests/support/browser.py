@@ -96,19 +96,23 @@ class Browser:
 
         That is `querySelectorAll` for the document with all shadow roots and frames in it.
         """
-        found = self._call("Runtime.evaluate",
-                           expression=f"(() => {{ {_FIND_ALL}; return {script.strip()} }})()",
-                           returnByValue=True, awaitPromise=True)  # fmt: skip
+        found = self._evaluated(script)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
-    def wait_for(self, script: str, timeout_s: float = 60) -> Any:
-        """Waits until an expression is neither false nor empty, and returns it."""
+    def wait_for(self, script: str, expected: Any = None, timeout_s: float = 60) -> None:
+        """Waits until an expression is `expected`, or without one neither false nor empty.
+
+        An expression may fail meanwhile: an element is in the page before what is in it.
+        """
         deadline = time.monotonic() + timeout_s
-        while not (found := self.evaluate(script)):
-            assert time.monotonic() < deadline, (script, self.evaluate("document.body.innerText"))
+        while True:
+            found = self._evaluated(script)
+            value = found["result"].get("value") if "exceptionDetails" not in found else None
+            if value and expected in (None, value):
+                return
+            assert time.monotonic() < deadline, (found, self.evaluate("document.body.innerText"))
             time.sleep(0.2)
-        return found
 
     def screenshot(self, path: Path) -> None:
         path.write_bytes(base64.b64decode(self._call("Page.captureScreenshot")["data"]))
@@ -128,6 +132,11 @@ class Browser:
         self._process.wait()
         os.close(self._read)
         os.close(self._write)
+
+    def _evaluated(self, script: str) -> dict[str, Any]:
+        return self._call("Runtime.evaluate",
+                          expression=f"(() => {{ {_FIND_ALL}; return {script.strip()} }})()",
+                          returnByValue=True, awaitPromise=True)  # fmt: skip
 
     def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
         self._number += 1
