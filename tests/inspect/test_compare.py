@@ -100,8 +100,8 @@ def test_no_label_of_the_curves_is_cut_off(count: int, tmp_path: Path, browser: 
         '<meta charset="utf-8">' + draw(panels, y_name="nats", dotted={"unigram entropy": 600.0})
     )
     browser.open(page.as_uri())
-    boxes = browser.wait_for("""document.readyState === 'complete' &&
-        findAll('svg text').map(each => { const r = each.getBoundingClientRect(),
+    browser.wait_for("document.readyState === 'complete'")
+    boxes = browser.evaluate("""findAll('svg text').map(each => { const r = each.getBoundingClientRect(),
         s = findAll('svg')[0].getBoundingClientRect();
         return [each.textContent, r.left - s.left, r.top - s.top, s.right - r.right,
                 s.bottom - r.bottom, r.left, r.top, r.right, r.bottom]})""")
