@@ -272,6 +272,13 @@ class DataConfig:
     mask_prob_steps: int = param(
         0, "steps from mask_prob to mask_prob_end, skipped ones included", unit="steps", ge=0
     )
+    mask_versions: int | None = param(
+        None,
+        "epochs after which a sequence's masks come again: 1 gives it the same always (static "
+        "masks), 10 is BERT's dupe_factor; null draws them anew in each epoch (dynamic)",
+        unit="epochs",
+        ge=1,
+    )
     at_least_one: bool = param(
         False,
         "a packed document of which nothing was selected gets its word with the least draw; "

@@ -30,7 +30,7 @@ BY_STAGES = "stages"
 MAY_CHANGE: Mapping[str, Sequence[str]] = {
     "data": (
         *("dir", "mix", "seq_len", "masking", "ngram_weights", "similar", "mask_selection"),
-        *("mask_prob", "mask_prob_end", "mask_prob_steps", "at_least_one"),
+        *("mask_prob", "mask_prob_end", "mask_prob_steps", "mask_versions", "at_least_one"),
         *("replace_mask_prob", "replace_random_prob"),
     ),
     "model": ("rotary_base", "dropout", "attention_dropout"),

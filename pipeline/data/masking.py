@@ -33,6 +33,9 @@ budget; words that another span took count to its length. Differences: SpanBERT'
 start's token uniformly, so longer words more often, cuts the last word at the budget, which it
 rounds up, and treats spans that touch as one.
 
+With `mask_versions` n the draws of epoch e are those of epoch e mod n: a sequence, whose id is the
+same in each epoch, has n different masks in the whole run.
+
 `at_least_one` applies to packed documents, not to sequences: a sequence of 512 tokens is
 practically never without a mask, and attention does not cross documents. A document's word with the
 least draw is the one that a rising ratio would select first, so masks stay nested. With `exact` it
@@ -136,6 +139,8 @@ def mask_tokens(
     # Random replacements are drawn from the ids that text can have: any other id would tell the
     # model that its place is to be predicted.
     rule = _rule(config, vocabulary, config.mask_prob if ratio is None else ratio)
+    if config.mask_versions is not None:
+        batch = batch._replace(epochs=batch.epochs % config.mask_versions)
     seed, purpose = key
     unmasked = np.empty(len(corrupted), np.int64)
     mask_batch(batch, rule, np.uint64(seed), np.uint64(purpose), corrupted, selected, unmasked)

@@ -160,6 +160,32 @@ def test_the_mask_ratio_follows_the_step_in_training_only(dataset: DatasetIndex)
         assert torch.equal(one.inputs["masked_index"], other.inputs["masked_index"])
 
 
+@pytest.mark.parametrize("versions", [None, 1, 3])
+def test_masks_come_again_after_as_many_epochs_as_there_are_versions(
+    dataset: DatasetIndex, versions: int | None
+) -> None:
+    plain = _config(dataset)
+    config = replace(plain, data=replace(plain.data, mask_versions=versions))
+    loader = _train(dataset, config, 0, 1)
+    inputs = train_inputs(config.train_data, dataset)
+    order, count = loader.steps.order.segment(0), int(loader.steps.split.counts[64].sum())
+    ids_of: list[dict[int, bytes]] = []
+    for epoch in range(4):
+        locations = order.locate(epoch * count, count)
+        assert set(locations.epochs) == {epoch}
+        slots = loader.steps.split.slots(locations, 64)
+        [made] = inputs(slots, locations, 0, micro_batch=count, places=np.arange(count))
+        rows = MicroBatch.of(made).input_ids.numpy()
+        ids_of.append({
+            int(number): row.tobytes()
+            for number, row in zip(locations.sample_ids, rows, strict=True)
+        })  # fmt: skip
+    for first in range(4):
+        for second in range(first):
+            same = versions is not None and (first - second) % versions == 0
+            assert (ids_of[first] == ids_of[second]) == same, (first, second)
+
+
 @pytest.mark.parametrize("at_least_one", [False, True])
 def test_documents_without_a_mask_are_counted(dataset: DatasetIndex, at_least_one: bool) -> None:
     plain = _config(dataset)

@@ -101,7 +101,8 @@ def test_no_label_of_the_curves_is_cut_off(count: int, tmp_path: Path, browser: 
     )
     browser.open(page.as_uri())
     browser.wait_for("document.readyState === 'complete'")
-    boxes = browser.evaluate("""findAll('svg text').map(each => { const r = each.getBoundingClientRect(),
+    boxes = browser.evaluate("""findAll('svg text').map(each => {
+        const r = each.getBoundingClientRect(),
         s = findAll('svg')[0].getBoundingClientRect();
         return [each.textContent, r.left - s.left, r.top - s.top, s.right - r.right,
                 s.bottom - r.bottom, r.left, r.top, r.right, r.bottom]})""")
