@@ -49,12 +49,13 @@ def domain_documents() -> Iterator[dict[str, str]]:
         body = json.loads(gzip.decompress(path.read_bytes()))
         for kind in ("operations", "shapes"):
             for of, about in body[kind].items():
-                text = "\n".join(filter(None, _texts(of, about)))
+                text = "\n".join(filter(None, texts_of(of, about)))
                 if len(text) >= _LEAST_CHARS:
                     yield {"id": f"{name}/{kind}/{of}", "text": text}
 
 
-def _texts(name: str, about: dict[str, Any]) -> Iterator[str]:
+def texts_of(name: str, about: dict[str, Any]) -> Iterator[str]:
+    """Yield what an operation or structure says of itself, and of each of its members."""
     yield _prose(about.get("documentation", ""))
     for member, of in about.get("members", {}).items():
         if of.get("documentation"):

@@ -7,7 +7,7 @@ in a finished model lies in OUT/readings, so that a study goes on where it was s
 import json
 import logging
 import statistics
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import product
 from pathlib import Path
@@ -68,9 +68,9 @@ def tasks_folder(out: Path) -> Path:
     return out / "tasks"
 
 
-def task_name(run: str, task: str) -> str:
-    """Return the folder of a fine-tuning below that."""
-    return f"{run}/{safe_name(task)}"
+def task_name(run: str, task: str, draw: int = 0) -> str:
+    """Return the folder of a fine-tuning below that, of a draw of the task's classes."""
+    return f"{run}/{safe_name(task)}" + (f"+{draw}" if draw else "")
 
 
 def outcome(folder: Path) -> Outcome:
@@ -273,23 +273,28 @@ def _scores(
     tasks: dict[str, TaskScores] = {}
     asked = {metric for part in plan.parts.values() for metric in part.metrics}
     for task in plan.tasks:
-        folder = tasks_folder(out) / task_name(run.name, task)
-        if not (folder / "result.json").is_file():
+        folders = [tasks_folder(out) / task_name(run.name, task, d) for d in plan.draws(task)]
+        if not all((folder / "result.json").is_file() for folder in folders):
             continue
-        result = read_result(folder)
-        values[task] = float(result["mean"])
-        if (folder / TASK_FILE).is_file():  # with its predictions
-            tasks[task] = read_scores(folder, result)
-        lines = read_json_lines(RunFolder(folder).metrics)
-        last = [line for line in lines if line["kind"] == "train"][-1]
-        values[f"train_loss.{task}"] = last["loss"]
-        if "grad_norm_layer_00" in last:
-            values[f"gradient.{task}"] = last["grad_norm_layer_00"]
-        if f"entropy.{task}" in asked:
-            values[f"entropy.{task}"] = _upper_entropy(run, folder)
+        found = [_score(run, task, folder, asked) for folder in folders]
+        values |= {name: statistics.fmean(of[name] for of in found) for name in found[0]}
+        if len(folders) == 1 and (folders[0] / TASK_FILE).is_file():  # with its predictions
+            tasks[task] = read_scores(folders[0], read_result(folders[0]))
     if plan.tasks and all(task in values for task in plan.tasks):
         values[MEAN_SCORE] = statistics.fmean(values[task] for task in plan.tasks)
     return values, tasks
+
+
+def _score(run: StudyRun, task: str, folder: Path, asked: Collection[str]) -> dict[str, float]:
+    values = {task: float(read_result(folder)["mean"])}
+    lines = read_json_lines(RunFolder(folder).metrics)
+    last = [line for line in lines if line["kind"] == "train"][-1]
+    values[f"train_loss.{task}"] = last["loss"]
+    if "grad_norm_layer_00" in last:
+        values[f"gradient.{task}"] = last["grad_norm_layer_00"]
+    if f"entropy.{task}" in asked:
+        values[f"entropy.{task}"] = _upper_entropy(run, folder)
+    return values
 
 
 def _upper_entropy(run: StudyRun, folder: Path) -> float:

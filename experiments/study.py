@@ -119,6 +119,7 @@ class ClassesConfig:
     number: int = param(REQUIRED, "classes", ge=2)
     rows_a_class: int | None = param(None, "rows of train of each class", ge=1)
     rows: int | None = param(None, "rows of train in all, in place of rows_a_class", ge=2)
+    draws: int = param(1, "draws for each seed; a model's score is the mean over them", ge=1)
 
     def __post_init__(self) -> None:
         if (self.rows_a_class is None) == (self.rows is None):
@@ -368,15 +369,21 @@ class StudyPlan:
         return list(dict.fromkeys(cell.levels for cell in self.of_cells if cell.part == part))
 
     @property
-    def fine_tunings(self) -> list[tuple[str, str]]:
-        """Runs with the tasks that they are fine-tuned on."""
+    def fine_tunings(self) -> list[tuple[str, str, int]]:
+        """Runs with the tasks that they are fine-tuned on, and the number of the classes' draw."""
         asked = {
-            (run, task): None
+            (run, task, draw): None
             for cell, runs in self.of_cells.items()
             for run in runs.values()
             for task in self.parts[cell.part].tasks
+            for draw in self.draws(task)
         }
         return list(asked)
+
+    def draws(self, task: str) -> range:
+        """Numbers of the draws of a task's classes; 0 alone for a task that has all of them."""
+        classes = self.study.tasks[task].classes
+        return range(1 if classes is None else classes.draws)
 
     def waves(self) -> list[list[StudyRun]]:
         """Runs that start at random, then those that go on from them; an empty wave is left out."""
@@ -601,7 +608,7 @@ def cost_lines(made: StudyPlan, *, listed: bool) -> Iterator[str]:
         total, flops = total + seconds, flops + found.flops
         hours = f"{seconds / _S_PER_HOUR:.3f}"
         rows.append((run.name, f"{run.config.train.num_steps:,}", f"{found.flops:.2e}", hours))
-    tasks = sum(_task_seconds(made, made.runs[run], task) for run, task in made.fine_tunings)
+    tasks = sum(_task_seconds(made, made.runs[run], task) for run, task, _ in made.fine_tunings)
     if listed:
         yield from table(rows, right=(1, 2, 3))
     yield (

@@ -58,8 +58,10 @@ def run_missing(plan: StudyPlan, out: Path, where: Where) -> int:
         embedded_corpus(out, plan.study.corpus, plan.study.fingerprint)
     # First of all, so that too few rows are told before anything is trained.
     tasks = {
-        (task, seed): _task_of(plan, task, seed, out)
-        for task, seed in {(task, plan.runs[run].seed) for run, task in plan.fine_tunings}
+        (task, draw, seed): _task_of(plan, task, draw, seed, out)
+        for task, draw, seed in dict.fromkeys(
+            (task, draw, plan.runs[run].seed) for run, task, draw in plan.fine_tunings
+        )
         if _has_rows(plan, task)
     }
     for wave in plan.waves():
@@ -77,9 +79,11 @@ def run_missing(plan: StudyPlan, out: Path, where: Where) -> int:
             return EXIT_PREEMPTED
     finished = [of for of in plan.fine_tunings if outcome(folder / of[0]) == "finished"]
     configs = {
-        task_name(run, task): replace(tasks[task, plan.runs[run].seed], model=str(folder / run))
-        for run, task in finished
-        if (task, plan.runs[run].seed) in tasks
+        task_name(run, task, draw): replace(
+            tasks[task, draw, plan.runs[run].seed], model=str(folder / run)
+        )
+        for run, task, draw in finished
+        if (task, draw, plan.runs[run].seed) in tasks
     }
     return EXIT_PREEMPTED if _sweep(plan.name, FINETUNE, tasks_folder(out), configs, where) else 0
 
@@ -156,13 +160,13 @@ def make_start(run: StudyRun, source: Path, folder: Path) -> None:
     shutil.rmtree(grown, ignore_errors=True)
 
 
-def _task_of(plan: StudyPlan, task: str, seed: int, out: Path) -> TaskConfig:
+def _task_of(plan: StudyPlan, task: str, draw: int, seed: int, out: Path) -> TaskConfig:
     """Return a task as a seed has it; write its rows if it has classes (DataError: too few)."""
     config, classes = replace(plan.tasks[task], name=task), plan.study.tasks[task].classes
     config = replace(config, train=replace(config.train, seeds=(seed,)))
     if classes is None:
         return config
-    return subset(config, classes, seed, out / "rows" / f"{task}+seed-{seed}")
+    return subset(config, classes, (seed, draw), out / "rows" / f"{task}+seed-{seed}+{draw}")
 
 
 def _has_rows(plan: StudyPlan, task: str) -> bool:
@@ -200,12 +204,15 @@ def _sweep(study: str, verb: str, folder: Path, configs: Mapping[str, Any], wher
     return False
 
 
-def subset(config: TaskConfig, sizes: ClassesConfig, seed: int, folder: Path) -> TaskConfig:
+def subset(
+    config: TaskConfig, sizes: ClassesConfig, key: tuple[int, int], folder: Path
+) -> TaskConfig:
     """Write the rows of some classes into a folder; return the task that reads them.
 
     This varies the number of classes apart from rows a class and imbalance.
 
-    Train has equally many rows of each class, dev and test all they have of these classes.
+    The key is the seed with the number of the draw. Train has equally many rows of each class, dev
+    and test all they have of these classes.
 
     Raises:
         DataError: too few classes have enough rows.
@@ -220,7 +227,7 @@ def subset(config: TaskConfig, sizes: ClassesConfig, seed: int, folder: Path) ->
             f"{sizes.number}; lower classes.number or its rows"
         )
     # Each seed draws classes of its own, so that a mean over seeds is one over draws as well.
-    random = np.random.default_rng((seed, sizes.number))
+    random = np.random.default_rng((*key, sizes.number))
     chosen = [enough[i] for i in sorted(random.permutation(len(enough))[: sizes.number].tolist())]
     drawn = {
         name: [train[name][i] for i in random.permutation(len(train[name]))[:wanted].tolist()]

@@ -290,6 +290,23 @@ def test_a_mean_score_is_of_all_tasks_or_none(tmp_path: Path) -> None:
         study_of(parts={"one": parts["one"] | {"tasks": [], "metrics": ["mean_score"]}})
 
 
+def test_a_score_of_several_draws_is_their_mean_once_all_are_there(tmp_path: Path) -> None:
+    parts = {"one": {"asks": "?", "arms": list(ARMS), "tasks": ["a"], "metrics": ["a"]}}
+    tasks = {"a": {"file": "fewclue-tnews", "classes": {"number": 3, "rows": 9, "draws": 2}}}
+    made = plan_of(study_of(parts=parts, tasks=tasks))
+    assert len(set(made.fine_tunings)) == 2 * len(made.runs)
+    _finish(tmp_path, "plain/seed-1", 5.0)
+    for draw, score in enumerate((0.5, 0.75)):
+        assert "a" not in _readings(made, tmp_path)["plain/seed-1"].values
+        folder = read.tasks_folder(tmp_path) / read.task_name("plain/seed-1", "a", draw)
+        folder.mkdir(parents=True)
+        (folder / "result.json").write_text(json.dumps({"mean": score}))
+        line = {"step": 1, "kind": "train", "loss": 0.25 + draw}
+        (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    found = _readings(made, tmp_path)["plain/seed-1"].values
+    assert (found["a"], found["train_loss.a"]) == (0.625, 0.75)
+
+
 @pytest.mark.long
 def test_rows_of_tasks_count_and_stay_when_runs_are_not_there_any_more(tmp_path: Path) -> None:
     parts = {"one": {"asks": "?", "arms": list(ARMS), "tasks": ["a", "b"]}}
