@@ -1,6 +1,6 @@
 """Data preparation: speed beside other tools, by part, memory, storage, and the cost of 280 GB.
 
-    python benchmarks/data_prep.py CORPUS.jsonl.gz [--peers-python VENV/bin/python] [--large]
+    python benchmarks/data_prep.py CORPUS.jsonl.gz [--peers runs/peers] [--large]
         [--rounds 3] [--vocab 50000 32000] [--given vocab.txt tokenizer.json] [--only-blocks]
         [--markdown benchmarks/results/data_prep.md]
 
@@ -19,10 +19,7 @@ Unigram model, rules and splitting that transformers' converter would give it), 
 - "hf": `encode_batch_fast` alone, over the same texts.
 Ratios are medians over the rounds. With `--given` the same for published vocabularies, BERT's
 WordPiece (vocab.txt) or a byte-level BPE (tokenizer.json), which the peers get as the file that a
-dataset has; "ids" counts the documents that get other ids from the package tokenizers. The peers'
-python:
-
-    python3 -m venv PEERS && PEERS/bin/pip install datatrove 'xxhash<4' orjson
+dataset has; "ids" counts the documents that get other ids from the package tokenizers.
 
 "stages" are those of configs/prep/web.yaml with near duplicates, over one copy: CPU seconds and the
 peak memory of a process that did nothing else. `--large` adds a file of 1 GB and a line of 200 MB.
@@ -41,6 +38,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +50,7 @@ from backports import zstd  # noqa: E402
 from tokenizers import models, normalizers, pre_tokenizers  # noqa: E402
 
 from benchmarks import filters, minhash  # noqa: E402
+from benchmarks.peers import PEERS_HELP, pythons_of  # noqa: E402
 from benchmarks.timing import cpu_seconds, peak_mib  # noqa: E402
 from data_prep import corpus as corpora  # noqa: E402
 from data_prep.chain import walk  # noqa: E402
@@ -206,6 +205,7 @@ def _side_by_side(
     arguments: argparse.Namespace, folder: Path, lines: dict[int, tuple[Path, float]], given: Path
 ) -> dict[str, Any]:
     """Blocks and peers in turns: MB a CPU-second of every round, medians, median ratios."""
+    pythons = pythons_of(("datatrove",), arguments.peers)
     (one, one_mb), (many, many_mb) = lines[1], lines[arguments.copies]
     rounds: dict[str, list[float]] = {"blocks": []}
     found: dict[str, Any] = {"tokens": {}}
@@ -226,8 +226,8 @@ def _side_by_side(
         tars = sum(path.stat().st_size for path in (output / "shards").glob("*.tar"))
         found["tokens"]["blocks"] = tokens // arguments.copies
         found["tars_over_tokens"] = round(tars / (2 * tokens), 4)
-        for kind in ("datatrove", "hf") if arguments.peers_python else ():
-            peer = _peer(arguments.peers_python, kind, one, fast)
+        for kind, python in product(("datatrove", "hf"), pythons):
+            peer = _peer(python, kind, one, fast)
             rounds.setdefault(kind, []).append(one_mb / peer["cpu_s"])
             found["tokens"][kind] = peer["tokens"]
             found[f"{kind}_version"] = peer["version"]
@@ -236,7 +236,7 @@ def _side_by_side(
     for kind in ("datatrove", "hf"):
         ratios = [a / b for a, b in zip(rounds["blocks"], rounds.get(kind, []), strict=False)]
         found[f"times_{kind}"] = (
-            round(statistics.median(ratios), 2) if ratios else "not measured: no --peers-python"
+            round(statistics.median(ratios), 2) if ratios else "not measured: no --peers"
         )
     return found
 
@@ -477,7 +477,7 @@ def main() -> None:
     parser.add_argument("--only-blocks", action="store_true", help="leave out parts and stages")
     parser.add_argument("--copies", type=int, default=4, help="of the corpus, in a task of shards")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--peers-python", help="python of a venv with datatrove and xxhash<4")
+    parser.add_argument("--peers", type=Path, help=PEERS_HELP)
     parser.add_argument("--large", action="store_true", help="memory for 1 GB and a line of 200 MB")
     parser.add_argument("--markdown", type=Path, help="file for the main figures as tables")
     arguments = parser.parse_args()

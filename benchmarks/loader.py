@@ -1,7 +1,7 @@
 """Batches ready for the model: speed of the training loader beside others, on the same text.
 
     python -m benchmarks.loader DATASET [--seq-len 512] [--batch 32] [--rounds 3]
-        [--peers-python VENV/bin/python ...] [--table benchmarks/results/loader.md]
+        [--peers runs/peers] [--table benchmarks/results/loader.md]
 
 DATASET is a folder written by `python -m data_prep run`. Speeds are millions of tokens of text,
 which are neither padding nor [CLS] nor [SEP], a second of CPU time of all threads, and a wall-clock
@@ -22,13 +22,14 @@ on.
   memory maps of the fields of an example: input_ids, special_tokens_mask and, for whole words,
   offset_mapping, made beforehand from our word starts (a word begins where it does not touch the
   token before).
+- "arrays": the same with arrays of numbers in place of lists.
 - "memmap": a batch of random rows of the map at once, then the collator's `torch_mask_tokens`
   called on the tensor: the cheapest way to use it, and no loader that anybody ships.
 - "webdataset": one .npy member a row, `.shuffle(1000).decode().to_tuple().batched()`.
 - "litdata" (TokensLoader, chunks of 64 MiB) and "streaming" (mosaicml, default shuffle).
 The last three with and without `torch_mask_tokens` for single tokens; for whole words they would
-have to carry the word starts, too. Each reader runs with the first Python, of this one and of
-`--peers-python`, that can write its files.
+have to carry the word starts, too. Each reader runs with the first Python, of this one and of the
+environments of `benchmarks.peers`, that can write its files.
 
 "open" is from `benchmarks.loading`: the start in the middle of 280 GB.
 """
@@ -49,6 +50,7 @@ import torch
 
 from benchmarks import loading
 from benchmarks.loader_subjects import Spec
+from benchmarks.peers import PEERS_HELP, pythons_of
 from pipeline.config.load import git_revision
 from pipeline.data.counts import packing_counts
 from pipeline.data.format import DatasetIndex, read_index
@@ -61,7 +63,7 @@ OURS = ("ours", "whole_word")
 DOCUMENTED = ("collator", "whole_word")
 SUBJECTS = (
     OURS, ("ours", "whole_word, no hashes"), ("ours", "whole_word, rank 0 of 8 ranks"),
-    DOCUMENTED, ("collator", "token"),
+    DOCUMENTED, ("collator", "token"), ("arrays", "whole_word"), ("arrays", "token"),
     ("memmap", "whole_word"), ("memmap", "token"), ("memmap", "none"),
     ("webdataset", "token"), ("webdataset", "none"),
     ("litdata", "token"), ("litdata", "none"),
@@ -77,16 +79,17 @@ What is not the same for all:
 
 - The peers know no documents: attention crosses them, and there are no positions, document numbers
   or padding to be made. Ours makes all that, and loses the slots that packing leaves empty.
-- Only "collator" and "memmap" mask whole words, and then every one becomes [MASK]: the collator has
-  no random tokens there. Its word boundaries were worked out before, and read as 8 bytes a token.
+- Only "collator", "arrays" and "memmap" mask whole words, and then every one becomes [MASK]: the
+  collator has no random tokens there. Its word boundaries were worked out before, and read as 8
+  bytes a token.
 - The peers' masks depend on the order of calls. Ours are a function of seed, epoch and sample.
 - Ours compares each block with its sha256 when it is first read; the peers check nothing.
 - The peers' first batch is not counted, with it webdataset's filling of its buffer and the orders
   that litdata and streaming draw. Of ours all is counted from opening the dataset on.
 - A corpus that fits into the page cache, and into one window of blocks, says nothing about cold
   storage. Ours reads a block once an epoch, in each rank: "rank 0 of 8" has that cost.
-- Outside "collator", the length of the tokenizer is worked out once: transformers 4.57, which
-  streaming needs, counts the vocabulary at each batch, 8 ms for 32,000 pieces.
+- Outside "collator" and "arrays", the length of the tokenizer is worked out once: transformers
+  4.57, which streaming needs, counts the vocabulary at each batch, 8 ms for 32,000 pieces.
 - litdata keeps its tokens as int32, the others as uint16. "streaming" imports torchvision, which it
   does not use here; where the wheel does not fit the build of torch, empty modules will do.
 - Collecting Python's garbage between passes is not counted, for any.
@@ -220,8 +223,8 @@ def _table(result: dict[str, Any]) -> str:
     lines = [
         "# Loader", "",
         f"`python -m benchmarks.loader DATASET --batch {result['batch']} --rounds "
-        f"{result['rounds']} --seq-len {' '.join(map(str, result['seq_len']))} --peers-python "
-        f"...`, {result['tokens']:,} tokens of text in {result['documents']:,} "
+        f"{result['rounds']} --seq-len {' '.join(map(str, result['seq_len']))} "
+        f"--peers runs/peers`, {result['tokens']:,} tokens of text in {result['documents']:,} "
         f"documents; {versions}. Millions of tokens of text a second, "
         "median and best of the rounds; what is compared is said in `benchmarks/loader.py`.",
     ]  # fmt: skip
@@ -279,10 +282,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32, help="sequences")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=2.0, help="CPU seconds of a measurement")
-    parser.add_argument("--peers-python", nargs="+", default=[], help="pythons of venvs of peers")
+    parser.add_argument("--peers", type=Path, help=PEERS_HELP)
     parser.add_argument("--table", type=Path, help="file for the figures as Markdown")
     arguments = parser.parse_args()
     index = read_index(arguments.dataset)
+    pythons = [sys.executable, *pythons_of(("litdata", "streaming"), arguments.peers)]
     special_ids = [index.vocabulary.cls, index.vocabulary.sep]
     result: dict[str, Any] = {
         "batch": arguments.batch, "rounds": arguments.rounds,
@@ -298,7 +302,6 @@ def main() -> None:
                 str(arguments.dataset.resolve()), folder, seq_len, arguments.batch,
                 arguments.seconds, special_ids,
             )  # fmt: skip
-            pythons = [sys.executable, *arguments.peers_python]
             result["seq_len"][seq_len] = compare(index, spec, arguments.rounds, pythons)
     with tempfile.TemporaryDirectory() as folder:
         result["open"] = loading.opening(Path(folder, "large"))

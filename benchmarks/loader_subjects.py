@@ -18,6 +18,7 @@ import tarfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,8 @@ def memmap(spec: Spec, masking: str) -> Pass:
 class _Examples(torch.utils.data.Dataset[dict[str, Any]]):
     """What a Hugging Face tokenizer gives for a sequence, kept ready in maps."""
 
-    def __init__(self, spec: Spec, whole_word: bool) -> None:
+    def __init__(self, spec: Spec, *, whole_word: bool, arrays: bool) -> None:
+        self.arrays = arrays
         names = {"input_ids": "tokens", "special_tokens_mask": "special"}
         if whole_word:
             names["offset_mapping"] = "offsets"
@@ -128,12 +130,17 @@ class _Examples(torch.utils.data.Dataset[dict[str, Any]]):
         return len(self.maps["input_ids"])
 
     def __getitem__(self, number: int) -> dict[str, Any]:
-        return {field: rows[number].tolist() for field, rows in self.maps.items()}
+        rows = {field: rows[number] for field, rows in self.maps.items()}
+        if self.arrays:
+            return {field: row.astype(np.int64) for field, row in rows.items()}
+        return {field: row.tolist() for field, row in rows.items()}
 
 
-def collator(spec: Spec, masking: str) -> Pass:
-    """Hugging Face's collator as its documentation says, in a DataLoader over maps."""
-    examples = _Examples(spec, masking == "whole_word")
+def collator(spec: Spec, masking: str, *, arrays: bool = False) -> Pass:
+    """Hugging Face's collator in a DataLoader over maps: of lists, as its documentation has them,
+    or of arrays.
+    """
+    examples = _Examples(spec, whole_word=masking == "whole_word", arrays=arrays)
     collate = _collator(spec, masking)
     return lambda: torch.utils.data.DataLoader(
         examples, batch_size=spec.batch, shuffle=True, drop_last=True, collate_fn=collate
@@ -237,8 +244,8 @@ def _write_streaming(spec: Spec) -> None:
 
 
 READERS: dict[str, Callable[[Spec, str], Pass]] = {
-    "ours": ours, "collator": collator, "memmap": memmap, "webdataset": webdataset,
-    "litdata": litdata, "streaming": streaming,
+    "ours": ours, "collator": collator, "arrays": partial(collator, arrays=True),
+    "memmap": memmap, "webdataset": webdataset, "litdata": litdata, "streaming": streaming,
 }  # fmt: skip
 _WRITERS = {
     "webdataset": _write_webdataset, "litdata": _write_litdata, "streaming": _write_streaming
