@@ -7,12 +7,14 @@ in a finished model lies in OUT/readings, so that a study goes on where it was s
 import json
 import logging
 import statistics
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from experiments.probes import PROBES, ProbeResult, read_masks
 from experiments.study import MEAN_SCORE, StudyPlan, StudyRun, fits, safe_name
@@ -163,6 +165,26 @@ def read_scores(folder: Path, result: dict[str, Any]) -> TaskScores:
     tables = [run.scored.table for run in runs]
     scores = [table.score for table in tables]
     return TaskScores(result, rows, [run.seed for run in runs], scores, row_draws(tables))
+
+
+def joined(parts: Sequence[TaskScores]) -> TaskScores:
+    """Put the seeds of several folders side by side, all scored on the same rows.
+
+    Raises:
+        DataError: they are of other rows.
+    """
+    if any(part.rows != parts[0].rows for part in parts):
+        raise DataError(
+            f"the seeds {[part.seeds for part in parts]} were scored on different rows; remove "
+            "their folders and call again"
+        )
+    return TaskScores(
+        parts[0].result,
+        parts[0].rows,
+        [seed for part in parts for seed in part.seeds],
+        [score for part in parts for score in part.scores],
+        np.concatenate([part.draws for part in parts], axis=1),
+    )
 
 
 def difference(model: TaskScores, against: TaskScores) -> Interval | None:

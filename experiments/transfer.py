@@ -2,7 +2,9 @@
 
 Each task is fine-tuned from three models: the one that the stage starts from, that of all tasks,
 and one of all other tasks, which never saw it. The last is the test of transfer: the second may
-have learned the task itself. Differences are paired over rows and seeds.
+have learned the task itself. Beside them may stand other mixes of all tasks (`variants`), and all
+may be asked for several numbers of the task's own rows (`rows`). Differences are paired over rows
+and seeds.
 """
 
 import logging
@@ -14,9 +16,9 @@ from statistics import fmean, stdev
 from typing import Any, ClassVar
 
 from experiments import page
-from experiments.read import TaskScores, difference, read_scores
+from experiments.read import TaskScores, difference, joined, read_scores
 from pipeline.config.load import build, find_config, load, provenance
-from pipeline.config.schema import REQUIRED, param, path_param
+from pipeline.config.schema import REQUIRED, param, path_param, section
 from pipeline.errors import EXIT_FINISHED, ConfigError, PreemptedError
 from pipeline.multitask.config import TaskMix, load_mix
 from pipeline.runtime import env
@@ -30,7 +32,6 @@ from pipeline.use.pretrain import own_process
 logger = logging.getLogger(__name__)
 
 ALONE, ALL, WITHOUT = "start", "all", "without"
-_PAIRS = ((ALL, ALONE), (WITHOUT, ALONE), (ALL, WITHOUT))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,34 @@ class TransferConfig:
     tasks: tuple[str, ...] = param((), "tasks of the mix to fine-tune; empty takes all")
     overrides: tuple[str, ...] = param((), "section.key=value of the fine-tunings")
     seeds: tuple[int, ...] = param((1, 2, 3), "of the fine-tunings")
+    mix_per_seed: bool = param(
+        False, "train each mix anew for each seed, so that intervals hold how much mixes vary"
+    )
+    rows: tuple[int, ...] = param(
+        (), "rows of train that each task is fine-tuned on, in turn; empty takes those of the task"
+    )
+    variants: dict[str, tuple[str, ...]] = section(
+        dict, "further mixes of all tasks: name and their section.key=value"
+    )
+    leave_out: bool = param(True, "train a mix without it for each task")
+
+    def __post_init__(self) -> None:
+        if taken := {ALONE, ALL, WITHOUT} & set(self.variants):
+            raise ConfigError(
+                f"variants: {', '.join(sorted(taken))} is a model that the table has anyway; "
+                "choose another name"
+            )
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """Names of the models that each task is fine-tuned from."""
+        return (ALONE, ALL, *self.variants, *((WITHOUT,) if self.leave_out else ()))
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """Models that are compared: each with the start, and with that of all tasks."""
+        others = [arm for arm in self.arms if arm not in (ALONE, ALL)]
+        return [(arm, ALONE) for arm in (ALL, *others)] + [(ALL, arm) for arm in others]
 
 
 def transfer(path: str, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -67,26 +96,34 @@ def transfer(path: str, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
         raise ConfigError(
             f"tasks: {', '.join(unknown)} are not of {file}, which has {', '.join(mix.tasks)}"
         )
-    if len(mix.members) < 3:
+    if config.leave_out and len(mix.members) < 3:
         raise ConfigError(
             f"{file} has {len(mix.members)} tasks; leaving one out needs at least 3, mlm included"
         )
+    mixes = {ALL: mix} | {
+        name: load_mix(str(file), (*config.mix_overrides, *words))
+        for name, words in config.variants.items()
+    }
     out = Path(config.run_dir)
-    _train(mix, out / ALL)
-    scores: dict[tuple[str, str], TaskScores] = {}
+    sources: dict[str, list[str]] = {ALONE: [mix.config.init_from] * len(config.seeds)}
+    for arm, of in mixes.items():
+        sources[arm] = _train(of, out / arm, config)
+    scores: dict[tuple[str, int | None, str], TaskScores] = {}
     for number, name in enumerate(names, start=1):
-        without = out / f"{WITHOUT}-{name}"
-        others = {member: of for member, of in mix.members.items() if member != name}
-        _train(_only(mix, others), without)
-        sources = {ALONE: mix.config.init_from, ALL: str(out / ALL), WITHOUT: str(without)}
-        for arm, source in sources.items():
-            scores[name, arm] = _tuned(mix.tasks[name], source, out / "finetune" / arm, config)
+        if config.leave_out:
+            others = {member: of for member, of in mix.members.items() if member != name}
+            sources[WITHOUT] = _train(_only(mix, others), out / f"{WITHOUT}-{name}", config)
+        for rows, arm in product(config.rows or (None,), config.arms):
+            folder = out / "finetune" / arm / (f"rows-{rows}" if rows else "")
+            scores[name, rows, arm] = _tuned(mix.tasks[name], sources[arm], folder, rows, config)
         body = {
             "mix": str(file),
             "start": mix.config.init_from,
             "seeds": list(config.seeds),
+            "mix_per_seed": config.mix_per_seed,
+            "variants": {name: list(words) for name, words in config.variants.items()},
             "partial": number < len(names),
-            **_compared(names[:number], scores),
+            **_compared(names[:number], scores, config),
             "versions": provenance(),
         }
         page.write(out, "transfer", body, markdown(body).splitlines(), {})
@@ -100,8 +137,18 @@ def _only(mix: TaskMix, members: Mapping[str, Any]) -> TaskMix:
     return TaskMix(config, tasks, dict(members))
 
 
-def _train(mix: TaskMix, folder: Path) -> None:
-    """Train on a mix in a folder, unless that is done."""
+def _train(mix: TaskMix, folder: Path, config: TransferConfig) -> list[str]:
+    """Train on a mix, once or for each seed, unless that is done; return the model of each seed."""
+    if not config.mix_per_seed:
+        _train_one(mix, folder)
+        return [str(folder)] * len(config.seeds)
+    for seed in config.seeds:
+        of_seed = replace(mix, config=replace(mix.config, seed=seed))
+        _train_one(of_seed, folder / f"seed-{seed}")
+    return [str(folder / f"seed-{seed}") for seed in config.seeds]
+
+
+def _train_one(mix: TaskMix, folder: Path) -> None:
     if RunFolder(folder).done.exists():
         logger.info("%s is finished", folder)
         return
@@ -118,41 +165,54 @@ def _train(mix: TaskMix, folder: Path) -> None:
         )
 
 
-def _tuned(task: TaskConfig, source: str, folder: Path, config: TransferConfig) -> TaskScores:
-    """Fine-tune a task from a model, unless that is done, and score it."""
+def _tuned(
+    task: TaskConfig, sources: Sequence[str], folder: Path, rows: int | None, config: TransferConfig
+) -> TaskScores:
+    """Fine-tune a task from the model of each seed, unless that is done, and score it."""
     # A function, not a command: by the weights it knows whether what is finished is of this model.
     from pipeline.finetune.run import finetune
 
-    changed = build(TaskConfig, asdict(task), f"task {task.name}", config.overrides)
+    words = (*config.overrides, *(() if rows is None else (f"data.train_rows={rows}",)))
+    changed = build(TaskConfig, asdict(task), f"task {task.name}", words)
     name, tokens = str(task.name), Path(config.run_dir) / "tokens"
-    out = folder / name
-    result = finetune(changed, name=name, source=source, out=out, seeds=config.seeds, tokens=tokens)
-    return read_scores(out, result)
+    found = []
+    for source in dict.fromkeys(sources):
+        seeds = tuple(s for s, of in zip(config.seeds, sources, strict=True) if of == source)
+        out = folder / name if len(seeds) == len(sources) else folder / f"{name}+seed-{seeds[0]}"
+        result = finetune(changed, name=name, source=source, out=out, seeds=seeds, tokens=tokens)
+        found.append(read_scores(out, result))
+    return joined(found)
 
 
-def _compared(names: Sequence[str], scores: Mapping[tuple[str, str], TaskScores]) -> dict[str, Any]:
-    """Compare the three models of each task, and judge all differences together."""
+def _compared(
+    names: Sequence[str],
+    scores: Mapping[tuple[str, int | None, str], TaskScores],
+    config: TransferConfig,
+) -> dict[str, Any]:
+    """Compare the models of each task, and judge all differences together."""
+    places = list(product(names, config.rows or (None,)))
     compared: dict[Hashable, Interval | None] = {
-        (name, *pair): difference(*(scores[name, arm] for arm in pair))
-        for name, pair in product(names, _PAIRS)
+        (*place, *pair): difference(*(scores[*place, arm] for arm in pair))
+        for place, pair in product(places, config.pairs)
     }
     stands, how_sure = judged(compared)
     lines = []
-    for name in names:
-        first = scores[name, ALONE].result
+    for place in places:
+        first = scores[*place, ALONE].result
         lines.append(
             {
-                "task": name,
+                "task": place[0],
+                "rows": place[1],
                 "metric": first["metric"],
                 "scored_on": first["protocol"]["scored_on"],
                 "majority": first["majority"],
                 "chance": first["chance"],
-                "scores": {arm: scores[name, arm].scores for arm in (ALONE, ALL, WITHOUT)},
+                "scores": {arm: scores[*place, arm].scores for arm in config.arms},
                 "differences": {
-                    f"{arm} - {against}": intervals.plain(
-                        compared[name, arm, against], stands.get((name, arm, against))
+                    " - ".join(pair): intervals.plain(
+                        compared[*place, *pair], stands.get((*place, *pair))
                     )
-                    for arm, against in _PAIRS
+                    for pair in config.pairs
                 },
             }
         )
@@ -161,25 +221,36 @@ def _compared(names: Sequence[str], scores: Mapping[tuple[str, str], TaskScores]
 
 def markdown(body: Mapping[str, Any]) -> str:
     """Write the table."""
-    head = ["task", "metric", "majority", "start", "all tasks", "without it"]
+    first = body["tasks"][0]
+    by_rows = ["rows"] if first["rows"] is not None else []
+    head = ["task", *by_rows, "metric", "majority", *first["scores"], *first["differences"]]
     rows = []
     for line in body["tasks"]:
-        scores = [_score(line["scores"][arm]) for arm in (ALONE, ALL, WITHOUT)]
-        differences = map(_difference, line["differences"].values())
-        majority = f"{100 * line['majority']:.1f}"
-        rows.append([line["task"], line["metric"], majority, *scores, *differences])
-    head += [f"{arm} - {against}" for arm, against in _PAIRS]
-    table = "\n".join(page.table("ll" + "r" * (len(head) - 2), head, rows))
+        cells = [line["task"], *(str(line[name]) for name in by_rows), line["metric"]]
+        cells += [f"{100 * line['majority']:.1f}", *map(_score, line["scores"].values())]
+        rows.append([*cells, *map(_difference, line["differences"].values())])
+    sides = ("l" + "r" * len(by_rows) + "l").ljust(len(head), "r")
+    table = "\n".join(page.table(sides, head, rows))
     state = "partial: " if body["partial"] else ""
-    return f"""# Transfer: {state}{len(body["tasks"])} tasks
+    mixes = (
+        "Each seed has multi-task runs of its own."
+        if body["mix_per_seed"]
+        else "One multi-task run each: how much these\nvary from seed to seed is not part of "
+        "the intervals."
+    )
+    said = [f"start: {body['start']}", f"all: after the mix {body['mix']}"]
+    said += [f"{name}: the same with {' '.join(words)}" for name, words in body["variants"].items()]
+    if WITHOUT in first["scores"]:
+        said.append("without: the same mix without the task")
+    tasks = len({line["task"] for line in body["tasks"]})
+    return f"""# Transfer: {state}{tasks} tasks
 
 {table}
 
 Percent; mean ± standard deviation over {len(body["seeds"])} seeds of the fine-tuning. Differences
 are paired, with 95% intervals: bootstrap of the rows, Student's t of the seeds; + helped, - hurt,
-? either, ! stands after Holm's correction. One multi-task run each: how much these vary from seed
-to seed is not part of the intervals.
-start: {body["start"]}; all: after the mix {body["mix"]}; without: after the same without the task.
+? either, ! stands after Holm's correction. {mixes}
+{"; ".join(said)}.
 
 {body["how_sure"]}
 """
