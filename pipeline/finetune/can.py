@@ -15,8 +15,9 @@ import numpy.typing as npt
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.finetune.result import RESULT, SeedRun, averaged, joined
+from pipeline.tasks.intervals import interval_of, plain, row_draws, row_variance
 from pipeline.tasks.kinds.table import KINDS
-from pipeline.tasks.scores import Floats
+from pipeline.tasks.scores import Floats, Table
 from pipeline.tasks.types import PredictionRow
 
 # Above what sampling gives; a fixed bound would warn of noise at 119 classes and miss shifts at 2.
@@ -90,27 +91,46 @@ def shift(one: Floats, other: Floats) -> float:
 def can_result(runs: Sequence[SeedRun], config: CanConfig) -> dict[str, Any]:
     """Return the key `can` of `result.json`: scores before and after, means over the seeds.
 
+    `difference` is that of the task's metric, with its interval over rows and seeds.
+
     Raises:
         DataError: the kind of task has no classes, or the prior or the scores were not stored.
     """
     each = [_one_run(run, config) for run in runs]
-    warnings = joined([run.seed for run in runs], [texts for _, texts in each])
-    splits = averaged([splits for splits, _ in each])
+    warnings = joined([run.seed for run in runs], [texts for _, texts, _ in each])
+    splits = averaged([splits for splits, _, _ in each])
+    for split, body in splits.items():
+        body["difference"] = _difference([tables[split] for _, _, tables in each])
     return {"settings": asdict(config), "splits": splits, "warnings": warnings}
 
 
-def _one_run(run: SeedRun, config: CanConfig) -> tuple[dict[str, Any], list[str]]:
+_Pair = tuple[Table, Table] | None
+"""A split's metric before and after; None where it has no gold."""
+
+
+def _difference(pairs: Sequence[_Pair]) -> dict[str, Any] | None:
+    known = [pair for pair in pairs if pair is not None]
+    if not known:
+        return None
+    before, after = ([pair[side] for pair in known] for side in (0, 1))
+    values = [new.score - old.score for old, new in zip(before, after, strict=True)]
+    rows = row_variance(row_draws(after) - row_draws(before), len(before[0].lines))
+    found = plain(interval_of(values, rows), None)
+    return {key: value for key, value in found.items() if key != "stands"}
+
+
+def _one_run(run: SeedRun, config: CanConfig) -> tuple[dict[str, Any], list[str], dict[str, _Pair]]:
     if not run.config.kind.has_classes:
         known = ", ".join(kind.name for kind in KINDS.values() if kind.has_classes)
         raise DataError(
             f"{run.folder}: --can corrects probabilities of classes; task.kind="
             f"{run.config.task.kind} has none (expected {known})"
         )
-    prior, splits, warnings = _prior(run), {}, []
+    prior, splits, warnings, tables = _prior(run), {}, [], {}
     for split, rows in run.predictions.items():
-        splits[split], texts = _one_split(run, split, rows, prior, config)
+        splits[split], texts, tables[split] = _one_split(run, split, rows, prior, config)
         warnings += [f"{split}: {text}" for text in texts]
-    return splits, warnings
+    return splits, warnings, tables
 
 
 def _prior(run: SeedRun) -> Floats:
@@ -130,7 +150,7 @@ def _prior(run: SeedRun) -> Floats:
 
 def _one_split(
     run: SeedRun, split: str, rows: list[PredictionRow], prior: Floats, config: CanConfig
-) -> tuple[dict[str, Any], list[str]]:
+) -> tuple[dict[str, Any], list[str], _Pair]:
     if any(row.scores is None for row in rows):
         raise DataError(f"{run.folder}: predictions of {split} have no scores, which --can needs")
     scores = np.array([row.scores for row in rows], dtype=np.float64)
@@ -149,10 +169,18 @@ def _one_split(
         "before": run.scored.body[split],
         "after": None,
     }
+    pair: _Pair = None
     if golds:
-        kept = [new for row, new in zip(rows, after, strict=True) if row.gold is not None]
-        every = run.config.kind.score(golds, kept, labels=run.labels)
-        body["after"] = {name: table.score for name, table in every.items()}
+        old, new = (
+            run.config.kind.score(
+                golds,
+                [name for row, name in zip(rows, names, strict=True) if row.gold is not None],
+                labels=run.labels,
+            )
+            for names in (before, after)
+        )
+        body["after"] = {name: table.score for name, table in new.items()}
+        pair = old[run.config.metric], new[run.config.metric]
     warnings = []
     if not uncertain.any() or uncertain.all():
         which = "all rows are" if uncertain.any() else "no row is"
@@ -163,7 +191,7 @@ def _one_split(
         if classes:
             body[key], text = _check(name, classes, run.labels, prior)
             warnings += text
-    return body, warnings
+    return body, warnings, pair
 
 
 def _check(

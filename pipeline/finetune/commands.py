@@ -216,10 +216,10 @@ def _lines(folder: Path, stored: Body, new: Body) -> Iterator[str]:
         yield "all numbers are as stored"
     yield from (f"warning: {text}" for text in new["warnings"])
     if "can" in new:
-        yield from _can_lines(new["can"])
+        yield from _can_lines(new["can"], new["metric"])
 
 
-def _can_lines(can: Body) -> Iterator[str]:
+def _can_lines(can: Body, metric: str) -> Iterator[str]:
     settings = ", ".join(f"{name}={value}" for name, value in can["settings"].items())
     yield f"CAN ({settings}; not tuned)"
     rows: list[tuple[str, ...]] = [("", "before", "after")]
@@ -227,6 +227,9 @@ def _can_lines(can: Body) -> Iterator[str]:
         for name in body["before"] or ():
             values = (f"{body[key][name]:.5f}" for key in ("before", "after"))
             rows.append((f"{split}.{name}", *values))
+        if (of := body["difference"]) is not None:
+            ends = f"{number(of['low'], '+.5f')} to {number(of['high'], '+.5f')}"
+            rows.append((f"{split}, {metric}, after - before", f"{of['mean']:+.5f}", ends))
         counts = (("uncertain rows", "uncertain"), ("predictions changed", "changed"))
         rows += [(f"{split}, {text}", "", f"{body[key]:,.6g}") for text, key in counts]
         for name in ("confident", "gold"):

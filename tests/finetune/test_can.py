@@ -1,6 +1,7 @@
 """CAN against a case worked out by hand, and against its definition, one stack after the other."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -130,6 +131,26 @@ def test_the_result_has_scores_before_and_after(tmp_path: Path) -> None:
     assert dev["before"]["accuracy"] == pytest.approx(2 / 3)
     assert (dev["after"]["accuracy"], dev["shift_confident"]) == (1.0, 0.5)
     assert dev["shift_gold"] == pytest.approx(1 / 6)
+    assert dev["difference"]["mean"] == pytest.approx(1 / 3)
+
+
+def test_the_difference_has_an_interval_over_rows_and_seeds(tmp_path: Path) -> None:
+    # Of 200 rows 10 become right and 4 wrong in one seed, 8 and 4 in the other.
+    def of(seed: int, right: int, wrong: int) -> SeedRun:
+        rows = [*_rows(("0", 0.1), times=200 - right - wrong), *_rows(("1", 0.45), times=right),
+                *_rows(("0", 0.45), times=wrong)]  # fmt: skip
+        return replace(_run(tmp_path, rows, {"0": 5, "1": 5}), seed=seed)
+
+    [one, two] = ((10, 4), (8, 4))
+    alone = can_result([of(1, *one)], CanConfig())["splits"]["dev"]["difference"]
+    assert alone["mean"] == pytest.approx(6 / 200)
+    # A row's difference is 1, -1 or 0; the mean of 200 is nearly normal.
+    half = 1.96 * math.sqrt((14 / 200 - (6 / 200) ** 2) / 200)
+    assert alone["method"] == "rows"
+    assert alone["high"] - alone["low"] == pytest.approx(2 * half, rel=0.1)
+    both = can_result([of(1, *one), of(2, *two)], CanConfig())["splits"]["dev"]["difference"]
+    assert both["mean"] == pytest.approx(5 / 200)
+    assert both["method"] == "rows and t"
 
 
 def test_splits_without_gold_and_rows_all_uncertain(tmp_path: Path) -> None:
@@ -137,7 +158,8 @@ def test_splits_without_gold_and_rows_all_uncertain(tmp_path: Path) -> None:
     run.predictions["test"] = _rows((None, 0.1), (None, 0.45))
     run.scored.body["test"] = None
     test = can_result([run], CanConfig())["splits"]["test"]
-    assert (test["before"], test["after"], test["shift_gold"]) == (None, None, None)
+    assert (test["before"], test["after"], test["difference"]) == (None, None, None)
+    assert test["shift_gold"] is None
     assert test["changed"] == 1
     rows = _rows(("0", 0.45), ("1", 0.55))
     body = can_result([_run(tmp_path, rows, {"0": 9, "1": 1})], CanConfig())
