@@ -323,7 +323,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--budget-s", type=float, default=3600.0)
     parser.add_argument("--flash", help="other kernels in the place of torch's flash attention, "
-                        "such as FA3: Hopper, no dropout, package flash_attn_interface")  # fmt: skip
+                        "such as FA3 of the package flash_attn_interface")  # fmt: skip
     parser.add_argument(
         "--tiny", action="store_true", help="one head of 32 and three subjects, for tests"
     )

@@ -416,7 +416,7 @@ def fastest_tiles(size: Size) -> Numbers:
             device=str(size.device),
         )  # fmt: skip
         kept: dict[str, dict[str, Any]] = {}
-        for kernel, tile, ms in fastest(layer, gpu, deadline, FLOOR):
+        for kernel, tile, ms in fastest(layer, gpu, deadline, LIMIT):
             key = layer.shape.key(kernel)
             kept[key] = {"tile": tile, "ms": ms}
             taken = "apart" if tile is None else str(tile)
@@ -454,6 +454,10 @@ def run(size: Size) -> dict[str, Any]:
         except Exception as error:  # noqa: BLE001 - what fails is reported, the rest runs
             found["checks"][name] = {"result": f"failed: {type(error).__name__}: {error}"}
             traceback.print_exc()
+    if size.device.type == "cuda":
+        from pipeline.kernels.tiles import gpu_of, read_table
+
+        found["tiles"] = read_table().get(gpu_of(size.device).name)
     of_attention = found["checks"]["attention against float64"].get("numbers")
     if of_attention:
         found["worst_fused_error"] = max(of_attention.values())

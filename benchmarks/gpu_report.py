@@ -121,7 +121,7 @@ def _checks(found: dict[str, Any]) -> list[str]:
         lines.append(_row(name, one["result"], numbers))
     if tiles:
         lines += ["", "Milliseconds of a kernel over 32,768 tokens and 12 heads; `*`: the fastest, "
-                  "which runs on such a GPU take. `apart`: delta, keys and queries, in the place of "
+                  "which runs on such a GPU take. `apart`: delta, keys and queries, in place of "
                   "the window's one.", "", _row("kernel: tile", "ms"), "|---|---|",
                   *(_row(name, f"{ms:.3f}") for name, ms in tiles.items())]  # fmt: skip
     return [*lines, ""]
