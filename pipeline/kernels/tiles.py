@@ -98,10 +98,8 @@ def candidates(kernel: Kernel, shape: Shape, gpu: Gpu) -> tuple[Tile | None, ...
             return Tile(keys, few, 8, 1), Tile(few, few, 4, 1), Tile(keys, few, 8, 2)
         if not gpu.is_wide:
             return Tile(keys, few, 4, 2), Tile(few, few, 4, 2), Tile(keys, few, 4, 3)
-        return (
-            Tile(keys, keys, 8, 2), Tile(keys, few, 4, 2), Tile(128, keys, 8, 2),
-            Tile(keys, keys, 8, 3),
-        )  # fmt: skip
+        square = Tile(keys, keys, 8, 2)
+        return square, Tile(keys, few, 4, 2), Tile(128, keys, 8, 2), square._replace(stages=3)
     if size == 128:
         return Tile(128, min(width, 32), 8, 2), Tile(64, min(width, 32), 4, 2)
     if width <= 64:

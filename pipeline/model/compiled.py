@@ -52,11 +52,12 @@ class CompiledLayer:
         found = self._run(layer, x, shared, carry_BNSS, num_summed)
         if not self._has_warned and num_graphs() > _MANY_GRAPHS:
             self._has_warned = True
-            logger.warning(
+            text = (
                 "layers were compiled %d times, expected %d at most: each time takes seconds, and "
                 "%d of one layer are an error; TORCH_LOGS=recompiles says why, "
-                "train.compile=false avoids it", num_graphs(), _MANY_GRAPHS, _MOST_GRAPHS,
-            )  # fmt: skip
+                "train.compile=false avoids it"
+            )
+            logger.warning(text, num_graphs(), _MANY_GRAPHS, _MOST_GRAPHS)
         return found
 
 
