@@ -406,9 +406,9 @@ def objects(size: Size) -> Numbers:
 def fastest_tiles(size: Size) -> Numbers:
     """Milliseconds of the kernels of carried scores in each tile; the fastest are kept."""
     from benchmarks.tiles import Layer, fastest
-    from pipeline.kernels.tiles import gpu_of, write_table
+    from pipeline.kernels.tiles import target_of, write_table
 
-    gpu, numbers = gpu_of(size.device), {}
+    gpu, numbers = target_of(size.device), {}
     deadline = time.monotonic() + size.tiles_s
     for longest, head_size, dropout in size.tiled:
         layer = Layer.make(
@@ -455,9 +455,9 @@ def run(size: Size) -> dict[str, Any]:
             found["checks"][name] = {"result": f"failed: {type(error).__name__}: {error}"}
             traceback.print_exc()
     if size.device.type == "cuda":
-        from pipeline.kernels.tiles import gpu_of, read_table
+        from pipeline.kernels.tiles import read_table, target_of
 
-        found["tiles"] = read_table().get(gpu_of(size.device).name)
+        found["tiles"] = read_table().get(target_of(size.device).name)
     of_attention = found["checks"]["attention against float64"].get("numbers")
     if of_attention:
         found["worst_fused_error"] = max(of_attention.values())

@@ -35,7 +35,7 @@ from pipeline.kernels import carried_triton, rows_triton
 from pipeline.kernels.carried_triton import Numbers
 from pipeline.kernels.choose import padded_width
 from pipeline.kernels.common_triton import Launch
-from pipeline.kernels.tiles import KERNELS, Gpu, Kernel, Shape, Tile, candidates, fixed, tile_of
+from pipeline.kernels.tiles import KERNELS, Kernel, Shape, Target, Tile, candidates, fixed, tile_of
 
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",
          torch.int32: "*i32", torch.int64: "*i64"}  # fmt: skip
@@ -145,13 +145,13 @@ class Layer:
         }  # fmt: skip
         return cls(tensors, Numbers(longest, head_size**-0.5, dropout))
 
-    def launches(self, gpu: Gpu) -> Iterator[Launch]:
+    def launches(self, gpu: Target) -> Iterator[Launch]:
         """All of a forward and a backward pass."""
         yield carried_triton.turn_launch(self.tensors)
         yield carried_triton.forward(self.tensors, self.numbers, gpu)
         yield from carried_triton.backward(self.tensors, self.numbers, gpu)
 
-    def launch(self, kernel: Kernel, tile: Tile, gpu: Gpu) -> Launch:
+    def launch(self, kernel: Kernel, tile: Tile, gpu: Target) -> Launch:
         """One of them, in a tile."""
         with ExitStack() as stack:
             if kernel in ("backward_keys", "backward_queries"):
@@ -190,14 +190,14 @@ def cross_entropy(size: int) -> Launch:
 def _others(dropout: float) -> Iterator[Launch]:
     """Kernels without a choice of tiles, of RoFormerV2 base and a vocabulary of 50,000."""
     layer = Layer.make(512, 64, dropout, tokens=4096)
-    launches = {name_of(one): one for one in layer.launches(Gpu((9, 0)))}
+    launches = {name_of(one): one for one in layer.launches(Target((9, 0)))}
     yield from (launches["turn"], launches["delta"], *norm(768, dropout, torch.bfloat16))
     yield cross_entropy(50_000)
 
 
 def rows(capability: int, lengths: list[int], dropout: float) -> Iterator[str]:
     """Lines of the table for one GPU."""
-    gpu = Gpu((capability // 10, capability % 10))
+    gpu = Target((capability // 10, capability % 10))
     for longest in lengths:
         layer = Layer.make(longest, 64, dropout, tokens=8 * longest)
         for kernel in KERNELS:
@@ -222,7 +222,7 @@ def _row(launch: Launch, what: str, capability: int, dropout: float) -> str:
 
 
 def fastest(
-    layer: Layer, gpu: Gpu, deadline: float, limit: float
+    layer: Layer, gpu: Target, deadline: float, limit: float
 ) -> Iterator[tuple[Kernel, Tile | None, dict[str, float]]]:
     """Time the tiles of a layer's kernels, and yield the fastest of each with milliseconds of all.
 

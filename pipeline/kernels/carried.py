@@ -105,7 +105,7 @@ def _forward(
     num_summed: Tensor, longest: int, scale: float, dropout: float, compact: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from pipeline.kernels import carried_triton as launches
-    from pipeline.kernels.tiles import gpu_of
+    from pipeline.kernels.tiles import target_of
 
     turns = cos is not None or token_scale is not None
     out, scores, lse, turned = _empty_results(qkv, longest, compact, turns)
@@ -125,7 +125,7 @@ def _forward(
         "num_summed": num_summed,
     }
     numbers = launches.Numbers(longest, scale, dropout)
-    launches.forward(tensors, numbers, gpu_of(qkv.device)).run()
+    launches.forward(tensors, numbers, target_of(qkv.device)).run()
     return out, scores, lse, turned
 
 
@@ -144,7 +144,7 @@ def _backward(
     num_summed: Tensor, longest: int, scale: float, dropout: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     from pipeline.kernels import carried_triton as launches
-    from pipeline.kernels.tiles import gpu_of
+    from pipeline.kernels.tiles import target_of
 
     d_qkv, d_carry = _empty_gradients(qkv, scores)
     dq, dk, dv = d_qkv.unbind(1)
@@ -170,7 +170,7 @@ def _backward(
         "num_summed": num_summed,
     }
     numbers = launches.Numbers(longest, scale, dropout)
-    for launch in launches.backward(tensors, numbers, gpu_of(qkv.device)):
+    for launch in launches.backward(tensors, numbers, target_of(qkv.device)):
         launch.run()
     return d_qkv, d_carry
 

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pipeline.kernels.common_triton import INTERPRETED, RANDOM_VALUES, Launch, is_kept, narrow
-from pipeline.kernels.tiles import Gpu, Shape, Tile, tile_of
+from pipeline.kernels.tiles import Shape, Target, Tile, tile_of
 
 FP16_MAX = tl.constexpr(65504.0)
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -415,7 +415,7 @@ def turn_launch(tensors: Tensors) -> Launch:
     return Launch(turn_kernel, -(-num_tokens // 16), arguments, constants, 4, 3)
 
 
-def forward(tensors: Tensors, numbers: Numbers, gpu: Gpu) -> Launch:
+def forward(tensors: Tensors, numbers: Numbers, gpu: Target) -> Launch:
     """Fill `scores`, `out` and `lse`.
 
     Tensors are `q`, `k`, `v`, `carry` or None, `scores`, `out`, `lse`, `spans`, `bounds`, `seed`,
@@ -427,7 +427,7 @@ def forward(tensors: Tensors, numbers: Numbers, gpu: Gpu) -> Launch:
     return _by_blocks(forward_kernel, tensors, numbers, constants, tile, tile.queries)
 
 
-def backward(tensors: Tensors, numbers: Numbers, gpu: Gpu) -> Iterator[Launch]:
+def backward(tensors: Tensors, numbers: Numbers, gpu: Target) -> Iterator[Launch]:
     """Fill `dq`, `dk`, `dv` and `d_carry`, one launch after another.
 
     Args:

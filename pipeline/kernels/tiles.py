@@ -2,8 +2,8 @@
 
 `python -m benchmarks.tiles` prints what the compiler makes of each, without a GPU. On one,
 `python -m benchmarks.gpu_checks` times those that are right, and writes the fastest into `TABLE`,
-by `Gpu.name`. Where a GPU is not in the table, the first of the candidates is taken. A tile changes
-the last bits of results, never which probabilities dropout drops.
+by `Target.name`. Where a GPU is not in the table, the first of the candidates is taken. A tile
+changes the last bits of results, never which probabilities dropout drops.
 """
 
 import json
@@ -52,7 +52,7 @@ class Shape(NamedTuple):
         return f"{kernel} w{width} h{self.head_size}{' dropout' if self.drops else ''}"
 
 
-class Gpu(NamedTuple):
+class Target(NamedTuple):
     """What kernels are chosen for."""
 
     capability: tuple[int, int]
@@ -66,20 +66,20 @@ class Gpu(NamedTuple):
 
 
 @cache
-def gpu_of(device: torch.device) -> Gpu:
+def target_of(device: torch.device) -> Target:
     """Return a device's; the interpreter takes Hopper's kernels."""
     if device.type != "cuda":
-        return Gpu((9, 0))
+        return Target((9, 0))
     versions = f"torch {torch.__version__}, Triton {triton.__version__}"
     name = f"{torch.cuda.get_device_name(device)}, {versions}"
-    return Gpu(torch.cuda.get_device_capability(device), name)
+    return Target(torch.cuda.get_device_capability(device), name)
 
 
 # By what ptxas says of sm_80, sm_90 and sm_100 with Triton 3.6 and 3.7, with dropout and without:
 # the first of each spills no registers, the others have more blocks a multiprocessor, stages or
 # queries (`python -m benchmarks.tiles`). No list of tiles for packed batches: rows have equally
 # long windows, so no program is without work.
-def candidates(kernel: Kernel, shape: Shape, gpu: Gpu) -> tuple[Tile | None, ...]:
+def candidates(kernel: Kernel, shape: Shape, gpu: Target) -> tuple[Tile | None, ...]:
     """Return the tiles that a kernel may take, the one without a measurement first.
 
     None for `backward_window` means the other two kernels of the backward pass in its place.
@@ -107,7 +107,7 @@ def candidates(kernel: Kernel, shape: Shape, gpu: Gpu) -> tuple[Tile | None, ...
     return Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(128, 32, 8, 2), Tile(64, 32, 4, 2)
 
 
-def _of_window(shape: Shape, gpu: Gpu) -> tuple[Tile | None, ...]:
+def _of_window(shape: Shape, gpu: Target) -> tuple[Tile | None, ...]:
     width = shape.width
     if width > WINDOW_LIMIT or shape.head_size == 128:
         return (None,)
@@ -136,7 +136,7 @@ def fixed(kernel: Kernel, tile: Tile | None) -> Iterator[None]:
         _fixed.update(before)
 
 
-def tile_of(kernel: Kernel, shape: Shape, gpu: Gpu) -> Tile | None:
+def tile_of(kernel: Kernel, shape: Shape, gpu: Target) -> Tile | None:
     """Return the tile that a kernel takes; None as in `candidates`."""
     if kernel in _fixed:
         return _fixed[kernel]
@@ -154,7 +154,7 @@ def _fastest(name: str) -> dict[str, Tile | None]:
 
 
 def read_table() -> dict[str, dict[str, dict[str, Any]]]:
-    """Return what was measured, `tile` and `ms` of each candidate by `Gpu.name` and `Shape.key`."""
+    """Return `tile` and `ms` of each candidate, by `Target.name` and `Shape.key`."""
     if not TABLE.exists():
         return {}
     return json.loads(TABLE.read_text(encoding="utf-8"))  # type: ignore[no-any-return]

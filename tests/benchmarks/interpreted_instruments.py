@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks import attention, attention_subjects, gpu_checks, tiles
 from pipeline.config.runs import PretrainConfig
 from pipeline.kernels.common_triton import Launch
-from pipeline.kernels.tiles import Gpu, Kernel, Tile
+from pipeline.kernels.tiles import Kernel, Target, Tile
 from pipeline.model.encoder import EncoderModel
 from pipeline.train.build import make_model
 
@@ -81,7 +81,7 @@ def test_checks_find_too_many_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_tile_that_gives_something_else_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     launch = tiles.Layer.launch
 
-    def wrong(layer: tiles.Layer, kernel: Kernel, tile: Tile, gpu: Gpu) -> Launch:
+    def wrong(layer: tiles.Layer, kernel: Kernel, tile: Tile, gpu: Target) -> Launch:
         made = launch(layer, kernel, tile, gpu)
         if kernel == "backward_queries" and tile.queries == 64:
             made.arguments["scale"] *= 1.05
@@ -92,7 +92,7 @@ def test_a_tile_that_gives_something_else_is_not_taken(monkeypatch: pytest.Monke
     deadline = time.monotonic() + 600
     found = {
         kernel: (tile, ms)
-        for kernel, tile, ms in tiles.fastest(layer, Gpu((9, 0)), deadline, attention.LIMIT)
+        for kernel, tile, ms in tiles.fastest(layer, Target((9, 0)), deadline, attention.LIMIT)
     }
     tile, ms = found["backward_queries"]
     assert tile is not None
@@ -102,4 +102,4 @@ def test_a_tile_that_gives_something_else_is_not_taken(monkeypatch: pytest.Monke
     # The window's kernel stands beside the three in its place.
     assert {"apart", "16 x 16, 4 warps, stages 1"} == set(found["backward_window"][1])
     # Nothing begins when no time is left.
-    assert not list(tiles.fastest(layer, Gpu((9, 0)), time.monotonic(), attention.LIMIT))
+    assert not list(tiles.fastest(layer, Target((9, 0)), time.monotonic(), attention.LIMIT))

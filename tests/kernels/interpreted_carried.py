@@ -26,9 +26,9 @@ from pipeline.kernels.carried import carried_attention, scores_of
 from pipeline.kernels.choose import REFERENCE, Choice, Windows, choose
 from pipeline.kernels.tiles import (
     KERNELS,
-    Gpu,
     Kernel,
     Shape,
+    Target,
     Tile,
     candidates,
     fixed,
@@ -394,7 +394,7 @@ TILES = sorted({
     (kernel, tile)
     for kernel in KERNELS
     for capability, drops, width in product(((8, 0), (9, 0), (10, 0)), (False, True), (128, 256))
-    for tile in candidates(kernel, Shape(width, 32, drops), Gpu(capability))
+    for tile in candidates(kernel, Shape(width, 32, drops), Target(capability))
     if tile is not None
 }, key=lambda one: (-one[1].warps, one[1].queries, one))  # fmt: skip
 # What the interpreter does not take by itself: blocks of queries in a window, and half the keys.
@@ -418,7 +418,7 @@ def test_tiles_that_were_measured_are_taken(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(tiles, "TABLE", tmp_path / "tiles.json")
-    gpu, shape = Gpu((9, 0), "a GPU, torch 2, Triton 3"), Shape(512, 64, False)
+    gpu, shape = Target((9, 0), "a GPU, torch 2, Triton 3"), Shape(512, 64, False)
     first, second, *_ = candidates("forward", shape, gpu)
     assert tile_of("forward", shape, gpu) == first
     rows = {
@@ -433,7 +433,7 @@ def test_tiles_that_were_measured_are_taken(
     # All windows of several tiles are alike; other switches and GPUs are not.
     assert tile_of("forward", Shape(1024, 64, False), gpu) == second
     assert tile_of("forward", Shape(512, 64, True), gpu) == first
-    assert tile_of("forward", shape, Gpu((9, 0), "another GPU")) == first
+    assert tile_of("forward", shape, Target((9, 0), "another GPU")) == first
     assert tile_of("backward_window", Shape(128, 64, True), gpu) is None
     assert tile_of("backward_keys", shape, gpu) == candidates("backward_keys", shape, gpu)[0]
     tiles._fastest.cache_clear()

@@ -33,10 +33,10 @@ CASES = [(90, 512, 128, 0.1), (80, 128, 64, 0.1), (90, 64, 64, 0.1), (80, 512, 1
 def test_compiled_kernels(capability: int, longest: int, head_size: int, dropout: float) -> None:
     """In the tiles that are taken where nothing was measured."""
     from benchmarks.tiles import SHARED_KIB, Layer, compiled, found_in, name_of
-    from pipeline.kernels.tiles import Gpu
+    from pipeline.kernels.tiles import Target
 
     layer = Layer.make(longest, head_size, dropout, tokens=8 * longest)
-    launches = list(layer.launches(Gpu((capability // 10, capability % 10))))
+    launches = list(layer.launches(Target((capability // 10, capability % 10))))
     assert len(launches) in (3, 5)  # a window of at most a tile, and longer ones
     for launch in launches:
         name, counts = name_of(launch), found_in(compiled(launch, capability))
