@@ -322,6 +322,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[65_536])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--budget-s", type=float, default=3600.0)
+    parser.add_argument("--flash", help="other kernels in the place of torch's flash attention, "
+                        "such as FA3 of the package flash_attn_interface")  # fmt: skip
     parser.add_argument(
         "--tiny", action="store_true", help="one head of 32 and three subjects, for tests"
     )
@@ -329,9 +331,14 @@ def main() -> None:
     if arguments.subjects is None:
         few = ["carried mean", "eager mean", "plain, math"]
         arguments.subjects = few if arguments.tiny else [n for n in SUBJECTS if n != "plain, math"]
+    if arguments.flash:
+        from torch.nn.attention import activate_flash_attention_impl
+
+        activate_flash_attention_impl(arguments.flash)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     deadline = time.monotonic() + arguments.budget_s
     found: dict[str, Any] = {
+        "flash": arguments.flash or "torch's",
         "benchmark": "attention", "machine": machine.describe(), "cases": {},
         "checks": check(arguments.subjects, device, (1, 32) if arguments.tiny else (4, 256)),
     }  # fmt: skip

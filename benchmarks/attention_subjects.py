@@ -96,7 +96,7 @@ class Carry:
 
 
 def call_carried(
-    qkv: Tensor, carry: Tensor | None, windows: Windows, scale: float, num_summed: int,
+    qkv: Tensor, carry: Tensor | None, windows: Windows, scale: float, num_summed: Tensor,
     dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The one place that knows the signature of our fused kernels."""
@@ -110,12 +110,13 @@ def carried(case: Case, num_summed: int, dropout: float = 0.0) -> Attention:
     windows = case.layout().windows()
     assert windows is not None
     num_rows, length = case.documents.shape
+    summed = torch.tensor(float(num_summed), device=case.documents.device)
 
     def make(scores_BNSS: Tensor) -> Tensor:
         # The kernels' own, in their own format; then its values are written over.
         tokens, *head = case.shape
         zeros = torch.zeros(tokens, 3, *head, dtype=torch.bfloat16, device=scores_BNSS.device)
-        _, carry = call_carried(zeros, None, windows, case.scale, 1)
+        _, carry = call_carried(zeros, None, windows, case.scale, summed)
         scores_of(carry)[..., :length].copy_(scores_BNSS.transpose(0, 1).flatten(1, 2))
         return carry.detach()
 
@@ -123,7 +124,7 @@ def carried(case: Case, num_summed: int, dropout: float = 0.0) -> Attention:
         return values[..., :length].unflatten(1, (num_rows, length)).transpose(0, 1).float()
 
     def run(qkv: Tensor, carry: Tensor) -> Result:
-        return call_carried(qkv, carry, windows, case.scale, num_summed, dropout)
+        return call_carried(qkv, carry, windows, case.scale, summed, dropout)
 
     values = Carry(make, lambda carry: by_rows(scores_of(carry)), by_rows)
     return Attention(run, values, is_packed=True)

@@ -7,6 +7,8 @@ from typing import Any
 
 Results = dict[str, Any]
 """By part: `checks`, `attention`, `steps`, `training` ...; what was not run is not there."""
+TILES = "tiles of the kernels, milliseconds"
+"""The check that times them; `*` marks the fastest."""
 
 
 @dataclass(frozen=True)

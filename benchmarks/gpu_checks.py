@@ -6,23 +6,29 @@ Each check compares with float64 or with itself: fused attention with carried sc
 flash attention over full and packed rows, shorter and longer than a tile, up to documents of 2,048
 tokens; both with dropout, whose mask is read off the output first; models with fused kernels, part
 by part, whose gradients may err no more than plain PyTorch's in bf16; losses of real training
-steps, fused beside plain; Python objects beside NCCL, which must not wait for the GPU. On a CPU,
-`TRITON_INTERPRET=1` and --tiny run the same small.
+steps, fused beside plain, compiled beside eager, ZeRO stage 1 beside 0, with what stage 1 sends;
+Python objects beside NCCL, which must not wait for the GPU. At last the tiles of the kernels are
+timed, and the fastest kept in `pipeline/kernels/tiles.json` for this GPU. On a CPU,
+`TRITON_INTERPRET=1` and --tiny run the same small, and keep nothing.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import machine
 from benchmarks.attention import LIMIT, Inputs, errors, full_documents, packed_documents
@@ -34,6 +40,7 @@ from benchmarks.attention_subjects import (
     carried,
     flash_documents,
 )
+from benchmarks.goals import TILES
 from benchmarks.machine import write_json
 from benchmarks.step_subjects import ROOT
 from pipeline.config.data import DataConfig
@@ -43,12 +50,14 @@ from pipeline.config.runs import PretrainConfig
 from pipeline.config.train import KernelsConfig, TrainConfig
 from pipeline.data.loader import MicroBatch, document_bounds
 from pipeline.errors import ConfigError
+from pipeline.model.compiled import CompiledLayer, num_graphs
+from pipeline.model.cost import parameters
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime import dist
 from pipeline.runtime.env import process_info_or_alone
 from pipeline.train.build import make_model
-from pipeline.train.engine import Engine
+from pipeline.train.engine import Engine, init_process_group
 
 FLOOR = 5e-3
 """Relative Frobenius error of plain PyTorch in bf16, of outputs and gradients of attention."""
@@ -57,6 +66,8 @@ _MORE_THAN_PLAIN = 1.25
 models with other weights average out."""
 _SAME_LOSS = 5e-3
 _DROPPED = 0.1
+_GRAPHS = 4
+"""Of compiled layers: the first and all later ones, at the first length and at any other."""
 _BUSY_CYCLES = 2_000_000_000
 """About a second of a GPU."""
 _FLASH = "plain, flash over documents"
@@ -79,6 +90,13 @@ class Size:
         self.steps = 3 if tiny else 8
         self.seq_len, self.rows = (16, 2) if tiny else (256, 8)
         self.models = 2 if tiny else 4
+        # Longest window, head size and dropout, in the order of their worth.
+        self.tiled = [(16, 32, 0.0)] if tiny else [
+            (512, 64, 0.0), (128, 64, 0.0), (512, 64, 0.1), (128, 64, 0.1),
+        ]  # fmt: skip
+        self.tiled_tokens, self.tiled_heads = (32, 1) if tiny else (32_768, 12)
+        self.tiles_s = 60.0
+        """Seconds in which tiles are tried; what would begin later keeps its tile."""
 
     def cases(self, *lengths: int) -> Iterator[Case]:
         """Two full rows and two packed ones, of given lengths or of all."""
@@ -196,12 +214,13 @@ def _config(size: Size, preset: str, kernels: KernelsConfig) -> PretrainConfig:
     )  # fmt: skip
 
 
-def _batch(size: Size, vocab_size: int) -> MicroBatch:
+def _batch(size: Size, vocab_size: int, seq_len: int | None = None) -> MicroBatch:
     """Random tokens in packed documents, every seventh to be predicted."""
     generator = torch.Generator().manual_seed(5)
-    documents = packed_documents(size.rows, size.seq_len, None, torch.device("cpu"))
+    seq_len = seq_len or size.seq_len
+    documents = packed_documents(size.rows, seq_len, None, torch.device("cpu"))
     changes = torch.nn.functional.pad(documents.diff().ne(0), (1, 0), value=True)
-    slots = torch.arange(size.seq_len).expand_as(documents)
+    slots = torch.arange(seq_len).expand_as(documents)
     positions = slots - torch.where(changes, slots, 0).cummax(1).values
     ids = torch.randint(5, vocab_size, documents.shape, generator=generator)
     masked = torch.arange(0, ids.numel(), 7)
@@ -264,35 +283,104 @@ def model_parts(size: Size) -> Numbers:
     return found
 
 
+def _train(
+    size: Size, config: PretrainConfig, *, num_lengths: int = 1, sent: "Sent | None" = None
+) -> list[float]:
+    """Losses of real optimizer steps on the same micro-batches, of one or two lengths in turn."""
+    process, objective = process_info_or_alone(), MaskedLanguageModeling()
+    if config.train.zero_stage:
+        init_process_group(process)
+    elif not torch.distributed.is_initialized():
+        dist.open_group(process, size.device, 60)
+    model = make_model(config, objective, size.device)
+    if config.train.compile and size.tiny:
+        model.encoder.run_layers_by(CompiledLayer(backend="aot_eager"))
+    engine = Engine(model, config.train, process, size.device)
+    batches = [
+        _batch(size, config.model.vocab_size or 0, size.seq_len >> number)
+        for number in range(num_lengths)
+    ]
+    losses = []
+    for step in range(size.steps):
+        with sent or contextlib.nullcontext():
+            batch = batches[step % num_lengths]
+            sums = engine.train_step([batch], objective, config.train.lr).sums
+        total, weight = sums["loss"]
+        losses.append(float(total / weight))
+    return losses
+
+
+def _compare(found: list[float], wanted: list[float]) -> Numbers:
+    worst = max(abs(a - b) / b for a, b in zip(found, wanted, strict=True))
+    assert worst <= _SAME_LOSS, f"losses differ: {found}, expected {wanted}"
+    assert found[-1] < found[0], f"the loss does not fall: {found}"
+    return {"largest relative difference": worst, "first": found[0], "last": found[-1]}
+
+
 def training(size: Size) -> Numbers:
     """Losses of real optimizer steps of RealFormerV2, with fused kernels and without."""
-    process = process_info_or_alone()
-    if not torch.distributed.is_initialized():
-        dist.open_group(process, size.device, 60)
-    losses: dict[str, list[float]] = {}
-    for how in ("reference", "fused"):
-        kernels: Any = how
-        others: Any = "reference" if how == "reference" else "auto"
-        asked = KernelsConfig(attention=kernels, residual_norm=others, loss=others)
-        config = _config(size, "realformer_v2-base", asked)
-        torch.manual_seed(0)
-        engine = Engine(
-            make_model(config, MaskedLanguageModeling(), size.device),
-            config.train,
-            process,
-            size.device,
-        )
-        objective = MaskedLanguageModeling()
-        batch = _batch(size, config.model.vocab_size or 0)
-        steps = [
-            engine.train_step([batch], objective, config.train.lr).sums for _ in range(size.steps)
-        ]
-        losses[how] = [float(total / weight) for total, weight in (sums["loss"] for sums in steps)]
-    worst = max(abs(a - b) / b for a, b in zip(losses["fused"], losses["reference"], strict=True))
-    assert worst <= _SAME_LOSS, f"losses differ: {losses}"
-    assert losses["fused"][-1] < losses["fused"][0], f"the loss does not fall: {losses['fused']}"
-    return {"largest relative difference": worst, "first": losses["fused"][0],
-            "last": losses["fused"][-1]}  # fmt: skip
+    plain = KernelsConfig(attention="reference", residual_norm="reference", loss="reference")
+    losses = [
+        _train(size, _config(size, "realformer_v2-base", kernels))
+        for kernels in (KernelsConfig(attention="fused"), plain)
+    ]
+    return _compare(*losses)
+
+
+def compiled(size: Size) -> Numbers:
+    """Compiled layers beside eager ones, both fused: losses, and few graphs for all layers."""
+    config = _config(size, "realformer_v2-base", KernelsConfig(attention="fused"))
+    numbers: Numbers = {}
+    wanted = _train(size, config, num_lengths=2)
+    # Hooks on gradients are ours at stage 0 and DeepSpeed's at stage 1.
+    for stage in range(2 if find_spec("deepspeed") else 1):
+        torch._dynamo.reset()
+        before = num_graphs()
+        train = replace(config.train, compile=True, zero_stage=stage)
+        found = _compare(_train(size, replace(config, train=train), num_lengths=2), wanted)
+        numbers |= {f"stage {stage}: {name}": value for name, value in found.items()}
+        numbers[f"stage {stage}: graphs"] = graphs = num_graphs() - before
+        assert graphs <= _GRAPHS, f"{graphs:.0f} graphs were compiled, expected {_GRAPHS} at most"
+    return numbers
+
+
+class Sent(TorchDispatchMode):
+    """Counts bytes of collectives by operator and dtype, while it is entered."""
+
+    def __init__(self) -> None:
+        """Nothing was sent yet."""
+        super().__init__()
+        self.num_bytes: Counter[tuple[str, torch.dtype]] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Counts what an operator of c10d is given."""
+        if func.namespace == "c10d":
+            given = torch.utils._pytree.tree_leaves(args)
+            for tensor in (each for each in given if isinstance(each, Tensor)):
+                name = func._opname.strip("_")
+                self.num_bytes[name, tensor.dtype] += tensor.numel() * tensor.element_size()
+        return func(*args, **(kwargs or {}))
+
+
+def stage_1(size: Size) -> Numbers:
+    """ZeRO stage 1 in bf16 beside stage 0: losses; gradients of all ranks are added in fp32."""
+    if find_spec("deepspeed") is None:
+        raise NotPossibleError("DeepSpeed is not installed")
+    config = _config(size, "realformer_v2-base", KernelsConfig(attention="fused"))
+    wanted, sent = _train(size, config), Sent()
+    found = _train(size, replace(config, train=replace(config.train, zero_stage=1)), sent=sent)
+    numbers = _compare(found, wanted)
+    weights = parameters(config.model)["total"] * size.steps
+    added = {dtype: n for (name, dtype), n in sent.num_bytes.items() if "reduce" in name}
+    numbers["bytes added a weight and step"] = added.get(torch.float32, 0) / weights
+    numbers["bytes gathered a weight and step"] = (
+        sum(n for (name, _), n in sent.num_bytes.items() if "gather" in name) / weights
+    )
+    assert torch.bfloat16 not in added, f"gradients were added in bf16: {added}"
+    assert numbers["bytes added a weight and step"] >= 4, f"no fp32 gradients were added: {added}"
+    return numbers
 
 
 def objects(size: Size) -> Numbers:
@@ -315,6 +403,32 @@ def objects(size: Size) -> Numbers:
     return {"gather_ms": 1e3 * took_s}
 
 
+def fastest_tiles(size: Size) -> Numbers:
+    """Milliseconds of the kernels of carried scores in each tile; the fastest are kept."""
+    from benchmarks.tiles import Layer, fastest
+    from pipeline.kernels.tiles import target_of, write_table
+
+    gpu, numbers = target_of(size.device), {}
+    deadline = time.monotonic() + size.tiles_s
+    for longest, head_size, dropout in size.tiled:
+        layer = Layer.make(
+            longest, head_size, dropout, tokens=size.tiled_tokens, heads=size.tiled_heads,
+            device=str(size.device),
+        )  # fmt: skip
+        kept: dict[str, dict[str, Any]] = {}
+        for kernel, tile, ms in fastest(layer, gpu, deadline, LIMIT):
+            key = layer.shape.key(kernel)
+            kept[key] = {"tile": tile, "ms": ms}
+            taken = "apart" if tile is None else str(tile)
+            numbers |= {f"{key}: {name}{' *' * (name == taken)}": one for name, one in ms.items()}
+        if gpu.name:
+            write_table(gpu.name, kept)
+    assert numbers, "no kernel could be timed"
+    wrong = [name for name, value in numbers.items() if math.isinf(value)]
+    assert not wrong, f"tiles that do not give what the first one gives: {wrong}"
+    return numbers
+
+
 CHECKS: dict[str, Callable[[Size], Numbers]] = {
     "attention against float64": attention,
     "attention's dropout against float64": carried_dropout,
@@ -322,7 +436,10 @@ CHECKS: dict[str, Callable[[Size], Numbers]] = {
     "flash attention's dropout against float64": flash_dropout,
     "parts of models against float64": model_parts,
     "training steps": training,
+    "compiled layers": compiled,
+    "ZeRO stage 1 in bf16": stage_1,
     "objects beside NCCL": objects,
+    TILES: fastest_tiles,
 }
 
 
@@ -337,6 +454,10 @@ def run(size: Size) -> dict[str, Any]:
         except Exception as error:  # noqa: BLE001 - what fails is reported, the rest runs
             found["checks"][name] = {"result": f"failed: {type(error).__name__}: {error}"}
             traceback.print_exc()
+    if size.device.type == "cuda":
+        from pipeline.kernels.tiles import read_table, target_of
+
+        found["tiles"] = read_table().get(target_of(size.device).name)
     of_attention = found["checks"]["attention against float64"].get("numbers")
     if of_attention:
         found["worst_fused_error"] = max(of_attention.values())

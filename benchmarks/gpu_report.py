@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.goals import Results, judge
+from benchmarks.goals import TILES, Results, judge
 
 PARTS = ("checks", "attention", "steps", "few", "profile", "training")
 _COMMAND = """\
@@ -112,9 +112,18 @@ def _goals(results: Results) -> list[str]:
 
 def _checks(found: dict[str, Any]) -> list[str]:
     lines = ["## Correctness", "", _row("check", "result", "numbers"), "|---|---|---|"]
+    tiles = found["checks"].get(TILES, {}).get("numbers", {})
     for name, one in found["checks"].items():
+        if name == TILES:
+            lines.append(_row(name, one["result"], "below"))
+            continue
         numbers = ", ".join(f"{key} {value:.3g}" for key, value in one.get("numbers", {}).items())
         lines.append(_row(name, one["result"], numbers))
+    if tiles:
+        lines += ["", "Milliseconds of a kernel over 32,768 tokens and 12 heads; `*`: the fastest, "
+                  "which runs on such a GPU take. `apart`: delta, keys and queries, in place of "
+                  "the window's one.", "", _row("kernel: tile", "ms"), "|---|---|",
+                  *(_row(name, f"{ms:.3f}") for name, ms in tiles.items())]  # fmt: skip
     return [*lines, ""]
 
 

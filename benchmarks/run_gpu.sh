@@ -5,7 +5,8 @@
 #
 # KIT   folder made by `make gpu-kit`: packages that this machine lacks, and a prepared dataset
 # OUT   folder for JSON files, the trace, the log and gpu.md (default benchmarks/results/gpu)
-# PART  checks     every kernel against float64, dropout and long documents among them
+# PART  checks     every kernel against float64, dropout and long documents among them; the fastest
+#                  tiles, which the parts behind it use
 #       attention  one layer's attention, all kinds
 #       steps      training steps: ours eager and compiled, ZeRO 0 and 1, and Hugging Face's best
 #       few        the same with 16,384 and 4,096 tokens: does launching kernels take the time?
@@ -55,7 +56,7 @@ if [[ -n $TINY ]]; then
 fi
 declare -A INTERPRETED=()
 [[ -z $TINY ]] || INTERPRETED=([checks]='env TRITON_INTERPRET=1' [attention]='env TRITON_INTERPRET=1')
-declare -A SHARES=([checks]=4 [attention]=4 [steps]=10 [few]=3 [profile]=3)
+declare -A SHARES=([checks]=8 [attention]=4 [steps]=10 [few]=4 [profile]=3)
 
 command_of() {
   local out=$OUT/$1.json limit=$2

@@ -56,9 +56,11 @@ GOAL_SUBJECTS = (
 FEW_TOKENS_SUBJECTS = (
     "ours/roformer_v2-base/auto/compile/zero1",
     "ours/roformer_v2-base/auto/plain/zero1",
+    "ours/roformer_v2-base/auto/graphs/zero0",
+    "ours/roformer_v2-base/auto/compile/zero0",
     "hf/roberta-base/bf16/compile",
 )
-"""Whose steps of few tokens say whether launching kernels takes the time."""
+"""Whose steps of few tokens say whether launching kernels takes the time, and CUDA graphs less."""
 OTHER_SUBJECTS = (
     "hf/roberta-base/bf16/plain",
     "hf/roberta-base/autocast/plain",

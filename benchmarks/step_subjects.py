@@ -3,8 +3,8 @@
 A subject's name says what it is:
     ours/PRESET/KERNELS/RUN/ENGINE   such as ours/roformer_v2-base/auto/compile/zero1
         PRESET a file of configs/model, changes behind it as in roformer-base+bias=false; KERNELS
-        auto or reference; RUN plain or compile (the layers, `train.compile`); ENGINE zero1
-        (DeepSpeed) or zero0
+        auto or reference; RUN plain, compile (the layers, `train.compile`) or graphs (compiled
+        with mode="reduce-overhead": CUDA graphs); ENGINE zero1 (DeepSpeed) or zero0
     hf/MODEL-SIZE/PRECISION/RUN      such as hf/roberta-base/autocast/compile
         MODEL roberta, bert or roformer; SIZE base or large, of which we have a preset; PRECISION
         autocast (bf16 over fp32 weights) or bf16 (weights too); RUN plain or compile (the model)
@@ -35,6 +35,7 @@ from pipeline.data.format import read_index
 from pipeline.data.loader import MicroBatch, TrainLoader
 from pipeline.data.run_order import DataRank
 from pipeline.kernels.choose import choose
+from pipeline.model.compiled import CompiledLayer
 from pipeline.objectives.choose import make_objective
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime import dist, env
@@ -78,7 +79,7 @@ def parse(name: str) -> Subject:
     """Reads a name; SystemExit says what is wrong with it."""
     kind, *words = name.split("/")
     choices = {
-        "ours": (("auto", "reference"), ("plain", "compile"), ("zero1", "zero0")),
+        "ours": (("auto", "reference"), ("plain", "compile", "graphs"), ("zero1", "zero0")),
         "hf": (("autocast", "bf16"), ("plain", "compile")),
     }.get(kind)
     if choices is None or len(words) != 1 + len(choices):
@@ -109,7 +110,7 @@ def run_config(subject: Subject, setting: Setting, seq_len: int, tokens: int) ->
         model=model_config(subject, setting),
         data=DataConfig(dir=setting.data, seq_len=seq_len),
         train=TrainConfig(
-            global_batch=rows, micro_batch=rows, lr=LR, compile=subject.run == "compile",
+            global_batch=rows, micro_batch=rows, lr=LR, compile=subject.run != "plain",
             zero_stage=0 if subject.engine == "zero0" else 1,
         ),
         kernels=KernelsConfig(attention=kernels, residual_norm=kernels, loss=kernels),
@@ -129,7 +130,7 @@ def read_batches(config: PretrainConfig, setting: Setting) -> list[MicroBatch]:
 class Ours:
     """Our training step of a run."""
 
-    def __init__(self, config: PretrainConfig) -> None:
+    def __init__(self, config: PretrainConfig, *, graphs: bool = False) -> None:
         """Makes model and engine; `model.vocab_size` is set."""
         process = env.process_info()
         if config.train.zero_stage == 0:  # which needs no DeepSpeed
@@ -139,6 +140,10 @@ class Ours:
             self.device = init_process_group(process)
         self.objective = make_objective(config.objective)
         model = make_model(config, self.objective, self.device)
+        self._graphs = graphs
+        if graphs:
+            for encoder in model.encoders:
+                encoder.run_layers_by(CompiledLayer(mode="reduce-overhead"))
         self.choice = choose(config.kernels, config.model, config.train.precision, self.device)
         self.chosen = self.choice._asdict()
         self.engine = Engine(model, config.train, process, self.device)
@@ -149,6 +154,9 @@ class Ours:
 
     def step(self, batch: MicroBatch) -> Tensor:
         """One update; the loss."""
+        if self._graphs:
+            # What the graphs of the step before have written may be written over.
+            torch.compiler.cudagraph_mark_step_begin()
         sums = self.engine.train_step([batch], self.objective, LR).sums
         return sums["loss"].total / sums["loss"].weight
 
@@ -205,7 +213,7 @@ def make(subject: Subject, setting: Setting) -> "Ours | Peer":
     """The subject on its device."""
     if subject.kind == "hf":
         return Peer(subject, setting)
-    return Ours(run_config(subject, setting, 128, 128))
+    return Ours(run_config(subject, setting, 128, 128), graphs=subject.run == "graphs")
 
 
 def labels_of(batch: MicroBatch) -> Tensor:

@@ -92,14 +92,14 @@ def raw_scores(q_BNSH: Tensor, k_BNSH: Tensor, carry_BNSS: Tensor | None) -> Ten
     return scores_BNSS if carry_BNSS is None else scores_BNSS + carry_BNSS
 
 
-def probabilities(scores_BNSS: Tensor, allowed: Tensor, num_summed: int) -> Tensor:
+def probabilities(scores_BNSS: Tensor, allowed: Tensor, num_summed: Tensor | int) -> Tensor:
     """Compute the softmax over the allowed keys, in the scores' dtype.
 
     Args:
         scores_BNSS: (B, N, S, S) from `raw_scores`.
         allowed: bool mask, applied here and never carried.
-        num_summed: scores are divided by this: 1 for the sum, l + 1 in layer l for the running
-            mean. The carry itself stays a sum.
+        num_summed: scores are divided by this, a number or 0-dimensional fp32: 1 for the sum,
+            l + 1 in layer l for the running mean. The carry itself stays a sum.
     """
     masked_BNSS = (scores_BNSS / num_summed).masked_fill(~allowed, float("-inf"))
     return torch.softmax(masked_BNSS, dim=-1)

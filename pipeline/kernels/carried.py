@@ -36,7 +36,7 @@ def carried_attention(
     scale: float,
     angles: tuple[Tensor, Tensor] | None = None,
     token_scale: Tensor | None = None,
-    num_summed: int = 1,
+    num_summed: Tensor,
     dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Compute softmax((scale q k^T + carry) / num_summed) v, with dropout on the softmax.
@@ -53,7 +53,8 @@ def carried_attention(
         scale: factor of q k^T.
         angles: cosines and sines of rotary positions, (T, H / 2) fp32; None without.
         token_scale: (T,) factors of queries; None without.
-        num_summed: as in `probabilities`: l + 1 in layer l for the running mean, 1 for the sum.
+        num_summed: as in `probabilities`, (): l + 1 in layer l for the running mean, 1 for the sum.
+            A tensor, so that compiled layers are one graph.
         dropout: probability of dropping a probability.
 
     Returns:
@@ -73,7 +74,7 @@ def carried_attention(
     cos, sin = (None, None) if angles is None else angles
     out_TNH, scores_NTW, _, _ = _forward(
         qkv_T3NH, carry_NTW, windows.spans, windows.bounds, cos, sin, token_scale, seed,
-        windows.longest, scale, 1.0 / num_summed, dropout, qkv_T3NH.dtype != torch.float32
+        num_summed, windows.longest, scale, dropout, qkv_T3NH.dtype != torch.float32
     )  # fmt: skip
     return out_TNH, scores_NTW
 
@@ -100,10 +101,11 @@ def _require(dtype: torch.dtype, head_size: int) -> None:
 @torch.library.custom_op("postnorm::carried_attention", mutates_args=())
 def _forward(
     qkv: Tensor, carry: Tensor | None, spans: Tensor, bounds: Tensor, cos: Tensor | None,
-    sin: Tensor | None, token_scale: Tensor | None, seed: Tensor | None, longest: int,
-    scale: float, temperature: float, dropout: float, compact: bool,
+    sin: Tensor | None, token_scale: Tensor | None, seed: Tensor | None,
+    num_summed: Tensor, longest: int, scale: float, dropout: float, compact: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from pipeline.kernels import carried_triton as launches
+    from pipeline.kernels.tiles import target_of
 
     turns = cos is not None or token_scale is not None
     out, scores, lse, turned = _empty_results(qkv, longest, compact, turns)
@@ -120,15 +122,16 @@ def _forward(
         "spans": spans,
         "bounds": bounds,
         "seed": seed,
+        "num_summed": num_summed,
     }
-    numbers = launches.Numbers(longest, scale, temperature, dropout)
-    launches.forward(tensors, numbers).run()
+    numbers = launches.Numbers(longest, scale, dropout)
+    launches.forward(tensors, numbers, target_of(qkv.device)).run()
     return out, scores, lse, turned
 
 
 @_forward.register_fake
 def _(qkv: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _, _, _, cos, _, token_scale, _, longest, _, _, _, compact = given
+    _, _, _, cos, _, token_scale, _, _, longest, _, _, compact = given
     turns = cos is not None or token_scale is not None
     return _empty_results(qkv, longest, compact, turns)
 
@@ -137,10 +140,11 @@ def _(qkv: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _backward(
     qkv: Tensor, turned: Tensor, scores: Tensor, out: Tensor, lse: Tensor, d_out: Tensor,
     d_scores: Tensor | None, has_carry: bool, spans: Tensor, bounds: Tensor, cos: Tensor | None,
-    sin: Tensor | None, token_scale: Tensor | None, seed: Tensor | None, longest: int,
-    scale: float, temperature: float, dropout: float,
+    sin: Tensor | None, token_scale: Tensor | None, seed: Tensor | None,
+    num_summed: Tensor, longest: int, scale: float, dropout: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     from pipeline.kernels import carried_triton as launches
+    from pipeline.kernels.tiles import target_of
 
     d_qkv, d_carry = _empty_gradients(qkv, scores)
     dq, dk, dv = d_qkv.unbind(1)
@@ -163,9 +167,10 @@ def _backward(
         "sin": sin,
         "token_scale": token_scale,
         "seed": seed,
+        "num_summed": num_summed,
     }
-    numbers = launches.Numbers(longest, scale, temperature, dropout)
-    for launch in launches.backward(tensors, numbers, launches.capability_of(qkv.device)):
+    numbers = launches.Numbers(longest, scale, dropout)
+    for launch in launches.backward(tensors, numbers, target_of(qkv.device)):
         launch.run()
     return d_qkv, d_carry
 
@@ -177,14 +182,14 @@ def _(qkv: Tensor, turned: Tensor, scores: Tensor, *_: Any) -> tuple[Tensor, Ten
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     qkv, carry, *given = inputs
-    spans, bounds, cos, sin, token_scale, seed, longest, scale, temperature, dropout, _ = given
+    *kept, longest, scale, dropout, _ = given
     out, scores, lse, turned = output
     # The last layer's scores are not read, so no gradient of zeros is made for them.
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(lse, turned)
-    ctx.save_for_backward(qkv, turned, scores, out, lse, spans, bounds, cos, sin, token_scale, seed)
+    ctx.save_for_backward(qkv, turned, scores, out, lse, *kept)
     ctx.has_carry = carry is not None
-    ctx.numbers = longest, scale, temperature, dropout
+    ctx.numbers = longest, scale, dropout
 
 
 def _differentiate(

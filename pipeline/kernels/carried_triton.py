@@ -24,10 +24,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pipeline.kernels.choose import WINDOW_LIMIT
 from pipeline.kernels.common_triton import INTERPRETED, RANDOM_VALUES, Launch, is_kept, narrow
+from pipeline.kernels.tiles import Shape, Target, Tile, tile_of
 
 FP16_MAX = tl.constexpr(65504.0)
+LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
@@ -144,9 +145,9 @@ def _common_range(first, stop, window_start, window_stop, STEP: tl.constexpr):
 
 @triton.jit
 def forward_kernel(
-    q, k, v, carry, scores, out, lse, spans, bounds, seed,
+    q, k, v, carry, scores, out, lse, spans, bounds, seed, num_summed,
     q_token, q_head, k_token, k_head, v_token, v_head,
-    num_tokens, width, num_heads, num_blocks, scale, log2_temperature, threshold, keep_scale,
+    num_tokens, width, num_heads, num_blocks, scale, threshold, keep_scale,
     HAS_CARRY: tl.constexpr, DROPS: tl.constexpr,
     H: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -166,6 +167,7 @@ def forward_kernel(
     first, stop = _load_spans(spans, row, real, 0)
     lowest, highest = _common_range(first, stop, start, end, BLOCK_K)
     q_QH = _load_rows(q, row, head, q_token, q_head, real, H)
+    log2_temperature = LOG2_E / tl.load(num_summed)
     most = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     out_QH = tl.zeros([BLOCK_Q, H], tl.float32)
@@ -241,55 +243,69 @@ def _through_softmax(
 @triton.jit
 def backward_window_kernel(
     q, k, v, scores, lse, d_out, d_scores, dq, dk, dv, d_carry, spans, bounds, seed,
-    cos, sin, token_scale, q_token, q_head, k_token, k_head, v_token, v_head,
-    num_tokens, width, num_heads, scale, temperature, log2_temperature, threshold, keep_scale,
+    num_summed, cos, sin, token_scale, q_token, q_head, k_token, k_head, v_token, v_head,
+    num_tokens, width, num_heads, scale, threshold, keep_scale,
     HAS_CARRY: tl.constexpr, HAS_D: tl.constexpr, DROPS: tl.constexpr,
     TURNS: tl.constexpr, SCALES: tl.constexpr,
-    H: tl.constexpr, BLOCK: tl.constexpr,
+    H: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute all gradients of one head of a window of at most BLOCK tokens, in one program."""
+    """Compute all gradients of one head of a window of at most BLOCK_K tokens, in one program."""
     head = tl.program_id(0) % num_heads
     window = tl.program_id(0) // num_heads
     start, end = tl.load(bounds + window), tl.load(bounds + window + 1)
-    column = tl.arange(0, BLOCK)
-    row = start + column
-    real = row < end
-    first, stop = _load_spans(spans, row, real, 0)
-    seen = (row[None, :] >= first[:, None]) & (row[None, :] < stop[:, None])
-    at = _score_offsets(row, column, head, num_tokens, width)
-    logarithm = tl.load(lse + head.to(tl.int64) * num_tokens + row, mask=real, other=float("inf"))
-    do_QH = _load_rows(d_out, row, head, num_heads * H, H, real, H)
-    v_KH = _load_rows(v, row, head, v_token, v_head, real, H)
-    dp_QK = _dot(do_QH, tl.trans(v_KH))
-    p_QK = _probabilities(scores, at, seen, real, logarithm, log2_temperature)
-    used_QK = p_QK
-    if DROPS:
-        kept = is_kept(seed, row, column, head, threshold)
-        used_QK = tl.where(kept, p_QK * keep_scale, 0.0)
-    dv_KH = _dot(tl.trans(narrow(used_QK, do_QH.dtype)), do_QH)
-    _store_rows(dv, row, head, 3 * num_heads * H, dv_KH, real, H)
-    if DROPS:
-        dp_QK = tl.where(kept, dp_QK * keep_scale, 0.0)
-    # Rows are whole here, so this is `delta_kernel` without its pass over out and d_out.
-    delta = tl.sum(p_QK * dp_QK, axis=1)
-    ds_QK = _through_softmax(p_QK, dp_QK, delta, d_scores, at, seen, real, temperature, HAS_D)
-    if HAS_CARRY:
-        tl.store(d_carry + at, narrow(ds_QK, d_carry.dtype.element_ty), mask=real[:, None])
-    q_QH = _load_rows(q, row, head, q_token, q_head, real, H)
-    narrow_QK = narrow(ds_QK, q_QH.dtype)
-    dk_KH = _dot(tl.trans(narrow_QK), q_QH) * scale
-    _store_gradient(dk, row, head, num_heads, dk_KH, real, cos, sin, TURNS, H)
-    k_KH = _load_rows(k, row, head, k_token, k_head, real, H)
-    dq_QH = _scaled_queries(_dot(narrow_QK, k_KH), token_scale, row, real, scale, SCALES)
-    _store_gradient(dq, row, head, num_heads, dq_QH, real, cos, sin, TURNS, H)
+    column = tl.arange(0, BLOCK_K)
+    key = start + column
+    real_key = key < end
+    v_KH = _load_rows(v, key, head, v_token, v_head, real_key, H)
+    if BLOCK_Q < BLOCK_K:
+        k_KH = _load_rows(k, key, head, k_token, k_head, real_key, H)
+    dk_KH = tl.zeros([BLOCK_K, H], tl.float32)
+    dv_KH = tl.zeros([BLOCK_K, H], tl.float32)
+    length = end - start
+    if BLOCK_Q == BLOCK_K:
+        length = BLOCK_K
+    for offset in range(0, length, BLOCK_Q):
+        row = start + offset + tl.arange(0, BLOCK_Q)
+        real = row < end
+        first, stop = _load_spans(spans, row, real, 0)
+        seen = (key[None, :] >= first[:, None]) & (key[None, :] < stop[:, None])
+        at = _score_offsets(row, column, head, num_tokens, width)
+        by_row = head.to(tl.int64) * num_tokens + row
+        logarithm = tl.load(lse + by_row, mask=real, other=float("inf"))
+        do_QH = _load_rows(d_out, row, head, num_heads * H, H, real, H)
+        # Read again below: kept meanwhile it would spill registers.
+        log2_temperature = LOG2_E / tl.load(num_summed)
+        p_QK = _probabilities(scores, at, seen, real, logarithm, log2_temperature)
+        dp_QK = _dot(do_QH, tl.trans(v_KH))
+        used_QK = p_QK
+        if DROPS:
+            kept = is_kept(seed, row, column, head, threshold)
+            used_QK = tl.where(kept, p_QK * keep_scale, 0.0)
+            dp_QK = tl.where(kept, dp_QK * keep_scale, 0.0)
+        dv_KH += _dot(tl.trans(narrow(used_QK, do_QH.dtype)), do_QH)
+        # Rows are whole here, so this is `delta_kernel` without its pass over out and d_out.
+        delta = tl.sum(p_QK * dp_QK, axis=1)
+        temperature = 1.0 / tl.load(num_summed)
+        ds_QK = _through_softmax(p_QK, dp_QK, delta, d_scores, at, seen, real, temperature, HAS_D)
+        if HAS_CARRY:
+            tl.store(d_carry + at, narrow(ds_QK, d_carry.dtype.element_ty), mask=real[:, None])
+        q_QH = _load_rows(q, row, head, q_token, q_head, real, H)
+        narrow_QK = narrow(ds_QK, q_QH.dtype)
+        dk_KH += _dot(tl.trans(narrow_QK), q_QH)
+        if BLOCK_Q == BLOCK_K:
+            k_KH = _load_rows(k, key, head, k_token, k_head, real_key, H)
+        dq_QH = _scaled_queries(_dot(narrow_QK, k_KH), token_scale, row, real, scale, SCALES)
+        _store_gradient(dq, row, head, num_heads, dq_QH, real, cos, sin, TURNS, H)
+    _store_gradient(dk, key, head, num_heads, dk_KH * scale, real_key, cos, sin, TURNS, H)
+    _store_rows(dv, key, head, 3 * num_heads * H, dv_KH, real_key, H)
 
 
 @triton.jit
 def backward_keys_kernel(
     q, v, scores, lse, delta, d_out, d_scores, dk, dv, d_carry, spans, bounds, seed,
-    cos, sin, q_token, q_head, v_token, v_head,
-    num_tokens, width, num_heads, num_blocks, scale, temperature, log2_temperature, threshold,
-    keep_scale, HAS_D: tl.constexpr, DROPS: tl.constexpr, TURNS: tl.constexpr,
+    num_summed, cos, sin, q_token, q_head, v_token, v_head,
+    num_tokens, width, num_heads, num_blocks, scale, threshold, keep_scale,
+    HAS_D: tl.constexpr, DROPS: tl.constexpr, TURNS: tl.constexpr,
     H: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute gradients of a block of keys, their values and their column of scores."""
@@ -304,6 +320,8 @@ def backward_keys_kernel(
     real_key = key < end
     by_first, by_stop = _load_spans(spans, key, real_key, 2)
     lowest, highest = _common_range(by_first, by_stop, start, end, BLOCK_Q)
+    temperature = 1.0 / tl.load(num_summed)
+    log2_temperature = temperature * LOG2_E
     v_KH = _load_rows(v, key, head, v_token, v_head, real_key, H)
     dk_KH = tl.zeros([BLOCK_K, H], tl.float32)
     dv_KH = tl.zeros([BLOCK_K, H], tl.float32)
@@ -373,7 +391,6 @@ def backward_queries_kernel(
 
 Tensors = Mapping[str, Tensor | None]
 """Arguments of kernels by their names there."""
-_LOG2_E = math.log2(math.e)
 
 
 class Numbers(NamedTuple):
@@ -382,19 +399,8 @@ class Numbers(NamedTuple):
     longest: int
     """Tokens of the longest window, or more."""
     scale: float
-    temperature: float
-    """The softmax is over scores times this."""
     dropout: float
     """Probability of dropping an attention probability."""
-
-
-class Tile(NamedTuple):
-    """Queries and keys that a program works on at a time, and its warps and stages."""
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
 
 
 def turn_launch(tensors: Tensors) -> Launch:
@@ -409,98 +415,63 @@ def turn_launch(tensors: Tensors) -> Launch:
     return Launch(turn_kernel, -(-num_tokens // 16), arguments, constants, 4, 3)
 
 
-def forward(tensors: Tensors, numbers: Numbers) -> Launch:
+def forward(tensors: Tensors, numbers: Numbers, gpu: Target) -> Launch:
     """Fill `scores`, `out` and `lse`.
 
-    Tensors are `q`, `k`, `v`, `carry` or None, `scores`, `out`, `lse`, `spans`, `bounds`, and
-    `seed`, None without dropout.
+    Tensors are `q`, `k`, `v`, `carry` or None, `scores`, `out`, `lse`, `spans`, `bounds`, `seed`,
+    None without dropout, and `num_summed`, () fp32: the softmax is over scores divided by it.
     """
     constants = {"HAS_CARRY": tensors["carry"] is not None, "DROPS": numbers.dropout > 0}
-    width, head_size = _shape(tensors, "scores")[-1], _shape(tensors, "q")[-1]
-    tile = _forward_tile(width, head_size)
+    tile = tile_of("forward", _tiled(tensors, numbers), gpu)
+    assert tile is not None
     return _by_blocks(forward_kernel, tensors, numbers, constants, tile, tile.queries)
 
 
-def backward(tensors: Tensors, numbers: Numbers, capability: tuple[int, int]) -> Iterator[Launch]:
+def backward(tensors: Tensors, numbers: Numbers, gpu: Target) -> Iterator[Launch]:
     """Fill `dq`, `dk`, `dv` and `d_carry`, one launch after another.
 
     Args:
         tensors: those of `forward` and of `turn_launch`, where `carry` only tells whether there is
             one; `d_out`; `d_scores` or None; `dq`, `dk`, `dv`, which are parts of one (T, 3, N, H);
-            and `d_carry`, which stays unchanged in a first layer that `takes_window`.
+            and `d_carry`, which stays unchanged in a first layer whose windows are one tile each.
         numbers: of the layer.
-        capability: compute capability of the GPU.
+        gpu: what the kernels are for.
     """
     constants: dict[str, Any] = {
         "HAS_D": tensors["d_scores"] is not None,
         "DROPS": numbers.dropout > 0,
     }
-    turns = _of_turn(tensors)
-    width, head_size = _shape(tensors, "scores")[-1], _shape(tensors, "q")[-1]
-    if takes_window(width, head_size, numbers.dropout, capability):
-        constants |= turns | {"HAS_CARRY": tensors["carry"] is not None, "BLOCK": width}
-        programs = _shape(tensors, "lse")[0] * (_shape(tensors, "bounds")[0] - 1)
+    turns, shape = _of_turn(tensors), _tiled(tensors, numbers)
+    if tile := tile_of("backward_window", shape, gpu):
+        constants |= turns | {"HAS_CARRY": tensors["carry"] is not None}
         kernel = backward_window_kernel
-        yield _launch(kernel, tensors, numbers, constants, programs, 8 if width > 64 else 4, 1)
+        # One block: a program takes its window block by block.
+        yield _by_blocks(kernel, tensors, numbers, constants, tile, shape.width)
         return
     lse = tensors["lse"]
     assert lse is not None
     tensors = {**tensors, "delta": torch.empty_like(lse)}
     programs = -(-lse.numel() // 64)
     yield _launch(delta_kernel, tensors, numbers, {"BLOCK": 64}, programs, 4, 1)
-    tile = _keys_tile(width, head_size, capability)
+    of_keys, of_queries = (
+        tile_of("backward_keys", shape, gpu),
+        tile_of("backward_queries", shape, gpu),
+    )
+    assert of_keys is not None
+    assert of_queries is not None
     kernel = backward_keys_kernel
     constants |= {"TURNS": turns["TURNS"]}
-    yield _by_blocks(kernel, tensors, numbers, constants, tile, tile.keys)
-    tile = _queries_tile(width, head_size)
+    yield _by_blocks(kernel, tensors, numbers, constants, of_keys, of_keys.keys)
     kernel = backward_queries_kernel
-    yield _by_blocks(kernel, tensors, numbers, turns, tile, tile.queries)
+    yield _by_blocks(kernel, tensors, numbers, turns, of_queries, of_queries.queries)
 
 
-def takes_window(width: int, head_size: int, dropout: float, capability: tuple[int, int]) -> bool:
-    """Return whether backward computes a window in one program: where its registers suffice."""
-    if head_size == 128 or width > WINDOW_LIMIT:
-        return False
-    return width <= 64 or (dropout == 0 and _is_hopper(capability))
-
-
-def capability_of(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a GPU; the interpreter takes Hopper's kernels."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+def _tiled(tensors: Tensors, numbers: Numbers) -> Shape:
+    return Shape(_shape(tensors, "scores")[-1], _shape(tensors, "q")[-1], numbers.dropout > 0)
 
 
 def _of_turn(tensors: Tensors) -> dict[str, bool]:
     return {"TURNS": tensors["cos"] is not None, "SCALES": tensors["token_scale"] is not None}
-
-
-def _is_hopper(capability: tuple[int, int]) -> bool:
-    """Return whether matrix instructions read 64 rows or more from shared memory at a time."""
-    return capability[0] in (9, 10)
-
-
-# These tiles spill no registers for bf16 on sm_80 and sm_90, with and without dropout.
-# Chosen by what ptxas says: no spilled registers, 16-byte accesses and matrix instructions on
-# sm_80 and sm_90 (`tests/kernels/ahead_of_time.py`). They change with Triton's version: 3.7.1
-# spilled 8 where 3.8.0 spilled none. No list of tiles for packed batches: rows have equally long
-# windows, so no program is without work.
-def _forward_tile(width: int, head_size: int) -> Tile:
-    if head_size == 128:
-        return Tile(128, min(width, 32), 8, 2)
-    return Tile(width, width, 4, 1) if width <= 64 else Tile(128, 64, 8, 2)
-
-
-def _keys_tile(width: int, head_size: int, capability: tuple[int, int]) -> Tile:
-    queries = min(width, 64)
-    if head_size == 128:
-        return Tile(queries, min(width, 32), 8, 1)
-    if _is_hopper(capability):
-        return Tile(queries, min(width, 64), 8, 2)
-    return Tile(queries, min(width, 32), 4, 2)
-
-
-def _queries_tile(width: int, head_size: int) -> Tile:
-    keys = min(width, 64)
-    return Tile(128, keys, 8, 2) if head_size == 128 else Tile(128, keys, 4, 3)
 
 
 def _by_blocks(
@@ -537,8 +508,6 @@ def _launch(
         "num_blocks": num_blocks,
         "width": _shape(tensors, "scores")[-1],
         "scale": numbers.scale,
-        "temperature": numbers.temperature,
-        "log2_temperature": numbers.temperature * _LOG2_E,
         "threshold": round(numbers.dropout * RANDOM_VALUES),
         "keep_scale": 1.0 / (1.0 - numbers.dropout),
     }

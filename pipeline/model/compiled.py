@@ -4,7 +4,9 @@ The first dimension of activations, sequences or tokens, is symbolic from the st
 sequences become symbolic when a second one comes.
 """
 
+import logging
 import shutil
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,10 @@ from torch import Tensor, nn
 from pipeline.errors import ConfigError
 from pipeline.model.layers import SharedInputs, run_layer
 
+logger = logging.getLogger(__name__)
+
+# First or later layer, training or evaluation, the first length or any other, for two encoders.
+_MANY_GRAPHS = 16
 # More than all combinations of first or later layer, training or evaluation, one or more sequences
 # and lengths, with or without alpha. torch's own limit, 8, is too low, and exceeding it an error.
 _MOST_GRAPHS = 64
@@ -20,11 +26,13 @@ _MOST_GRAPHS = 64
 class CompiledLayer:
     """`run_layer`, compiled at its first call in each mode."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
+        """Take options of `torch.compile`, such as its mode."""
         torch._dynamo.config.recompile_limit = _MOST_GRAPHS
         # A graph of one layer with its weights as inputs: the time to compile does not grow with
         # the depth. Modules are not wrapped, so parameters keep their names.
-        self._run = torch.compile(run_layer, fullgraph=True)
+        self._run = torch.compile(run_layer, fullgraph=True, **options)
+        self._has_warned = False
 
     def __call__(
         self,
@@ -32,7 +40,7 @@ class CompiledLayer:
         x: Tensor,
         shared: SharedInputs,
         carry_BNSS: Tensor | None,
-        index: int,
+        num_summed: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         """Run a layer; see `Layer.forward`."""
         inputs = [x, *shared.layout, *(shared.tables or ()), shared.query_scale]
@@ -41,7 +49,21 @@ class CompiledLayer:
                 torch._dynamo.maybe_mark_dynamic(each, 0)
         if carry_BNSS is not None:  # the fused kernels' is (N, T, W)
             torch._dynamo.maybe_mark_dynamic(carry_BNSS, 1 if shared.fused else 0)
-        return self._run(layer, x, shared, carry_BNSS, index)
+        found = self._run(layer, x, shared, carry_BNSS, num_summed)
+        if not self._has_warned and num_graphs() > _MANY_GRAPHS:
+            self._has_warned = True
+            text = (
+                "layers were compiled %d times, expected %d at most: each time takes seconds, and "
+                "%d of one layer are an error; TORCH_LOGS=recompiles says why, "
+                "train.compile=false avoids it"
+            )
+            logger.warning(text, num_graphs(), _MANY_GRAPHS, _MOST_GRAPHS)
+        return found
+
+
+def num_graphs() -> int:
+    """Return how many graphs this process has compiled."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def require_compiler(device: torch.device) -> None:

@@ -92,7 +92,7 @@ def _std(matrix: Tensor, gain: float, config: ModelConfig, is_embedding: bool) -
 
 
 LayerRunner = Callable[
-    [nn.Module, Tensor, SharedInputs, Tensor | None, int], tuple[Tensor, Tensor | None]
+    [nn.Module, Tensor, SharedInputs, Tensor | None, Tensor], tuple[Tensor, Tensor | None]
 ]
 """As `run_layer`."""
 
@@ -213,7 +213,8 @@ class Encoder(nn.Module):
         traces_probabilities = trace is not None and trace.keep_probabilities
         needed = layout.cu_seqlens if self.config.score_residual == "none" else layout.spans
         shared = SharedInputs(
-            layout, self._tables(layout, x), self._query_scale(layout, x), self.alpha, trace,
+            layout, self._tables(layout, x), self._query_scale(layout, x), self.alpha,
+            self._num_summed(x.device), trace,
             self._fuses and needed is not None and not traces_probabilities,
             self._fuses_norms,
         )  # fmt: skip
@@ -246,7 +247,7 @@ class Encoder(nn.Module):
             if shared.trace is not None:
                 shared.trace.hidden.append(x)
             layer = self.layers[0 if self.config.share_layers else index]
-            x, carry_BNSS = run(layer, x, shared, carry_BNSS, index)
+            x, carry_BNSS = run(layer, x, shared, carry_BNSS, shared.num_summed[index])
         return x, carry_BNSS
 
     def embed(self, input_ids: Tensor, layout: Layout, segments: Tensor | None = None) -> Tensor:
@@ -269,6 +270,11 @@ class Encoder(nn.Module):
             return None
         base = self.config.rotary_base
         return rotary_tables(layout.positions, self.config.head_size, base, x.dtype)
+
+    # A tensor: a number would make a compiled graph for each layer.
+    def _num_summed(self, device: torch.device) -> Tensor:
+        counts = torch.arange(1, self.config.num_layers + 1, dtype=torch.float32, device=device)
+        return counts if self.config.score_residual == "mean" else torch.ones_like(counts)
 
     # Of each layer's own scores: the number of keys is the same in every layer, so this is the
     # scale of the carried sum, too; tested against the other form.

@@ -105,6 +105,8 @@ class SharedInputs(NamedTuple):
     query_scale: Tensor | float
     alpha: Tensor
     """0-dimensional fp32, of the encoder."""
+    num_summed: Tensor
+    """(L,) fp32: what each layer's scores are divided by, as in `probabilities`."""
     trace: Trace | None
     fused: bool
     """Whether fused kernels compute attention."""
@@ -167,11 +169,12 @@ class SelfAttention(nn.Module):
         self.hidden_matrices = {"qkv.weight": 3, "output.weight": 1}
 
     def forward(
-        self, x: Tensor, shared: SharedInputs, carry_BNSS: Tensor | None, index: int
+        self, x: Tensor, shared: SharedInputs, carry_BNSS: Tensor | None, num_summed: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Attend.
 
-        `carry_BNSS` are the scores of the layer below; None in the first layer.
+        `carry_BNSS` are the scores of the layer below, None in the first layer; `num_summed` is
+        this layer's of `SharedInputs`.
 
         Returns:
             (..., D), and the scores for the layer above, None if they are not carried.
@@ -181,7 +184,7 @@ class SelfAttention(nn.Module):
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
         carries = self.score_residual != "none"
         if shared.fused and carries:
-            return self._carried(qkv, shared, carry_BNSS, index)
+            return self._carried(qkv, shared, carry_BNSS, num_summed)
         q, k, v = qkv.unbind(-3)
         if shared.tables is not None:
             q, k = rotate(q, *shared.tables), rotate(k, *shared.tables)
@@ -200,7 +203,6 @@ class SelfAttention(nn.Module):
         q_BNSH, k_BNSH, v_BNSH = layout.to_rows(q), layout.to_rows(k), layout.to_rows(v)
         if carries or trace is not None:
             scores_BNSS = raw_scores(q_BNSH, k_BNSH, carry_BNSS if carries else None)
-            num_summed = index + 1 if self.score_residual == "mean" else 1
             share_BNSS = probabilities(scores_BNSS, layout.allowed, num_summed)
             if trace is not None:
                 trace.probabilities.append(share_BNSS)
@@ -212,7 +214,7 @@ class SelfAttention(nn.Module):
         return self.output(layout.from_rows(context_BNSH)), carry_BNSS
 
     def _carried(
-        self, qkv: Tensor, shared: SharedInputs, carry_NTW: Tensor | None, index: int
+        self, qkv: Tensor, shared: SharedInputs, carry_NTW: Tensor | None, num_summed: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the same from (..., 3, N, H) without moving tokens; the carry is the kernels'."""
         windows = shared.layout.windows()
@@ -233,7 +235,7 @@ class SelfAttention(nn.Module):
             scale=scale,
             angles=angles,
             token_scale=token_scale,
-            num_summed=index + 1 if self.score_residual == "mean" else 1,
+            num_summed=num_summed,
             dropout=self.dropout if self.training else 0.0,
         )  # fmt: skip
         return self.output(context_TNH.view(*qkv.shape[:-3], -1)), carry_NTW
@@ -296,15 +298,17 @@ class Layer(nn.Module):
         self.feed_forward_norm = make_norm(config, config.hidden_size)
 
     def forward(
-        self, x: Tensor, shared: SharedInputs, carry_BNSS: Tensor | None, index: int
+        self, x: Tensor, shared: SharedInputs, carry_BNSS: Tensor | None, num_summed: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Run the layer; arguments and result as in `SelfAttention.forward`."""
         if self.pre_norm:
-            update, carry_BNSS = self.attention(self.attention_norm(x), shared, carry_BNSS, index)
+            update, carry_BNSS = self.attention(
+                self.attention_norm(x), shared, carry_BNSS, num_summed
+            )
             x = self.attention_residual(x, update, shared.alpha)
             update = self.feed_forward(self.feed_forward_norm(x))
             return self.feed_forward_residual(x, update, shared.alpha), carry_BNSS
-        update, carry_BNSS = self.attention(x, shared, carry_BNSS, index)
+        update, carry_BNSS = self.attention(x, shared, carry_BNSS, num_summed)
         x = _join_and_norm(self.attention_residual, self.attention_norm, x, update, shared)
         update, residual = self.feed_forward(x), self.feed_forward_residual
         return _join_and_norm(residual, self.feed_forward_norm, x, update, shared), carry_BNSS
@@ -327,7 +331,7 @@ def _join_and_norm(
 
 
 def run_layer(
-    layer: nn.Module, x: Tensor, shared: SharedInputs, carry_BNSS: Tensor | None, index: int
+    layer: nn.Module, x: Tensor, shared: SharedInputs, carry_BNSS: Tensor | None, num_summed: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """Call a layer; as `Layer.forward`."""
-    return layer(x, shared, carry_BNSS, index)  # type: ignore[no-any-return]
+    return layer(x, shared, carry_BNSS, num_summed)  # type: ignore[no-any-return]

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from benchmarks.training_report import planned_gb, report
+from pipeline.config.load import load
+from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import DatasetIndex
 from pipeline.model.cost import TrainingPass, state_bytes
 from pipeline.model.describe import read_plan
@@ -74,17 +76,28 @@ def test_the_parts_run_in_order_and_share_the_time(kit: Path, tmp_path: Path) ->
     assert [line.split()[1].strip(",") for line in lines] == ["kit", *PARTS, "page"]
     checks, attention, steps, few, profile = (line.partition("py -m ")[2] for line in lines[1:-1])
     assert checks == f"benchmarks.gpu_checks --out {out}/checks.json"
-    # 4 + 4 + 10 + 3 + 3 shares of 240 s, of which nothing is used here.
-    assert seconds(lines[1], " s at most") == pytest.approx(40 + 15, abs=4)
+    # 8 + 4 + 10 + 4 + 3 shares of 240 s, of which nothing is used here.
+    assert seconds(lines[1], " s at most") == pytest.approx(66 + 15, abs=4)
     assert attention.startswith(f"benchmarks.attention --data /data --out {out}/attention.json")
     assert f"--out {out}/steps.json" in steps
     assert steps.endswith("--subjects goals")
     assert f"--out {out}/few.json" in few
     assert few.endswith("--subjects few --seq-len 512 --tokens 16384 4096")
-    for line, expected in ((attention, 48), (steps, 150), (few, 120)):
+    for line, expected in ((attention, 46), (steps, 141), (few, 137)):
         assert seconds(line, "--budget-s ") == pytest.approx(expected, abs=8)
     assert "data.dir=/data" in profile
     assert f"--trace {out}/trace.json.gz" in profile
+
+
+def test_the_plan_on_the_page_is_that_of_the_script() -> None:
+    script = (ROOT / "benchmarks/run_gpu.sh").read_text()
+    line = next(line for line in script.splitlines() if "SHARES=(" in line)
+    shares = {part: int(share) for part, share in re.findall(r"\[(\w+)\]=(\d+)", line)}
+    page = (ROOT / "docs/speed.md").read_text()
+    planned = {part: int(s) for part, s in re.findall(r"^\| `(\w+)` \| (\d+) \|", page, re.M)}
+    whole = sum(shares.values())
+    assert planned == {part: round(500 * share / whole) for part, share in shares.items()}
+    assert "BUDGET_S=${BUDGET_S:-500}" in script
 
 
 def test_a_part_that_fails_says_so_and_others_go_on(kit: Path, tmp_path: Path, stub: Path) -> None:
@@ -99,6 +112,28 @@ def test_a_part_that_fails_says_so_and_others_go_on(kit: Path, tmp_path: Path, s
     assert failed[-2:] == [f"FAILED: {part}: see {tmp_path}/out/run.log"
                            for part in ("checks", "few")]  # fmt: skip
     assert "it broke" in (tmp_path / "out/run.log").read_text()
+
+
+def test_training_starts_runs_whose_configs_are_valid(kit: Path, tmp_path: Path) -> None:
+    """Small ones, too: what a dry run prints is what would run."""
+    for tiny in ("", "1"):
+        done = start("train_gpu.sh", kit, tmp_path / "out", "train.lr=1e-4", DRY_RUN=1,
+                     PYTHON="py", DATA="/data", TINY=tiny)  # fmt: skip
+        assert done.returncode == 0, done.stdout
+        printed = [line for line in done.stdout.splitlines() if " pretrain " in line]
+        configs = {}
+        for line in printed:
+            config, *overrides = line.partition(" pretrain ")[2].split()
+            loaded = load(PretrainConfig, ROOT / config, overrides).config
+            configs[Path(loaded.run_dir).name] = loaded
+        assert len(printed) == 3
+        assert set(configs) == {"gpu", "cpu", "run"}
+        assert {config.data.dir for config in configs.values()} == {"/data"}
+        assert configs["gpu"].train.num_steps == configs["cpu"].train.num_steps
+        assert (configs["gpu"].train.precision, configs["cpu"].train.precision) == ("bf16", "fp32")
+        assert configs["run"].train.lr == 1e-4
+        assert configs["run"].train.schedule == ("linear" if tiny else "time_budget")
+    assert "benchmarks.training_report" in done.stdout
 
 
 @pytest.mark.slow

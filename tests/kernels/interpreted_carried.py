@@ -4,23 +4,36 @@ The interpreter must be asked for before Triton is imported, so this is a proces
 buffers are full of NaN before the kernels write to them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from pipeline.config.model import ModelConfig
 from pipeline.config.train import KernelsConfig
 from pipeline.errors import ConfigError
-from pipeline.kernels import carried, common_triton
+from pipeline.kernels import carried, common_triton, tiles
 from pipeline.kernels import carried_triton as launches
 from pipeline.kernels.attention import probabilities, raw_scores, weighted_values
 from pipeline.kernels.carried import carried_attention, scores_of
 from pipeline.kernels.choose import REFERENCE, Choice, Windows, choose
+from pipeline.kernels.tiles import (
+    KERNELS,
+    Kernel,
+    Shape,
+    Target,
+    Tile,
+    candidates,
+    fixed,
+    tile_of,
+)
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layers import rotary_tables, run_layer
 from pipeline.model.layout import Layout, packed, padded, rows
@@ -39,10 +52,13 @@ def _buffers_full_of_nan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=["window", "tiles"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def path(request: pytest.FixtureRequest) -> Iterator[str]:
     """Either way of the backward pass over a window of at most a tile."""
-    monkeypatch.setattr(launches, "takes_window", lambda *_: request.param == "window")
-    return str(request.param)
+    if request.param == "window":  # what the interpreter takes
+        yield "window"
+        return
+    with fixed("backward_window", None):
+        yield "tiles"
 
 
 def windows_of(layout: Layout) -> Windows:
@@ -151,8 +167,8 @@ def computed(inputs: list[Tensor], windows: Windows, dtype: torch.dtype, *, mean
         if compact is None:
             compact = dtype != torch.float32
         out, carry, *_ = OPERATOR(qkv, carry, windows.spans, windows.bounds, cos, sin, token_scale,
-                                  seed, windows.longest, scale, 1 / num_summed, dropout,
-                                  compact)  # fmt: skip
+                                  seed, torch.tensor(float(num_summed)), windows.longest, scale,
+                                  dropout, compact)  # fmt: skip
         outputs.append(out)
     assert carry is not None
     on_out, on_scores = directions(leaves[0])
@@ -350,7 +366,7 @@ def test_gradients_of_several_users_add_up() -> None:
     qkv = packed_inputs(20)
     nothing = [None] * 4
     _, carry, *_ = OPERATOR(
-        qkv, None, windows.spans, windows.bounds, *nothing, 20, 1.0, 1.0, 0.0, True
+        qkv, None, windows.spans, windows.bounds, *nothing, torch.ones(()), 20, 1.0, 0.0, True
     )
     given = torch.full_like(carry, 1e-6)
     [once] = torch.autograd.grad(carry, qkv, given, retain_graph=True)
@@ -373,6 +389,56 @@ def test_dropout_is_what_its_seed_says(length: int) -> None:
     assert_exact(inputs, windows, torch.stack(masks), dropout=0.25)
 
 
+# Each tile that any GPU may take, once; the window's for the length of its own.
+TILES = sorted({
+    (kernel, tile)
+    for kernel in KERNELS
+    for capability, drops, width in product(((8, 0), (9, 0), (10, 0)), (False, True), (128, 256))
+    for tile in candidates(kernel, Shape(width, 32, drops), Target(capability))
+    if tile is not None
+}, key=lambda one: (-one[1].warps, one[1].queries, one))  # fmt: skip
+# What the interpreter does not take by itself: blocks of queries in a window, and half the keys.
+FIRST = [("backward_window", Tile(32, 128, 8, 2)), ("backward_keys", Tile(64, 32, 4, 2))]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "tile"), first_in_ci([*FIRST, *(one for one in TILES if one not in FIRST)], 2)
+)
+def test_each_tile_gives_the_same(kernel: Kernel, tile: Tile) -> None:
+    # Of two windows, one not a multiple of blocks; dropout counts columns from its start.
+    length = 70 if kernel == "backward_window" else 130
+    windows, masks = windows_of(ends(length)), kept_by_head(SEED, length, 1, 0.25)
+    inputs, kept = make(1, length, 1, 32), torch.from_numpy(masks)[None]
+    with fixed("backward_window", None), fixed(kernel, tile):
+        assert_exact(inputs, windows, kept, dropout=0.25)
+        assert_exact(inputs, windows, mean=True)
+
+
+def test_tiles_that_were_measured_are_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tiles, "TABLE", tmp_path / "tiles.json")
+    gpu, shape = Target((9, 0), "a GPU, torch 2, Triton 3"), Shape(512, 64, False)
+    first, second, *_ = candidates("forward", shape, gpu)
+    assert tile_of("forward", shape, gpu) == first
+    rows = {
+        shape.key("forward"): {"tile": second},
+        Shape(128, 64, True).key("backward_window"): {"tile": None},
+        # Of an older revision: not offered any more.
+        shape.key("backward_keys"): {"tile": [8, 8, 1, 1]},
+    }
+    tiles.write_table(gpu.name, rows)
+    tiles.write_table("another GPU", {})
+    assert tile_of("forward", shape, gpu) == second
+    # All windows of several tiles are alike; other switches and GPUs are not.
+    assert tile_of("forward", Shape(1024, 64, False), gpu) == second
+    assert tile_of("forward", Shape(512, 64, True), gpu) == first
+    assert tile_of("forward", shape, Target((9, 0), "another GPU")) == first
+    assert tile_of("backward_window", Shape(128, 64, True), gpu) is None
+    assert tile_of("backward_keys", shape, gpu) == candidates("backward_keys", shape, gpu)[0]
+    tiles._fastest.cache_clear()
+
+
 def test_dropout_looks_random() -> None:
     kept = np.stack([kept_by_head(SEED + n, 128, 2, 0.1) for n in range(2)]).astype(float)
     # 65,536 draws: the deviation of their mean is 0.0012.
@@ -386,7 +452,7 @@ def test_dropout_looks_random() -> None:
 @pytest.mark.parametrize("is_whole", first_in_ci([True, False]))
 def test_the_operator_is_registered_as_torch_wants_it(is_whole: bool) -> None:
     qkv, windows = packed_inputs(16), windows_of(ends(16))
-    given, numbers = (windows.spans, windows.bounds), (16, 0.2, 1.0, 0.0, False)
+    given, numbers = (windows.spans, windows.bounds), (torch.ones(()), 16, 0.2, 0.0, False)
     carry, tables, scales = None, (None, None), None
     if is_whole:
         carry = torch.randn(1, 16, 16, requires_grad=True)
@@ -400,7 +466,12 @@ def _layers(inputs: list[Tensor], windows: Windows, wrap: Callable[..., Any]) ->
 
         def layer(qkv: Tensor, carry: Tensor | None, number: int = number) -> tuple[Tensor, Tensor]:
             return carried_attention(
-                qkv * 1.5, carry, windows, scale=0.2, num_summed=number + 1, dropout=0.2
+                qkv * 1.5,
+                carry,
+                windows,
+                scale=0.2,
+                num_summed=torch.tensor(number + 1.0),
+                dropout=0.2,
             )
 
         out, carry = wrap(layer, qkv, carry)
@@ -468,14 +539,18 @@ def test_the_model_is_the_same(
 
 
 def test_a_compiled_layer_is_one_graph() -> None:
-    model = _model()
+    """The first layer and all others, each of which divides by another number."""
+    model = _model(score_residual="mean")
     model.encoder.fuse_attention()
     layout = documents((5, 9, 2), (16,))
     wanted = _results(model, layout, (2, 16))
+    torch._dynamo.reset()
+    counters.clear()
     model.encoder.run_layers_by(torch.compile(run_layer, backend="aot_eager", fullgraph=True))
     for one, other in zip(_results(model, layout, (2, 16)), wanted, strict=True):
         if other is not None:
             torch.testing.assert_close(one, other)
+    assert counters["stats"]["unique_graphs"] == 2
 
 
 @pytest.mark.parametrize(
@@ -484,7 +559,7 @@ def test_a_compiled_layer_is_one_graph() -> None:
 def test_what_the_kernels_cannot_take(dtype: torch.dtype, size: int, said: str) -> None:
     qkv = torch.zeros(4, 3, 1, size, dtype=dtype)
     with pytest.raises(ConfigError, match=said):
-        carried_attention(qkv, None, windows_of(ends(4)), scale=1.0)
+        carried_attention(qkv, None, windows_of(ends(4)), scale=1.0, num_summed=torch.ones(()))
 
 
 def test_a_triton_that_fails_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

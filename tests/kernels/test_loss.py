@@ -334,13 +334,9 @@ def test_the_model_gives_its_logits_loss(head: dict[str, Any], embedding_size: i
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("size", first_in_ci([50_000, 30_522, 21_128], 2))
 def test_compiled_kernel(capability: int, size: int) -> None:
-    from pipeline.kernels.rows_triton import cross_entropy
-    from tests.support.machine_code import compiled, found_in
+    from benchmarks.tiles import compiled, cross_entropy, found_in
 
-    logits = torch.empty(8, size, dtype=torch.bfloat16, device="meta")
-    of_rows = torch.empty(8, device="meta")
-    targets = torch.empty(8, dtype=torch.int64, device="meta")
-    counts = found_in(compiled(cross_entropy(logits, targets, of_rows, of_rows, True), capability))
+    counts = found_in(compiled(cross_entropy(size), capability))
     assert counts["local stores"] == counts["local loads"] == counts["narrow stores"] == 0
     assert counts["narrow loads"] == 1  # of the target's logit
     # All other accesses are of 16 bytes where rows are multiples of them.

@@ -26,9 +26,10 @@ CASES = [((90, 80)[(n + turn) % 2], *size) for turn in range(2) for n, size in e
 @pytest.mark.skipif(sys.platform != "linux", reason="ptxas is Linux's")
 @pytest.mark.parametrize(("capability", "size", "dropout", "dtype"), first_in_ci(CASES, 3))
 def test_compiled_kernels(capability: int, size: int, dropout: float, dtype: torch.dtype) -> None:
-    from tests.kernels.ahead_of_time import machine_code, norm
+    from benchmarks.tiles import compiled, found_in, name_of, norm
 
-    for name, counts in machine_code(norm(size, dropout, dtype), capability):
+    for launch in norm(size, dropout, dtype):
+        name, counts = name_of(launch), found_in(compiled(launch, capability))
         assert counts["local stores"] == counts["local loads"] == 0, name
         assert counts["narrow stores"] == counts["narrow loads"] == 0, name
         assert counts["wide stores"] > 0 < counts["wide loads"], name

@@ -1,0 +1,60 @@
+"""Compiled layers: how many graphs they are. What they compute: `tests/distributed`."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from pipeline.config.model import ModelConfig
+from pipeline.model import compiled
+from pipeline.model.compiled import CompiledLayer, num_graphs
+from pipeline.model.encoder import MaskedLanguageModel
+from pipeline.model.layout import packed
+
+
+@pytest.fixture(autouse=True)
+def _no_graphs() -> Iterator[None]:
+    for _ in range(2):
+        torch._dynamo.reset()
+        counters.clear()
+        if _ == 0:
+            yield
+
+
+def _pass(model: MaskedLanguageModel, *lengths: int) -> None:
+    layout = packed(torch.tensor([0, *lengths]).cumsum(0), max(lengths), sum(lengths))
+    ids = torch.arange(sum(lengths)) % 50
+    model(ids, layout, torch.arange(0, len(ids), 3)).sum().backward()
+
+
+def _model(score_residual: Literal["none", "sum", "mean"]) -> MaskedLanguageModel:
+    config = ModelConfig(
+        vocab_size=50, num_layers=5, hidden_size=32, num_heads=2, ffn_size=40, dropout=0.0,
+        attention_dropout=0.0, score_residual=score_residual,
+    )  # fmt: skip
+    model = MaskedLanguageModel(config).train()
+    model.encoder.run_layers_by(CompiledLayer(backend="aot_eager"))
+    return model
+
+
+@pytest.mark.long
+def test_layers_of_any_number_and_length_are_few_graphs() -> None:
+    model = _model("mean")
+    _pass(model, 9, 5)
+    assert num_graphs() == 2  # the first layer has no scores from below
+    _pass(model, 12, 5, 3)
+    assert num_graphs() == 4
+    _pass(model, 7, 8, 4, 2)
+    assert num_graphs() == 4
+
+
+@pytest.mark.long
+def test_many_graphs_are_warned_of(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "_MANY_GRAPHS", 0)
+    _pass(_model("none"), 9, 5)
+    [said] = [each.message for each in caplog.records if "compiled" in each.message]
+    assert "layers were compiled 1 times, expected 0 at most" in said
