@@ -351,4 +351,6 @@ def mix_text(mix: TaskMix, work_dir: str = "") -> str:
 def is_mix(path: str) -> bool:
     """Return whether a config file is that of a multi-task run, and not of pre-training."""
     file = find_config(path, ("train", "", "multitask"))
-    return file.is_file() and re.search(r"^tasks:", file.read_text("utf-8"), re.M) is not None
+    # A list of tasks is that of a suite, or of `postnorm transfer`.
+    is_mapping = re.compile(r"^tasks:(?!\s*[\[-])", re.M)
+    return file.is_file() and is_mapping.search(file.read_text("utf-8")) is not None

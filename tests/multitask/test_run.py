@@ -210,6 +210,7 @@ def test_files_of_a_task_are_beside_its_own_file_and_recipes_are_no_mixes(tmp_pa
     assert moved.tasks["b"].data.root == "elsewhere"
     assert not is_mix("roformer_v2-base")
     assert is_mix("small")
+    assert not is_mix("small-rows"), "of postnorm transfer, which lists tasks of a mix"
 
 
 def test_mistakes_in_a_mix_are_told_with_the_task(tmp_path: Path, tiny_model: Path) -> None:
