@@ -14,13 +14,16 @@ from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layout import packed
 
 
+def _forget() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+
+
 @pytest.fixture(autouse=True)
 def _no_graphs() -> Iterator[None]:
-    for _ in range(2):
-        torch._dynamo.reset()
-        counters.clear()
-        if _ == 0:
-            yield
+    _forget()
+    yield
+    _forget()
 
 
 def _pass(model: MaskedLanguageModel, *lengths: int) -> None:
@@ -35,7 +38,7 @@ def _model(score_residual: Literal["none", "sum", "mean"]) -> MaskedLanguageMode
         attention_dropout=0.0, score_residual=score_residual,
     )  # fmt: skip
     model = MaskedLanguageModel(config).train()
-    model.encoder.run_layers_by(CompiledLayer(backend="aot_eager"))
+    model.encoder.run_layers_by(CompiledLayer(backend="eager"))
     return model
 
 
