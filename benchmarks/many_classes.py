@@ -1,7 +1,7 @@
-"""Makes the task of the study `classes`: which cloud service does a sentence describe?
+"""Makes the task of the study `many_classes`: which cloud service does a sentence describe?
 
     python -m benchmarks.many_classes runs/many_classes
-    postnorm study classes
+    postnorm study many_classes
 
 The rows are the descriptions of operations, structures and their members that botocore carries
 (pinned in constraints.txt, installed with `make setup`), each once, and none that two services

@@ -35,7 +35,10 @@ def python_of(name: str, folder: Path) -> str:
         venv.create(place, clear=True, with_pip=True)
         install = [str(python), "-m", "pip", "install", "--quiet", *ENVIRONMENTS[name]]
         if subprocess.run(install, stdout=sys.stderr).returncode:
-            raise SystemExit(f"{place}: pip could not install {name}; what it says stands above")
+            raise SystemExit(
+                f"{place}: pip could not install {name} (its message stands above): "
+                "it needs a network; without --peers only what this Python has is measured"
+            )
         done.touch()
     return str(python)
 

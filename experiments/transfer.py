@@ -32,6 +32,7 @@ from pipeline.use.pretrain import own_process
 logger = logging.getLogger(__name__)
 
 ALONE, ALL, WITHOUT = "start", "all", "without"
+_TAKEN = (ALONE, ALL, "finetune", "tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +59,15 @@ class TransferConfig:
     leave_out: bool = param(True, "train a mix without it for each task")
 
     def __post_init__(self) -> None:
-        if taken := {ALONE, ALL, WITHOUT} & set(self.variants):
-            raise ConfigError(
-                f"variants: {', '.join(sorted(taken))} is a model that the table has anyway; "
-                "choose another name"
-            )
+        for name in self.variants:
+            if name in _TAKEN or "/" in name or name.startswith(WITHOUT):
+                raise ConfigError(
+                    f"variants: {name} cannot be a mix's name: it is a folder of run_dir, so "
+                    f"{', '.join(_TAKEN)}, / and names that begin with {WITHOUT} are taken; "
+                    "choose another one"
+                )
+        if any(rows < 1 for rows in self.rows):
+            raise ConfigError(f"rows={list(self.rows)}: expected numbers of at least 1")
 
     @property
     def arms(self) -> tuple[str, ...]:
@@ -202,7 +207,8 @@ def _compared(
         lines.append(
             {
                 "task": place[0],
-                "rows": place[1],
+                # Those that there were: a task may have fewer than were asked for.
+                "rows": None if place[1] is None else first["rows"]["train"],
                 "metric": first["metric"],
                 "scored_on": first["protocol"]["scored_on"],
                 "majority": first["majority"],

@@ -32,7 +32,7 @@ from pipeline.tasks.task import KindConfig, TaskConfig
 
 NAMES = sorted(path.stem for path in HOME.glob("*.yaml"))
 OF_RUNS = [name for name in NAMES if name != "speed"]
-_HOURS = {"classes": 3.0, "corruption": 2.2, "deep_start": 2.5, "half": 3.9, "length": 3.9,
+_HOURS = {"many_classes": 3.0, "corruption": 2.2, "deep_start": 2.5, "half": 3.9, "positions": 3.9,
           "objectives": 2.1, "rates": 8.3, "speedrun": 20.0, "starts": 2.3,
           "structure": 3.0}  # fmt: skip
 """Of two shared cores, that a small preset may take; others take 1.3."""

@@ -68,8 +68,11 @@ def test_rows_variants_and_a_mix_for_each_seed(tmp_path: Path, tiny_model: Path)
     assert sorted(folder.name for folder in tuned) == ["classify+seed-1", "classify+seed-2"]
     head = markdown(body).splitlines()[2]
     assert [cell.strip() for cell in head.split("|")][1:4] == ["task", "rows", "metric"]
-    with pytest.raises(ConfigError, match="variants: all is a model"):
-        transfer(str(path), ("variants={all: []}",))
+    for name in ("all", "finetune", "without-classify", "a/b"):
+        with pytest.raises(ConfigError, match=f"variants: {name} cannot be a mix's name"):
+            transfer(str(path), (f"variants={{{name}: []}}",))
+    with pytest.raises(ConfigError, match=r"rows=\[8, 0\]: expected"):
+        transfer(str(path), ("rows=[8, 0]",))
 
 
 def test_a_mix_that_nothing_can_be_left_out_of(tmp_path: Path, tiny_model: Path) -> None:
