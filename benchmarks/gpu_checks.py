@@ -443,10 +443,11 @@ CHECKS: dict[str, Callable[[Size], Numbers]] = {
 }
 
 
-def run(size: Size) -> dict[str, Any]:
-    """All of them, whatever fails."""
+def run(size: Size, out: Path) -> dict[str, Any]:
+    """All of them, whatever fails; what was found is written after each."""
     found: dict[str, Any] = {"machine": machine.describe(), "checks": {}}
     for name, check in CHECKS.items():
+        began_s = time.monotonic()
         try:
             found["checks"][name] = {"result": "passed", "numbers": check(size)}
         except NotPossibleError as error:
@@ -454,6 +455,8 @@ def run(size: Size) -> dict[str, Any]:
         except Exception as error:  # noqa: BLE001 - what fails is reported, the rest runs
             found["checks"][name] = {"result": f"failed: {type(error).__name__}: {error}"}
             traceback.print_exc()
+        found["checks"][name]["s"] = round(time.monotonic() - began_s, 1)
+        write_json(out, found)
     if size.device.type == "cuda":
         from pipeline.kernels.tiles import read_table, target_of
 
@@ -476,7 +479,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small shapes, for tests")
     arguments = parser.parse_args()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    found = run(Size(device, tiny=arguments.tiny))
+    found = run(Size(device, tiny=arguments.tiny), arguments.out)
     write_json(arguments.out, found)
     sys.stdout.write(json.dumps(found) + "\n")
     sys.exit(0 if found["passed"] else 1)

@@ -102,6 +102,7 @@ _BY_OPERATOR = {
 
 _ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 _LAUNCHES = {"cuda_runtime", "cuda_driver"}
+_LAUNCH_NAME = re.compile(r"cuda|cu[A-Z]")
 
 
 def category(name: str, phase: str = "", operator: str = "") -> str:
@@ -321,7 +322,30 @@ def profiled(step: Callable[[], None], count: int, trace_file: Path | None = Non
         mark(END)
     if trace_file is not None:
         profiler.export_chrome_trace(str(trace_file))
-    return read_timeline(profiler.events() or ())
+    events = list(profiler.events() or ())
+    if not all(hasattr(event, "activity_type") for event in events):
+        # torch 2.11 keeps neither the kind of an event nor the operator that launched it.
+        recorded = profiler.profiler.kineto_results.events()
+        name_kinds(events, {e.correlation_id(): e.linked_correlation_id() for e in recorded
+                            if e.device_type().name != "CPU"})  # fmt: skip
+    return read_timeline(events)
+
+
+def name_kinds(events: Iterable[Any], operators: dict[int, int]) -> None:
+    """Set `activity_type` and `linked_correlation_id` of events of a torch that sets neither.
+
+    `operators`: the id of the operator that launched it, by the id of a kernel or copy.
+    """
+    for event in events:
+        on_host = event.device_type.name == "CPU"
+        if event.is_user_annotation:
+            kind = "user_annotation" if on_host else "gpu_user_annotation"
+        elif on_host:
+            kind = "cuda_runtime" if _LAUNCH_NAME.match(event.name) else "cpu_op"
+        else:
+            kind = "gpu_memcpy" if event.name.startswith("Mem") else "kernel"
+        event.activity_type = kind
+        event.linked_correlation_id = 0 if on_host else operators.get(event.id, 0)
 
 
 @contextmanager
