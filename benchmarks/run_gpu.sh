@@ -42,7 +42,7 @@ TINY=${TINY:-}
 . benchmarks/gpu/prepare.sh
 
 # Options of each part: as measured, or as small as they get.
-declare -A OPTIONS=([checks]='' [attention]='' [steps]='--subjects goals'
+declare -A OPTIONS=([checks]='' [attention]='' [steps]='--subjects goals --at-once 5'
   [few]='--subjects few --seq-len 512 --tokens 16384 4096' [profile]='--steps 10')
 if [[ -n $TINY ]]; then
   small='--tiny --seq-len 32 --batches 2 --rounds 2 --seconds 0.01 --at-once 1'
