@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pipeline.kernels.attention import flash_attention, probabilities, raw_scores, weighted_values
+from pipeline.kernels.attention import probabilities, raw_scores, weighted_values
 from pipeline.kernels.carried import carried_attention, scores_of
 from pipeline.kernels.choose import Windows
+from pipeline.kernels.flash import flash_attention
 from pipeline.model.layout import Layout, rows
 
 Result = tuple[Tensor, Tensor | None]
@@ -186,8 +187,23 @@ def flash_documents(case: Case, dropout: float = 0.0) -> Attention:
         raise NotPossibleError("torch has no flash attention over documents on a CPU")
     ends, longest = case.ends()
 
+    def run(qkv: Tensor) -> Result:
+        return flash_attention(qkv, ends, longest, scale=case.scale, dropout=dropout), None
+
+    return Attention(run, is_packed=True)
+
+
+def _cudnn_documents(case: Case) -> Attention:
+    """cuDNN's kernel over documents end to end; torch's own modules do not call it so."""
+    if case.documents.device.type == "cpu":
+        raise NotPossibleError("cuDNN has no kernels for a CPU")
+    ends, longest = case.ends()
+
     def run(q: Tensor, k: Tensor, v: Tensor) -> Result:
-        return flash_attention(q * case.scale, k, v, ends, longest, dropout), None
+        out, *_ = torch.ops.aten._cudnn_attention_forward(
+            q, k, v, None, ends, ends, longest, longest, True, 0.0, False, False, scale=case.scale
+        )
+        return out, None
 
     return Attention(run)
 
@@ -203,6 +219,7 @@ SUBJECTS: dict[str, Callable[[Case], Attention]] = {
     "plain, efficient": lambda case: _plain(case, SDPBackend.EFFICIENT_ATTENTION),
     "plain, math": lambda case: _plain(case, SDPBackend.MATH),
     "plain, flash over documents": flash_documents,
+    "plain, cuDNN over documents": _cudnn_documents,
     "eager sum, compiled": lambda case: _eager(case, 1, compiled=True),
     "eager mean, compiled": lambda case: _eager(case, 2, compiled=True),
 }

@@ -1,6 +1,6 @@
 """What must be right on a GPU before anything is timed; exit code 1 if something is not.
 
-    python -m benchmarks.gpu_checks [--out checks.json] [--tiny]
+    python -m benchmarks.gpu_checks [--out checks.json] [--only flash "parts of models"] [--tiny]
 
 Each check compares with float64 or with itself: fused attention with carried scores and torch's
 flash attention over full and packed rows, shorter and longer than a tile, up to documents of 2,048
@@ -20,7 +20,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -66,6 +66,8 @@ _MORE_THAN_PLAIN = 1.25
 models with other weights average out."""
 _SAME_LOSS = 5e-3
 _DROPPED = 0.1
+# It keeps what draws a byte of at most 255 times the share to keep, rounded down.
+_KEPT_BY_FLASH = (math.floor((1 - _DROPPED) * 255) + 1) / 256
 _GRAPHS = 4
 """Of compiled layers: the first and all later ones, at the first length and at any other."""
 _BUSY_CYCLES = 2_000_000_000
@@ -130,18 +132,21 @@ def flash(size: Size) -> Numbers:
 
 def carried_dropout(size: Size) -> Numbers:
     """Dropout of the fused attention with carried scores."""
-    return _dropout(size, "carried sum", lambda case, p: carried(case, 1, p), FLOOR)
+    return _dropout(size, "carried sum", lambda case, p: carried(case, 1, p), FLOOR, 1 - _DROPPED)
 
 
 def flash_dropout(size: Size) -> Numbers:
     """Dropout of torch's flash attention over documents."""
-    return _dropout(size, _FLASH, flash_documents, LIMIT)
+    return _dropout(size, _FLASH, flash_documents, LIMIT, _KEPT_BY_FLASH)
 
 
 def _dropout(
-    size: Size, name: str, make: Callable[[Case, float], Attention], limit: float
+    size: Size, name: str, make: Callable[[Case, float], Attention], limit: float, wanted: float
 ) -> Numbers:
-    """Outputs and gradients with dropout against float64 with the same probabilities dropped."""
+    """Outputs and gradients with dropout against float64 with the same probabilities dropped.
+
+    `wanted` is the share of the probabilities that is kept.
+    """
     numbers: Numbers = {}
     for case in size.cases(size.dropout_length):
         made = make(case, _DROPPED)
@@ -150,10 +155,10 @@ def _dropout(
         assert not torch.equal(kept, other), f"{case.name}: another seed dropped the same"
         allowed = case.layout().allowed.expand_as(kept)
         share, count = float(kept[allowed].float().mean()), int(allowed.sum())
-        margin = 5 * math.sqrt(_DROPPED * (1 - _DROPPED) / count)
-        assert abs(share - (1 - _DROPPED)) <= margin, (
+        margin = 5 * math.sqrt(wanted * (1 - wanted) / count)
+        assert abs(share - wanted) <= margin, (
             f"{case.name}: {share:.4f} of the probabilities were kept, expected "
-            f"{1 - _DROPPED} +- {margin:.4f}"
+            f"{wanted:.4f} +- {margin:.4f}"
         )
         numbers[f"{case.name} kept"] = share
         factors = kept / (1 - _DROPPED)
@@ -329,17 +334,19 @@ def training(size: Size) -> Numbers:
 
 def compiled(size: Size) -> Numbers:
     """Compiled layers beside eager ones, both fused: losses, and few graphs for all layers."""
-    config = _config(size, "realformer_v2-base", KernelsConfig(attention="fused"))
     numbers: Numbers = {}
-    wanted = _train(size, config, num_lengths=2)
     # Hooks on gradients are ours at stage 0 and DeepSpeed's at stage 1.
-    for stage in range(2 if find_spec("deepspeed") else 1):
+    stages = [("realformer_v2-base", stage) for stage in range(2 if find_spec("deepspeed") else 1)]
+    # Flash attention over documents is for GPUs alone.
+    for preset, stage in [*stages, *([] if size.tiny else [("roformer_v2-base", 0)])]:
+        config = _config(size, preset, KernelsConfig(attention="fused"))
+        wanted = _train(size, config, num_lengths=2)
         torch._dynamo.reset()
-        before = num_graphs()
+        before, name = num_graphs(), f"{preset}, stage {stage}"
         train = replace(config.train, compile=True, zero_stage=stage)
         found = _compare(_train(size, replace(config, train=train), num_lengths=2), wanted)
-        numbers |= {f"stage {stage}: {name}": value for name, value in found.items()}
-        numbers[f"stage {stage}: graphs"] = graphs = num_graphs() - before
+        numbers |= {f"{name}: {key}": value for key, value in found.items()}
+        numbers[f"{name}: graphs"] = graphs = num_graphs() - before
         assert graphs <= _GRAPHS, f"{graphs:.0f} graphs were compiled, expected {_GRAPHS} at most"
     return numbers
 
@@ -443,10 +450,12 @@ CHECKS: dict[str, Callable[[Size], Numbers]] = {
 }
 
 
-def run(size: Size, out: Path) -> dict[str, Any]:
-    """All of them, whatever fails; what was found is written after each."""
+def run(size: Size, out: Path, only: Sequence[str] = ("",)) -> dict[str, Any]:
+    """All whose names have some of the words, whatever fails; writes after each."""
     found: dict[str, Any] = {"machine": machine.describe(), "checks": {}}
     for name, check in CHECKS.items():
+        if not any(words in name for words in only):
+            continue
         began_s = time.monotonic()
         try:
             found["checks"][name] = {"result": "passed", "numbers": check(size)}
@@ -461,7 +470,7 @@ def run(size: Size, out: Path) -> dict[str, Any]:
         from pipeline.kernels.tiles import read_table, target_of
 
         found["tiles"] = read_table().get(target_of(size.device).name)
-    of_attention = found["checks"]["attention against float64"].get("numbers")
+    of_attention = found["checks"].get("attention against float64", {}).get("numbers")
     if of_attention:
         found["worst_fused_error"] = max(of_attention.values())
     found["passed"] = not any(
@@ -476,10 +485,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("checks.json"))
+    parser.add_argument("--only", nargs="+", default=[""], help="words of the names of checks")
     parser.add_argument("--tiny", action="store_true", help="small shapes, for tests")
     arguments = parser.parse_args()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    found = run(Size(device, tiny=arguments.tiny), arguments.out)
+    found = run(Size(device, tiny=arguments.tiny), arguments.out, arguments.only)
     write_json(arguments.out, found)
     sys.stdout.write(json.dumps(found) + "\n")
     sys.exit(0 if found["passed"] else 1)

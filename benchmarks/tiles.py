@@ -36,6 +36,7 @@ from pipeline.kernels.carried_triton import Numbers
 from pipeline.kernels.choose import padded_width
 from pipeline.kernels.common_triton import Launch
 from pipeline.kernels.tiles import KERNELS, Kernel, Shape, Target, Tile, candidates, fixed, tile_of
+from pipeline.kernels.turn_triton import turn_launch
 
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",
          torch.int32: "*i32", torch.int64: "*i64"}  # fmt: skip
@@ -147,7 +148,7 @@ class Layer:
 
     def launches(self, gpu: Target) -> Iterator[Launch]:
         """All of a forward and a backward pass."""
-        yield carried_triton.turn_launch(self.tensors)
+        yield turn_launch(self.tensors)
         yield carried_triton.forward(self.tensors, self.numbers, gpu)
         yield from carried_triton.backward(self.tensors, self.numbers, gpu)
 

@@ -47,6 +47,7 @@ CUDA_VISIBLE_DEVICES='' pretrain cpu 150 first_steps "${first[@]}" train.precisi
 wait "$on_gpu" || failed+=("the GPU's first steps: see $OUT/run.log")
 left=$((BUDGET_S - SECONDS - 20))
 trained=$((left - 80 < 360 ? left - 80 : 360))
+((trained > 0)) || { echo "FAILED: $left s are left for the run, expected more than 80" >&2; exit 1; }
 hours=$(printf '0.%04d' $((trained * 10000 / 3600)))
 pretrain run "$left" train "train.budget_hours=$hours" "${long[@]}" "$@" ||
   failed+=("the run: see $OUT/run.log")

@@ -1,8 +1,7 @@
-"""Attention in PyTorch: over rows with or without carried scores, and by torch's flash kernel.
+"""Attention in PyTorch, over rows with or without carried scores.
 
-Letters: B sequences, N heads, S slots of a sequence, T tokens end to end, H head size. A mask
-broadcasts to (B, N, S, S) and is true where a query (row) may see a key (column); a row that allows
-nothing gives NaN.
+Letters: B sequences, N heads, S slots of a sequence, H head size. A mask broadcasts to (B, N, S, S)
+and is true where a query (row) may see a key (column); a row that allows nothing gives NaN.
 """
 
 from typing import Any
@@ -109,44 +108,3 @@ def weighted_values(share_BNSS: Tensor, v_BNSH: Tensor, dropout: float) -> Tenso
     """Multiply probabilities, some of them dropped, by values; (B, N, S, H) in v's dtype."""
     share_BNSS = F.dropout(share_BNSS.to(v_BNSH.dtype), dropout, training=dropout > 0)
     return torch.matmul(share_BNSS, v_BNSH)
-
-
-# Not cuDNN, which is faster on Hopper without a mask: ours needs one or lengths, and both its
-# known faults (NaN for lengths of 64 modulo 128, fp32 masks misread) are in masks. Bounds are
-# padded to a multiple of 64: few shapes, no wait. Its gradient has a test of shapes only; no GPU
-# ran it.
-def flash_attention(
-    q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, cu_seqlens: Tensor, longest: int, dropout: float
-) -> Tensor:
-    """Compute softmax(q k^T) v within documents, dropout on it; queries are scaled already.
-
-    Source of the algorithm: Dao 2023 (arXiv 2307.08691).
-
-    Args:
-        q_TNH: bf16 or fp16 queries on a GPU; any strides, the last of them 1.
-        k_TNH: keys.
-        v_TNH: values.
-        cu_seqlens: (D + 1,) int32: 0, then the end of each document, the last of them T. Documents
-            may be empty.
-        longest: tokens of the longest document, or more.
-        dropout: probability of dropping a probability.
-
-    Returns:
-        (T, N, H) in q's dtype.
-    """
-    # A mask over rows would keep torch from its flash kernels, and would compute scores only to
-    # discard them. `torch.nn.attention.varlen`, the public way to this kernel, has no dropout.
-    out_TNH, *_ = torch.ops.aten._flash_attention_forward(
-        q_TNH,
-        k_TNH,
-        v_TNH,
-        cu_seqlens,
-        cu_seqlens,
-        longest,
-        longest,
-        dropout,
-        False,  # not causal
-        False,  # no matrix of probabilities for debugging
-        scale=1.0,
-    )
-    return out_TNH  # type: ignore[no-any-return]

@@ -106,15 +106,16 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from pipeline.kernels import carried_triton as launches
     from pipeline.kernels.tiles import target_of
+    from pipeline.kernels.turn_triton import turn_launch
 
     turns = cos is not None or token_scale is not None
     out, scores, lse, turned = _empty_results(qkv, longest, compact, turns)
     qkv = qkv.contiguous()
     turning = {"qkv": qkv, "turned": turned, "cos": cos, "sin": sin, "token_scale": token_scale}
     if turns:
-        launches.turn_launch(turning).run()
+        turn_launch(turning).run()
     tensors = {
-        **_parts(qkv, turned),
+        **parts_of(qkv, turned),
         "carry": _stored(carry),
         "scores": _stored(scores),
         "out": out,
@@ -149,7 +150,7 @@ def _backward(
     d_qkv, d_carry = _empty_gradients(qkv, scores)
     dq, dk, dv = d_qkv.unbind(1)
     tensors = {
-        **_parts(qkv.contiguous(), turned),
+        **parts_of(qkv.contiguous(), turned),
         "scores": _stored(scores),
         "out": out,
         "lse": lse,
@@ -212,8 +213,8 @@ def _stored(scores: Tensor | None) -> Tensor | None:
     return None if scores is None else scores_of(scores)
 
 
-def _parts(qkv: Tensor, turned: Tensor) -> dict[str, Tensor]:
-    """Return views of queries, keys and values, each (T, N, H)."""
+def parts_of(qkv: Tensor, turned: Tensor) -> dict[str, Tensor]:
+    """Return views of queries, keys and values, each (T, N, H); of `turned` unless it is empty."""
     q, k, v = qkv.unbind(1)
     if turned.numel():
         q, k = turned.unbind(1)

@@ -7,72 +7,26 @@ token is the c-th token of its window. `spans` (T, 4) int32 holds the keys that 
 first and one past the last, and likewise the queries that see it. Scores are defined where a query
 sees a key; elsewhere they and their gradient may be anything, including NaN.
 
-`turn_kernel` turns queries and keys by rotary positions, coordinates (0, 1), (2, 3), ... together.
-Its tables `cos` and `sin`, (T, H / 2) fp32, are those of `pipeline.model.layers.rotary_tables`;
-`token_scale` (T,) scales queries.
+Queries and keys are those of `turn_triton`, turned; their gradients are turned back here.
 
 The functions after the kernels choose which of them to launch, with which tiles. A launch is data,
 so that it can be compiled ahead of time for a GPU that is not there.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from pipeline.kernels.common_triton import INTERPRETED, RANDOM_VALUES, Launch, is_kept, narrow
 from pipeline.kernels.tiles import Shape, Target, Tile, tile_of
+from pipeline.kernels.turn_triton import Tensors, load_angles, of_turn, turn
 
 FP16_MAX = tl.constexpr(65504.0)
 LOG2_E = tl.constexpr(math.log2(math.e))
-
-
-@triton.jit
-def load_angles(cos, sin, row, real, H: tl.constexpr):
-    """Load (rows, H / 2) of both tables; the angle 0 where not real."""
-    at = row[:, None] * (H // 2) + tl.arange(0, H // 2)[None, :]
-    cosine = tl.load(cos + at, mask=real[:, None], other=1.0)
-    return cosine, tl.load(sin + at, mask=real[:, None], other=0.0)
-
-
-@triton.jit
-def turn(x_RH, cosine, sine):
-    """Turn the pairs of (rows, H) fp32 values; with -sine, turn them back."""
-    even, odd = tl.split(tl.reshape(x_RH, [x_RH.shape[0], x_RH.shape[1] // 2, 2]))
-    turned = tl.join(even * cosine - odd * sine, even * sine + odd * cosine)
-    return tl.reshape(turned, [x_RH.shape[0], x_RH.shape[1]])
-
-
-# Apart from attention: turned in its loads, keys would be turned once for each block of queries,
-# and not go straight to shared memory.
-@triton.jit
-def turn_kernel(
-    qkv, turned, cos, sin, token_scale, num_tokens, num_heads,
-    TURNS: tl.constexpr, SCALES: tl.constexpr, H: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Turn and scale queries and keys of (T, 3, N, H) into (T, 2, N, H)."""
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    real = row < num_tokens
-    wide_row = row.to(tl.int64)[:, None] * num_heads
-    column = tl.arange(0, H)[None, :]
-    if TURNS:
-        cosine, sine = load_angles(cos, sin, row, real, H)
-    if SCALES:
-        scale = tl.load(token_scale + row, mask=real, other=0.0).to(tl.float32)
-    for part in range(0, 2 * num_heads):
-        x_RH = tl.load(qkv + (3 * wide_row + part) * H + column, mask=real[:, None], other=0.0)
-        x_RH = x_RH.to(tl.float32)
-        if TURNS:
-            x_RH = turn(x_RH, cosine, sine)
-        if SCALES:
-            x_RH *= tl.where(part < num_heads, scale, 1.0)[:, None]
-        x_RH = narrow(x_RH, turned.dtype.element_ty)
-        tl.store(turned + (2 * wide_row + part) * H + column, x_RH, mask=real[:, None])
 
 
 # The interpreter multiplies bits of bf16 as whole numbers: repaired here, there only.
@@ -389,7 +343,6 @@ def backward_queries_kernel(
     _store_gradient(dq, row, head, num_heads, dq_QH, real, cos, sin, TURNS, H)
 
 
-Tensors = Mapping[str, Tensor | None]
 """Arguments of kernels by their names there."""
 
 
@@ -401,18 +354,6 @@ class Numbers(NamedTuple):
     scale: float
     dropout: float
     """Probability of dropping an attention probability."""
-
-
-def turn_launch(tensors: Tensors) -> Launch:
-    """Fill `turned`.
-
-    Tensors are `qkv`, `turned`, `cos` and `sin` or None, `token_scale` or None.
-    """
-    num_tokens, _, num_heads, head_size = _shape(tensors, "qkv")
-    constants = _of_turn(tensors) | {"H": head_size, "BLOCK": 16}
-    known = {**tensors, "num_tokens": num_tokens, "num_heads": num_heads}
-    arguments = {name: known[name] for name in turn_kernel.arg_names if name not in constants}
-    return Launch(turn_kernel, -(-num_tokens // 16), arguments, constants, 4, 3)
 
 
 def forward(tensors: Tensors, numbers: Numbers, gpu: Target) -> Launch:
@@ -441,7 +382,7 @@ def backward(tensors: Tensors, numbers: Numbers, gpu: Target) -> Iterator[Launch
         "HAS_D": tensors["d_scores"] is not None,
         "DROPS": numbers.dropout > 0,
     }
-    turns, shape = _of_turn(tensors), _tiled(tensors, numbers)
+    turns, shape = of_turn(tensors), _tiled(tensors, numbers)
     if tile := tile_of("backward_window", shape, gpu):
         constants |= turns | {"HAS_CARRY": tensors["carry"] is not None}
         kernel = backward_window_kernel
@@ -468,10 +409,6 @@ def backward(tensors: Tensors, numbers: Numbers, gpu: Target) -> Iterator[Launch
 
 def _tiled(tensors: Tensors, numbers: Numbers) -> Shape:
     return Shape(_shape(tensors, "scores")[-1], _shape(tensors, "q")[-1], numbers.dropout > 0)
-
-
-def _of_turn(tensors: Tensors) -> dict[str, bool]:
-    return {"TURNS": tensors["cos"] is not None, "SCALES": tensors["token_scale"] is not None}
 
 
 def _by_blocks(

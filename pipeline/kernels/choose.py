@@ -76,7 +76,12 @@ def choose(
         ConfigError: fused kernels are asked for and cannot run.
     """
     triton = _for_triton(device)
-    flash = _for_flash(device) if model.score_residual == "none" else triton
+    flash = triton
+    if model.score_residual == "none":
+        # Which needs Triton for what is turned and scaled on the way.
+        turns = model.positions == "rotary" or model.attention_scale == "entropy_invariant"
+        turns &= model.head_size in HEAD_SIZES
+        flash = _for_flash(device) or (triton if turns else None)
     attention = _for_attention(model, precision) or flash
     norm = _for_residual_norm(model) or triton
     return Choice(

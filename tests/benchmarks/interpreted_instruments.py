@@ -41,8 +41,8 @@ def test_attention_is_checked_and_timed(monkeypatch: pytest.MonkeyPatch, tmp_pat
 SIZE = gpu_checks.Size(torch.device("cpu"), tiny=True)
 
 
-def test_checks_pass() -> None:
-    found = gpu_checks.run(SIZE)
+def test_checks_pass(tmp_path: Path) -> None:
+    found = gpu_checks.run(SIZE, tmp_path / "checks.json")
     assert found["passed"], found
     assert 0 < found["worst_fused_error"] < gpu_checks.FLOOR
 
