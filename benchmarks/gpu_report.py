@@ -1,6 +1,6 @@
 """The GPU results as Markdown; says plainly what was not measured.
 
-    python -m benchmarks.gpu_report FOLDER [--table benchmarks/results/gpu.md]
+    python -m benchmarks.gpu_report FOLDER [--table benchmarks/results/gpu.md] [--revision 2d9f7724]
 
 FOLDER has what `benchmarks/run_gpu.sh` and `benchmarks/train_gpu.sh` left, a JSON file a part. What
 is not there was not measured.
@@ -33,7 +33,7 @@ def read_results(folder: Path) -> Results:
     return found
 
 
-def report(results: Results) -> str:
+def report(results: Results, revision: str = "") -> str:
     """The whole page."""
     measured = [part for part in PARTS if part in results]
     lines = ["# Speed on one GPU", ""]
@@ -42,7 +42,7 @@ def report(results: Results) -> str:
         lines += ["Nothing was measured on a GPU yet: no figure of this page exists. The command "
                   "that measures and writes this page:", "", _COMMAND, ""]  # fmt: skip
     else:
-        lines += [f"{device}. By:", "", _COMMAND, ""]
+        lines += [f"{f'Revision {revision}. ' if revision else ''}{device}. By:", "", _COMMAND, ""]
         absent = [part for part in PARTS if part not in measured]
         if absent:
             lines += [f"Not measured: {', '.join(absent)}.", ""]
@@ -226,11 +226,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--table", type=Path, help="Markdown file; default: FOLDER/gpu.md")
+    parser.add_argument("--revision", default="", help="of the project, which was measured")
     arguments = parser.parse_args()
     results = read_results(arguments.folder)
     table = arguments.table or arguments.folder / "gpu.md"
     table.parent.mkdir(parents=True, exist_ok=True)
-    table.write_text(report(results), encoding="utf-8")
+    table.write_text(report(results, arguments.revision), encoding="utf-8")
     if _device(results) is None:
         sys.stdout.write("nothing was measured on a GPU\n")
         return

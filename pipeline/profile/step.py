@@ -71,7 +71,7 @@ _BY_NAME = tuple(
             ATTENTION,
             r"flash|fmha|sdpa|attention|attn|softmax"
             # Kernels of pipeline/kernels/carried_triton.py.
-            r"|^(forward|delta|turn|backward_(window|keys|queries))_kernel|triton_tem_\w*bmm",
+            r"|^(forward|delta|turn(_back)?|backward_(window|keys|queries))_kernel|triton_tem_\w*bmm",
         ),
         # On a CPU compiled code is one event, and torch.compile does not fuse products.
         (NORMS, r"layer_?norm|rms_?norm|residual|CompiledFxGraph"),

@@ -153,7 +153,7 @@ def test_matrices_and_products_of_muon_are_those_of_the_optimizer(
     assert sorted(cost.muon_matrices(config, train, objective)) == sorted(of_model)
     with FlopCounterMode(display=False) as counted:
         for shape in of_model:
-            orthogonal(torch.ones(shape), train.muon_ns_steps)
+            orthogonal(torch.ones(1, *shape), train.muon_ns_steps)
     found = cost.update_flops(config, train, 1, objective)
     assert found.total == found.busiest == counted.get_total_flops()
     one_average = 4 * sum(math.prod(shape) for shape in of_model)

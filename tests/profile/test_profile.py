@@ -24,6 +24,7 @@ from pipeline.profile.step import (
     OTHER,
     attention_work,
     category,
+    name_kinds,
     read_timeline,
 )
 from pipeline.train.timing import BEGIN, BODY, DATA, END, FORWARD, HEAD, PREFIX, UPDATE
@@ -48,6 +49,7 @@ KERNELS = {
         "void at::native::(anonymous namespace)::cunn_SoftMaxForward<4, float, float, float>",
         "triton_per_fused__softmax_masked_fill_0", "forward_kernel", "backward_keys_kernel",
         "backward_queries_kernel", "backward_window_kernel", "delta_kernel", "turn_kernel",
+        "turn_back_kernel",
     ],
     NORMS: [
         "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>",
@@ -123,6 +125,26 @@ def test_a_trace_of_a_gpu() -> None:
     assert found.by_category == pytest.approx(wanted)
     assert sum(found.by_category.values()) == pytest.approx(found.wall_ms)
     assert found.by_name[COMMUNICATION, "ncclDevKernel_AllReduce"] == 0.6
+
+
+def test_events_of_a_torch_that_does_not_name_their_kinds() -> None:
+    """Torch 2.11 says where an event was, and of operators that launch kernels their ids alone."""
+    kinds = ["user_annotation", "gpu_user_annotation", "cpu_op", "cuda_runtime", "cuda_driver",
+             "kernel", "gpu_memcpy", "gpu_memset"]  # fmt: skip
+    names = [PREFIX + FORWARD, PREFIX + FORWARD, "aten::mm", "cudaLaunchKernel", "cuLaunchKernelEx",
+             "nvjet_tst", "Memcpy DtoH (Device -> Pinned)", "Memset (Device)"]  # fmt: skip
+    events = [
+        SimpleNamespace(name=name, id=number, is_user_annotation="annotation" in kind,
+                        device_type=SimpleNamespace(
+                            name="CUDA" if kind.startswith(("gpu", "kernel")) else "CPU"))
+        for number, (kind, name) in enumerate(zip(kinds, names, strict=True))
+    ]  # fmt: skip
+    name_kinds(events, {5: 2, 6: 0})
+    # Runtime and driver both launch.
+    wanted = ["cuda_runtime" if kind == "cuda_driver" else kind for kind in kinds]
+    wanted[-1] = "gpu_memcpy"  # which counts the same
+    assert [event.activity_type for event in events] == wanted
+    assert [event.linked_correlation_id for event in events] == [0, 0, 0, 0, 0, 2, 0, 0]
 
 
 def test_a_trace_of_a_cpu() -> None:

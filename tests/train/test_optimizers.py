@@ -16,6 +16,7 @@ from pipeline.model.layers import SelfAttention
 from pipeline.objectives.choose import make_objective
 from pipeline.runtime import env
 from pipeline.train.engine import init_process_group
+from pipeline.train.optimizers import muon
 from pipeline.train.optimizers.base import PartitionedOptimizer
 from pipeline.train.optimizers.muon import orthogonal
 from pipeline.train.optimizers.slices import (
@@ -179,7 +180,7 @@ def test_an_orthogonal_update_has_the_directions_of_a_matrix_alone(
 ) -> None:
     torch.manual_seed(1)
     matrix = torch.randn(shape)
-    found = orthogonal((matrix * size).to(dtype), 5).double()
+    [found] = orthogonal((matrix * size).to(dtype)[None], 5).double()
     left, _, right = torch.linalg.svd(matrix.double(), full_matrices=False)
     # In the matrix' own directions the result is diagonal, near 1.
     inside = left.mT @ found @ right.mT
@@ -191,8 +192,27 @@ def test_an_orthogonal_update_has_the_directions_of_a_matrix_alone(
     assert (found - left @ torch.diag(values) @ right).norm() < 4 * tolerance
 
 
+def test_matrices_together_are_as_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(6, 9), (9, 6), (4, 4), *[(6, 9)] * 4, (4, 4)]
+    matrices = [torch.randn(shape, generator=generator) for shape in shapes]
+    calls: list[torch.Size] = []
+
+    def counted(stacked: Tensor, num_iterations: int) -> Tensor:
+        calls.append(stacked.shape)
+        return orthogonal(stacked, num_iterations)
+
+    monkeypatch.setattr(muon, "orthogonal", counted)
+    alone, together = (muon.orthogonal_all(matrices, 5, at_once) for at_once in (1, 3))
+    # As many at a time whatever there is: a product's bits may depend on its batch.
+    assert calls[len(shapes) :] == [(3, 6, 9), (3, 6, 9), (3, 9, 6), (3, 4, 4)]
+    for one, other, shape in zip(alone, together, shapes, strict=True):
+        assert one.shape == shape
+        torch.testing.assert_close(one, other)
+
+
 def test_zero_stays_zero() -> None:
-    assert not orthogonal(torch.zeros(3, 4), 5).any()
+    assert not orthogonal(torch.zeros(1, 3, 4), 5).any()
 
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 4097, 30_000_001])
