@@ -413,9 +413,11 @@ def objects(size: Size) -> Numbers:
 def fastest_tiles(size: Size) -> Numbers:
     """Milliseconds of the kernels of carried scores in each tile; the fastest are kept."""
     from benchmarks.tiles import Layer, fastest
-    from pipeline.kernels.tiles import target_of, write_table
+    from pipeline.kernels.tiles import TABLE, read_table, target_of, write_table
 
     gpu, numbers = target_of(size.device), {}
+    if gpu.name in read_table():
+        raise NotPossibleError(f"{TABLE.name} has this GPU's; remove them to time them again")
     deadline = time.monotonic() + size.tiles_s
     for longest, head_size, dropout in size.tiled:
         layer = Layer.make(

@@ -56,7 +56,7 @@ if [[ -n $TINY ]]; then
 fi
 declare -A INTERPRETED=()
 [[ -z $TINY ]] || INTERPRETED=([checks]='env TRITON_INTERPRET=1' [attention]='env TRITON_INTERPRET=1')
-declare -A SHARES=([checks]=8 [attention]=4 [steps]=10 [few]=4 [profile]=3)
+declare -A SHARES=([checks]=7 [attention]=3 [steps]=12 [few]=4 [profile]=3)
 
 command_of() {
   local out=$OUT/$1.json limit=$2

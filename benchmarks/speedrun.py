@@ -1,7 +1,7 @@
 """Two checks of the study `speedrun`: another library's BERT on its batches, and CPU-seconds.
 
     python -m benchmarks.speedrun peer STUDY_OUT --run 'B0+budget=whole/seed-2' ...
-    python -m benchmarks.speedrun cost STUDY_OUT --arm B1 --arm B0 --arm 'best Muon' [--rounds 5]
+    python -m benchmarks.speedrun cost STUDY_OUT --arm B1 --arm B0 --arm best [--rounds 5]
 
 STUDY_OUT is the folder of the study's runs; `--study FILE` is for another study.
 

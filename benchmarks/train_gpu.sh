@@ -4,7 +4,7 @@
 #   benchmarks/train_gpu.sh KIT [OUT] [field=value...]
 #
 # KIT, OUT and the variables are those of `run_gpu.sh`; fields are of benchmarks/gpu/train.yaml. First
-# the 50 steps of benchmarks/gpu/first_steps.yaml on the GPU and on the CPU, side by side; then the
+# the 30 steps of benchmarks/gpu/first_steps.yaml on the GPU and on the CPU, side by side; then the
 # run, for six minutes or what is left of BUDGET_S (default 570), start and compilation included.
 set -uo pipefail
 CALLED_FROM=$PWD

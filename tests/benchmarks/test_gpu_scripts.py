@@ -76,14 +76,14 @@ def test_the_parts_run_in_order_and_share_the_time(kit: Path, tmp_path: Path) ->
     assert [line.split()[1].strip(",") for line in lines] == ["kit", *PARTS, "page"]
     checks, attention, steps, few, profile = (line.partition("py -m ")[2] for line in lines[1:-1])
     assert checks == f"benchmarks.gpu_checks --out {out}/checks.json"
-    # 8 + 4 + 10 + 4 + 3 shares of 240 s, of which nothing is used here.
-    assert seconds(lines[1], " s at most") == pytest.approx(66 + 15, abs=4)
+    # 7 + 3 + 12 + 4 + 3 shares of 240 s, of which nothing is used here.
+    assert seconds(lines[1], " s at most") == pytest.approx(58 + 15, abs=4)
     assert attention.startswith(f"benchmarks.attention --data /data --out {out}/attention.json")
     assert f"--out {out}/steps.json" in steps
-    assert steps.endswith("--subjects goals")
+    assert steps.endswith("--subjects goals --at-once 5")
     assert f"--out {out}/few.json" in few
     assert few.endswith("--subjects few --seq-len 512 --tokens 16384 4096")
-    for line, expected in ((attention, 46), (steps, 141), (few, 137)):
+    for line, expected in ((attention, 33), (steps, 152), (few, 137)):
         assert seconds(line, "--budget-s ") == pytest.approx(expected, abs=8)
     assert "data.dir=/data" in profile
     assert f"--trace {out}/trace.json.gz" in profile
