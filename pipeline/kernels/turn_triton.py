@@ -35,6 +35,13 @@ def turn(x_RH, cosine, sine):
     return tl.reshape(turned, [x_RH.shape[0], x_RH.shape[1]])
 
 
+@triton.jit
+def _place(num_tokens, num_heads, H: tl.constexpr, BLOCK: tl.constexpr):
+    """Return a program's rows, which of them there are, rows times heads, and columns of a head."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    return row, row < num_tokens, row.to(tl.int64)[:, None] * num_heads, tl.arange(0, H)[None, :]
+
+
 # Apart from attention: turned in its loads, keys would be turned once for each block of queries,
 # and not go straight to shared memory.
 @triton.jit
@@ -44,10 +51,7 @@ def turn_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Turn and scale queries and keys of (T, 3, N, H) into (T, 2, N, H)."""
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    real = row < num_tokens
-    wide_row = row.to(tl.int64)[:, None] * num_heads
-    column = tl.arange(0, H)[None, :]
+    row, real, wide_row, column = _place(num_tokens, num_heads, H, BLOCK)
     if TURNS:
         cosine, sine = load_angles(cos, sin, row, real, H)
     if SCALES:
@@ -72,10 +76,7 @@ def turn_back_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Fill (T, 3, N, H) with gradients (T, N, H) of what `turn_kernel` wrote, and of values."""
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    real = row < num_tokens
-    wide_row = row.to(tl.int64)[:, None] * num_heads
-    column = tl.arange(0, H)[None, :]
+    row, real, wide_row, column = _place(num_tokens, num_heads, H, BLOCK)
     if TURNS:
         cosine, sine = load_angles(cos, sin, row, real, H)
     if SCALES:

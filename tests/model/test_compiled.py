@@ -1,16 +1,22 @@
-"""Compiled layers: how many graphs they are. What they compute: `tests/distributed`."""
+"""Compiled layers: how many graphs they are, and what they keep.
+
+What they compute: `tests/distributed`.
+"""
 
 from collections.abc import Iterator
 from typing import Literal
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from torch._dynamo.utils import counters
 
 from pipeline.config.model import ModelConfig
 from pipeline.model import compiled
 from pipeline.model.compiled import CompiledLayer, num_graphs
 from pipeline.model.encoder import MaskedLanguageModel
+from pipeline.model.layers import FeedForward, _ReluProduct
 from pipeline.model.layout import packed
 
 
@@ -61,3 +67,36 @@ def test_many_graphs_are_warned_of(
     _pass(_model("none"), 9, 5)
     [said] = [each.message for each in caplog.records if "compiled" in each.message]
     assert "layers were compiled 1 times, expected 0 at most" in said
+
+
+def test_relu_in_the_epilogue_is_that_of_two_operators() -> None:
+    generator = torch.Generator().manual_seed(2)
+    x, weight, d_out = (
+        torch.randn(shape, generator=generator, dtype=torch.float64)
+        for shape in ((12, 5), (7, 5), (12, 7))
+    )
+    found = []
+    for product in (_ReluProduct.apply, lambda a, b: F.relu(F.linear(a, b))):
+        leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+        out = product(*leaves)
+        found.append([out, *torch.autograd.grad(out, leaves, d_out)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_compiled_layers_keep_no_flags_beside_what_relu_gave() -> None:
+    config = ModelConfig(vocab_size=50, hidden_size=16, num_heads=2, ffn_size=24)
+    assert config.activation == "relu"
+    feed_forward, kept = FeedForward(config), []
+    # The partition of inductor, without its compiler.
+    run = torch.compile(feed_forward, backend="aot_eager_decomp_partition", fullgraph=True)
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor.dtype)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = run(torch.randn(2, 3, 16, requires_grad=True))
+    assert out.shape == (2, 3, 16)
+    assert torch.bool not in kept
+    assert torch.float32 in kept
