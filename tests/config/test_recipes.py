@@ -17,13 +17,14 @@ from pipeline.config.schedule import learning_rate
 from pipeline.runtime.checkpoints import CONTENTS, MANIFEST_FILE, Manifest, name_of, signed
 
 RECIPES = sorted((Path(__file__).parents[2] / "configs/train").glob("*.yaml"))
+ON_TWO_CORES = {"speedrun-small"}
 
 
 def _read(path: Path) -> PretrainConfig:
     config = load(PretrainConfig, path).config
     for place in config.batches.stretches:
         assert place.number < config.train.num_steps, "no phase comes after the end"
-    config.batches.require_split(8)
+    config.batches.require_split(1 if path.stem in ON_TWO_CORES else 8)
     return config
 
 
@@ -40,6 +41,8 @@ def test_flops_and_days_are_those_of_the_plan(path: Path) -> None:
     [(vocabulary, stated)] = re.findall(r"vocabulary of ([\d,]+): ([\d.e+]+) FLOP", text)
     flops = _flops(config, int(vocabulary.replace(",", "")))
     assert float(stated) == pytest.approx(flops, rel=0.005), f"{flops:.2e}"
+    if path.stem in ON_TWO_CORES:
+        return
     [percent] = re.findall(r"Days at (\d+)% of the bf16 peak", text)
     lines = re.findall(r"\((\d+) TFLOP/s\): ([\d.]+) on 1, ([\d.]+) on 8, ([\d.]+) on 64", text)
     assert len(lines) == 2
