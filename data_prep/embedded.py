@@ -6,12 +6,13 @@ It differs from one installation to the next, unless packages are named with the
 """
 
 import ast
+import csv
 import sysconfig
 import warnings
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from importlib.metadata import PackageNotFoundError, distribution
-from pathlib import Path, PurePath
+from pathlib import Path, PurePath, PurePosixPath
 
 from pipeline.errors import DataError
 
@@ -55,8 +56,11 @@ def _of_package(package: str) -> Iterator[tuple[Path, str]]:
             f"embedded corpus: {package} is asked for, and {name} {have}; "
             f"pip install '{package}', or name another version, whose text is another one"
         )
+    # Not `known.files`: from Python 3.12 on it leaves out what is missing.
+    record = csv.reader((known.read_text("RECORD") or "").splitlines())
+    files = [PurePosixPath(row[0]) for row in record if row]
     # Scripts, which the installer writes, lie above the packages.
-    listed = [file for file in known.files or () if _is_wanted(file) and ".." not in file.parts]
+    listed = [file for file in files if _is_wanted(file) and ".." not in file.parts]
     paths = [Path(str(known.locate_file(file))).resolve() for file in listed]
     missing = [path for path in paths if not path.is_file()]
     if missing or not any(path.suffix == ".py" for path in paths):

@@ -49,9 +49,15 @@ def flash_attention(
 
 @torch.library.custom_op("postnorm::flash_attention", mutates_args=())
 def _forward(
-    qkv: Tensor, cu_seqlens: Tensor, cos: Tensor | None, sin: Tensor | None,
-    token_scale: Tensor | None, longest: int, scale: float, dropout: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    token_scale: Tensor | None,
+    longest: int,
+    scale: float,
+    dropout: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     qkv = qkv.contiguous()
     turned = _empty_turned(qkv, cos, token_scale)
     if turned.numel():
@@ -64,9 +70,15 @@ def _forward(
 
 @_forward.register_fake
 def _(
-    qkv: Tensor, cu_seqlens: Tensor, cos: Tensor | None, sin: Tensor | None,
-    token_scale: Tensor | None, longest: int, scale: float, dropout: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    token_scale: Tensor | None,
+    longest: int,
+    scale: float,
+    dropout: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     turned = _empty_turned(qkv, cos, token_scale)
     return *_attend(qkv, turned, cu_seqlens, longest, scale, dropout), turned
 
@@ -79,20 +91,38 @@ def _attend(
     # A mask over rows would keep torch from its flash kernels, and would compute scores only to
     # discard them. `torch.nn.attention.varlen`, the public way to this kernel, has no dropout.
     out, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
-        parts["q"], parts["k"], parts["v"], cu_seqlens, cu_seqlens, longest, longest, dropout,
+        parts["q"],
+        parts["k"],
+        parts["v"],
+        cu_seqlens,
+        cu_seqlens,
+        longest,
+        longest,
+        dropout,
         False,  # not causal
         False,  # no matrix of probabilities for debugging
         scale=scale,
-    )  # fmt: skip
+    )
     return out, lse, state, unused
 
 
 @torch.library.custom_op("postnorm::flash_attention_backward", mutates_args=())
 def _backward(
-    d_out: Tensor, qkv: Tensor, turned: Tensor, out: Tensor, lse: Tensor, state: Tensor,
-    unused: Tensor, cu_seqlens: Tensor, cos: Tensor | None, sin: Tensor | None,
-    token_scale: Tensor | None, longest: int, scale: float, dropout: float,
-) -> Tensor:  # fmt: skip
+    d_out: Tensor,
+    qkv: Tensor,
+    turned: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    state: Tensor,
+    unused: Tensor,
+    cu_seqlens: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    token_scale: Tensor | None,
+    longest: int,
+    scale: float,
+    dropout: float,
+) -> Tensor:
     numbers = longest, scale, dropout
     gradients = _gradients(
         d_out.contiguous(), qkv.contiguous(), turned, out, lse, state, unused, cu_seqlens, *numbers
@@ -109,15 +139,37 @@ def _backward(
 
 
 def _gradients(
-    d_out: Tensor, qkv: Tensor, turned: Tensor, out: Tensor, lse: Tensor, state: Tensor,
-    unused: Tensor, cu_seqlens: Tensor, longest: int, scale: float, dropout: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    d_out: Tensor,
+    qkv: Tensor,
+    turned: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    state: Tensor,
+    unused: Tensor,
+    cu_seqlens: Tensor,
+    longest: int,
+    scale: float,
+    dropout: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return those of queries, keys and values as the kernel saw them, each (T, N, H)."""
     parts = parts_of(qkv, turned)
     return torch.ops.aten._flash_attention_backward(  # type: ignore[no-any-return]
-        d_out, parts["q"], parts["k"], parts["v"], out, lse, cu_seqlens, cu_seqlens,
-        longest, longest, dropout, False, state, unused, scale=scale,
-    )  # fmt: skip
+        d_out,
+        parts["q"],
+        parts["k"],
+        parts["v"],
+        out,
+        lse,
+        cu_seqlens,
+        cu_seqlens,
+        longest,
+        longest,
+        dropout,
+        False,
+        state,
+        unused,
+        scale=scale,
+    )
 
 
 @_backward.register_fake
@@ -129,9 +181,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     qkv, cu_seqlens, cos, sin, token_scale, *ctx.numbers = inputs
     out, lse, state, unused, turned = output
     ctx.mark_non_differentiable(lse, state, unused, turned)
-    ctx.save_for_backward(
-        qkv, turned, out, lse, state, unused, cu_seqlens, cos, sin, token_scale
-    )  # fmt: skip
+    ctx.save_for_backward(qkv, turned, out, lse, state, unused, cu_seqlens, cos, sin, token_scale)
 
 
 def _differentiate(ctx: Any, d_out: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:

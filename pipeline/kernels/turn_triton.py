@@ -46,10 +46,18 @@ def _place(num_tokens, num_heads, H: tl.constexpr, BLOCK: tl.constexpr):
 # and not go straight to shared memory.
 @triton.jit
 def turn_kernel(
-    qkv, turned, cos, sin, token_scale, num_tokens, num_heads,
-    TURNS: tl.constexpr, SCALES: tl.constexpr, H: tl.constexpr,
+    qkv,
+    turned,
+    cos,
+    sin,
+    token_scale,
+    num_tokens,
+    num_heads,
+    TURNS: tl.constexpr,
+    SCALES: tl.constexpr,
+    H: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Turn and scale queries and keys of (T, 3, N, H) into (T, 2, N, H)."""
     row, real, wide_row, column = _place(num_tokens, num_heads, H, BLOCK)
     if TURNS:
@@ -71,10 +79,20 @@ def turn_kernel(
 # (base, 65,536 tokens, H200); by bytes they are 1.7.
 @triton.jit
 def turn_back_kernel(
-    dq, dk, dv, d_qkv, cos, sin, token_scale, num_tokens, num_heads,
-    TURNS: tl.constexpr, SCALES: tl.constexpr, H: tl.constexpr,
+    dq,
+    dk,
+    dv,
+    d_qkv,
+    cos,
+    sin,
+    token_scale,
+    num_tokens,
+    num_heads,
+    TURNS: tl.constexpr,
+    SCALES: tl.constexpr,
+    H: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Fill (T, 3, N, H) with gradients (T, N, H) of what `turn_kernel` wrote, and of values."""
     row, real, wide_row, column = _place(num_tokens, num_heads, H, BLOCK)
     if TURNS:

@@ -326,8 +326,8 @@ def profiled(step: Callable[[], None], count: int, trace_file: Path | None = Non
     if not all(hasattr(event, "activity_type") for event in events):
         # torch 2.11 keeps neither the kind of an event nor the operator that launched it.
         recorded = profiler.profiler.kineto_results.events()
-        name_kinds(events, {e.correlation_id(): e.linked_correlation_id() for e in recorded
-                            if e.device_type().name != "CPU"})  # fmt: skip
+        on_device = [e for e in recorded if e.device_type().name != "CPU"]
+        name_kinds(events, {e.correlation_id(): e.linked_correlation_id() for e in on_device})
     return read_timeline(events)
 
 
