@@ -17,7 +17,7 @@ from benchmarks.goals import TILES, Results, judge
 PARTS = ("checks", "attention", "steps", "few", "profile", "training")
 _COMMAND = """\
 ```
-make gpu-kit                          # where there is a network: gpu-kit/, 30 MiB
+make gpu-kit                          # where there is a network: gpu-kit/, 37 MiB
 benchmarks/run_gpu.sh gpu-kit         # on the GPU machine, below 9 minutes: all but training
 benchmarks/train_gpu.sh gpu-kit       # a real training run of 6 minutes
 ```"""

@@ -13,7 +13,8 @@ from pipeline.kernels.carried import parts_of
 
 # One tensor in and one gradient out, as `carried_attention`. Not cuDNN, which is faster on Hopper
 # without a mask: ours needs one or lengths, and both its known faults (NaN for lengths of 64 modulo
-# 128, fp32 masks misread) are in masks. Bounds are padded to a multiple of 64: few shapes, no wait.
+# 128, fp32 masks misread) are in masks; with lengths its gradients of queries and keys were wrong
+# on an H200 (torch 2.11). Bounds are padded to a multiple of 64: few shapes, no wait.
 def flash_attention(
     qkv_T3NH: Tensor,
     cu_seqlens: Tensor,
@@ -69,18 +70,10 @@ def _forward(
 
 
 @_forward.register_fake
-def _(
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    token_scale: Tensor | None,
-    longest: int,
-    scale: float,
-    dropout: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _(qkv: Tensor, cu_seqlens: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    cos, _, token_scale, *numbers = given
     turned = _empty_turned(qkv, cos, token_scale)
-    return *_attend(qkv, turned, cu_seqlens, longest, scale, dropout), turned
+    return *_attend(qkv, turned, cu_seqlens, *numbers), turned
 
 
 def _attend(

@@ -75,10 +75,10 @@ def target_of(device: torch.device) -> Target:
     return Target(torch.cuda.get_device_capability(device), name)
 
 
-# The first of each was the fastest, or within 11% of it, on an H200 (Triton 3.6), and spills no
-# registers by what ptxas says of sm_80, sm_90 and sm_100 with Triton 3.6 and 3.7, with dropout and
-# without (`python -m benchmarks.tiles`). No list of tiles for packed batches: rows have equally
-# long windows, so no program is without work.
+# On an H200 (Triton 3.6, heads of 64) the first of each took at most 1.2 times the fastest one's
+# time. By what ptxas says of sm_80, sm_90 and sm_100 with Triton 3.6 and 3.7 the first ones spill
+# no registers, but one with dropout (`python -m benchmarks.tiles`). No list of tiles for packed
+# batches: rows have equally long windows, so no program is without work.
 def candidates(kernel: Kernel, shape: Shape, gpu: Target) -> tuple[Tile | None, ...]:
     """Return the tiles that a kernel may take, the one without a measurement first.
 
