@@ -416,14 +416,16 @@ def fastest_tiles(size: Size) -> Numbers:
     from pipeline.kernels.tiles import TABLE, read_table, target_of, write_table
 
     gpu, numbers = target_of(size.device), {}
-    if gpu.name in read_table():
-        raise NotPossibleError(f"{TABLE.name} has this GPU's; remove them to time them again")
+    measured = read_table().get(gpu.name, {})
     deadline = time.monotonic() + size.tiles_s
     for longest, head_size, dropout in size.tiled:
         layer = Layer.make(
             longest, head_size, dropout, tokens=size.tiled_tokens, heads=size.tiled_heads,
             device=str(size.device),
         )  # fmt: skip
+        # All kernels of a layer are written together; a run that was cut off has written some.
+        if layer.shape.key("forward") in measured:
+            continue
         kept: dict[str, dict[str, Any]] = {}
         for kernel, tile, ms in fastest(layer, gpu, deadline, LIMIT):
             key = layer.shape.key(kernel)
@@ -432,6 +434,8 @@ def fastest_tiles(size: Size) -> Numbers:
             numbers |= {f"{key}: {name}{' *' * (name == taken)}": one for name, one in ms.items()}
         if gpu.name:
             write_table(gpu.name, kept)
+    if not numbers and measured:
+        raise NotPossibleError(f"{TABLE.name} has this GPU's; remove them to time them again")
     assert numbers, "no kernel could be timed"
     wrong = [name for name, value in numbers.items() if math.isinf(value)]
     assert not wrong, f"tiles that do not give what the first one gives: {wrong}"

@@ -209,7 +209,7 @@ class TrainConfig:
             if is_set and owner != chosen:
                 raise ConfigError(
                     f"train.{name}={value} has no meaning with train.{choice}={chosen}; leave it "
-                    f"out, or set train.{choice}={owner}"
+                    f"out (train.{name}=null on the command line), or set train.{choice}={owner}"
                 )
             if not is_set and owner == chosen and unset[name] in (None, ()):
                 raise ConfigError(f"train.{choice}={chosen} needs train.{name}; set it")

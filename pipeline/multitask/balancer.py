@@ -24,9 +24,8 @@ Memory = dict[str, dict[str, float]]
 """Remembered numbers of each task, by quantity; saved with every checkpoint."""
 
 
-# Reckoned, not measured (`pytest tests/multitask/test_prepare.py`). Some kinds have no formula of
-# `prior`: their first draw only measures, since a guess would make the update depend on the loss'
-# scale.
+# Computed by `loss_of_prior` of a task's kind. Some kinds have no formula for it: their first draw
+# only measures, since a guess would make the update depend on the loss' scale.
 @dataclass(frozen=True)
 class LossBaseline:
     """What is known of a task's loss before training, its factor included; None: nothing."""

@@ -41,12 +41,6 @@ def test_attention_is_checked_and_timed(monkeypatch: pytest.MonkeyPatch, tmp_pat
 SIZE = gpu_checks.Size(torch.device("cpu"), tiny=True)
 
 
-def test_checks_pass(tmp_path: Path) -> None:
-    found = gpu_checks.run(SIZE, tmp_path / "checks.json")
-    assert found["passed"], found
-    assert 0 < found["worst_fused_error"] < gpu_checks.FLOOR
-
-
 def test_checks_find_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     right = attention_subjects.call_carried
 

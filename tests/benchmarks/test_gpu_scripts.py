@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.gpu_checks import FLOOR
 from benchmarks.training_report import planned_gb, report
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
@@ -146,7 +147,8 @@ def test_everything_once_on_a_cpu(kit: Path, tmp_path: Path, dataset: DatasetInd
                  BUDGET_S=1500, OMP_NUM_THREADS=1)  # fmt: skip
     assert done.returncode == 0, done.stdout
     results = {part: json.loads((out / f"{part}.json").read_text()) for part in PARTS}
-    assert results["checks"]["passed"]
+    assert results["checks"]["passed"], results["checks"]
+    assert 0 < results["checks"]["worst_fused_error"] < FLOOR
     for part, size in (("steps", "s32 128"), ("few", "s32 32")):
         subjects = results[part]["subjects"]
         assert len(subjects) == 2

@@ -25,7 +25,6 @@ pytestmark = pytest.mark.usefixtures("processes")
 ROOT = Path(__file__).parents[2]
 INSTRUMENTS = ("kit", "machine", "gpu_checks", "attention", "step", "step_worker", "gpu_report",
                "training_report")  # fmt: skip
-NO_INDEX = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}
 # Nothing listens there: whoever asks a network fails.
 NO_NETWORK = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "0",
               "PIP_FIND_LINKS": "", "PIP_EXTRA_INDEX_URL": "", "http_proxy": "http://127.0.0.1:9",
@@ -44,15 +43,6 @@ def wheel(folder: Path, name: str, version: str, *needs: str, tag: str = "py3-no
         archive.writestr(f"{about}/WHEEL", f"Wheel-Version: 1.0\nTag: {tag}\n")
         archive.writestr(f"{about}/RECORD", "")
     return path
-
-
-@pytest.fixture
-def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "index"
-    folder.mkdir()
-    for name, value in (NO_INDEX | {"PIP_FIND_LINKS": str(folder)}).items():
-        monkeypatch.setenv(name, value)
-    return folder
 
 
 def test_every_import_of_every_instrument_resolves() -> None:
@@ -155,10 +145,10 @@ def small_kit(folder: Path, needs: dict[str, str], *wheels: Path) -> Path:
     return folder
 
 
-def test_a_kit_installs_into_a_clean_python(python_3_12: Path, tmp_path: Path, index: Path) -> None:
+def test_a_kit_installs_into_a_clean_python(python_3_12: Path, tmp_path: Path) -> None:
     python, target = python_3_12 / "bin/python", tmp_path / "target"
     folder = small_kit(tmp_path / "kit", {"carried>=1": "postnorm", "had>=2": "carried"},
-                       wheel(index, "carried", "1", "had>=2"))  # fmt: skip
+                       wheel(tmp_path, "carried", "1", "had>=2"))  # fmt: skip
     done = install(python, folder, target)
     assert (done.returncode, done.stdout) == (1, "missing: had>=2, which carried needs\n")
     stub = site_packages(python_3_12) / "had-1.9.dist-info"
@@ -176,8 +166,8 @@ def test_a_kit_installs_into_a_clean_python(python_3_12: Path, tmp_path: Path, i
     shutil.rmtree(stub)
 
 
-def test_damaged_kit_or_python_is_refused(python_3_12: Path, tmp_path: Path, index: Path) -> None:
-    folder = small_kit(tmp_path / "kit", {"carried": "postnorm"}, wheel(index, "carried", "1"))
+def test_damaged_kit_or_python_is_refused(python_3_12: Path, tmp_path: Path) -> None:
+    folder = small_kit(tmp_path / "kit", {"carried": "postnorm"}, wheel(tmp_path, "carried", "1"))
     if sys.version_info[:2] != (3, 12):
         done = install(sys.executable, folder, tmp_path / "target")
         assert "is for Python 3.12 on" in done.stdout

@@ -11,10 +11,10 @@ import pytest
 from pipeline.checkpoints import manifest as saved
 from pipeline.checkpoints.manifest import newest_good, state_file
 from pipeline.checkpoints.resume import require_usable
-from pipeline.errors import CheckpointError, NewerFormatError
+from pipeline.errors import NewerFormatError
 from pipeline.runtime import checkpoints
 from pipeline.runtime.checkpoints import FOLDER, MANIFEST_FILE, published
-from pipeline.runtime.tensors import SlicedFile, write_file
+from pipeline.runtime.tensors import SlicedFile, read_file, write_file
 from tests.support.checkpoints import make_checkpoint, write_manifest
 from tests.support.damage import flip
 
@@ -43,10 +43,9 @@ def _changed_manifest(path: Path, **values: object) -> None:
 
 def _no_moment(path: Path, _: Path) -> None:
     """Weights alone, with a manifest that fits them."""
-    file = SlicedFile(path / FILE)
-    tensors = {name: file.read(name, 0, shape[0]) for name, shape in file.shapes.items()}
+    tensors = read_file(path / FILE)
     del tensors["exp_avg_sq/gain"]
-    write_file(tensors, path / FILE, file.metadata)
+    write_file(tensors, path / FILE, SlicedFile(path / FILE).metadata)
     write_manifest(path, 40, 2, None, {"seed": 1})
 
 
@@ -79,10 +78,9 @@ def test_damage_is_named_and_the_checkpoint_before_is_used(
 
 def _newer_state(path: Path) -> None:
     """State of another format, with a manifest that fits it."""
-    file = SlicedFile(path / FILE)
-    tensors = {name: file.read(name, 0, shape[0]) for name, shape in file.shapes.items()}
-    table = {**json.loads(file.metadata["postnorm_state"]), "format": 3}
-    write_file(tensors, path / FILE, {"postnorm_state": json.dumps(table)})
+    metadata = SlicedFile(path / FILE).metadata
+    table = {**json.loads(metadata["postnorm_state"]), "format": 3}
+    write_file(read_file(path / FILE), path / FILE, {"postnorm_state": json.dumps(table)})
     write_manifest(path, 40, 2, None, {"seed": 1})
 
 
@@ -129,5 +127,3 @@ def test_only_finished_checkpoints_are_published_and_steps_are_numbers(tmp_path:
         (tmp_path / name).mkdir()
     assert [path.name for path in published(tmp_path)] == ["step-100000000", "step-99999999",
                                                            "step-00000009"]  # fmt: skip
-    with pytest.raises(CheckpointError, match="has no readable manifest"):
-        raise CheckpointError(next(saved.problems(tmp_path / "step-00000009")))

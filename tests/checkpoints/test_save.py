@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.checkpoints.background import BackgroundTask, HostCopy
+from pipeline.checkpoints.background import HostCopy
 from pipeline.checkpoints.manifest import state_file
 from pipeline.checkpoints.save import _require_files
 from pipeline.checkpoints.state import KINDS, TensorShard
@@ -27,13 +27,6 @@ def test_copy_does_not_change_with_the_state_and_memory_is_used_again() -> None:
     assert all(torch.equal(second.tensors[kind], state[kind]) for kind in KINDS)
     for kind in KINDS:
         assert second.tensors[kind].data_ptr() == first.tensors[kind].data_ptr()
-
-
-def test_task_keeps_what_its_function_raised() -> None:
-    task: BackgroundTask[int] = BackgroundTask(lambda: 1 // 0)
-    assert task.is_done(wait=True)
-    assert isinstance(task.error, ZeroDivisionError)
-    assert task.result is None
 
 
 def test_file_that_rank_0_does_not_see_is_named(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -140,17 +141,11 @@ def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
     tensors = {kind: torch.ones(numel) for kind in KINDS}
     _save(tmp_path, [TensorShard("big", (numel,), 0, tensors)])
     del tensors
-    before = _resident_bytes()
+    before = psutil.Process().memory_info().rss
     saved = SavedState(tmp_path)
     for kind in KINDS:
         assert saved.read(kind, "big", numel - 1).tolist() == [1.0]
-    assert _resident_bytes() - before < 10_000_000
-
-
-def _resident_bytes() -> int:
-    import resource
-
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    assert psutil.Process().memory_info().rss - before < 10_000_000
 
 
 def test_files_are_readable_by_those_whom_the_system_lets(tmp_path: Path) -> None:

@@ -51,7 +51,6 @@ def test_scalars_are_read_as_yaml_1_2(text: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.lrr=1", r"unknown key 'train\.lrr' = 1 .*did you mean 'lr'"),
         ("lr=1e-4", r"unknown key 'lr'.*did you mean 'train\.lr'"),
         ("train.lr=fast", r"train\.lr = 'fast'.*expected a number"),
         ("train.lr='1e-4'", r"train\.lr = '1e-4'.*quotes make it text; write 1e-4 without them"),
@@ -59,10 +58,6 @@ def test_scalars_are_read_as_yaml_1_2(text: str, value: object) -> None:
         ("train.compile='true'", r"true or false, and quotes make it text; write true without"),
         ("data=[a, {b: 1}]", r"data must be a mapping, got \['a', {'b': 1}\] \(.*\); write name: "),
         ("train.lr=true", r"train\.lr = True.*expected a number"),
-        ("train.lr=0", r"train\.lr = 0\.0 is out of range: expected > 0"),
-        ("train.num_steps=1e6", r"expected a whole number; write 1_000_000"),
-        ("train.num_steps=0", r"out of range: expected >= 1"),
-        ("model.score_residual=summ", r"expected one of none, sum, mean; did you mean 'sum'"),
         ("model.num_heads=7", r"model\.hidden_size=384 must be a multiple of model\.num_heads=7"),
         (
             "model={residual: deepnorm, norm_placement: pre}",
@@ -73,9 +68,7 @@ def test_scalars_are_read_as_yaml_1_2(text: str, value: object) -> None:
         ("train.alpha_warmup_steps=1000", r"never saw alpha = 1"),
         ("train.micro_batch=3", r"train\.global_batch=512 must be a multiple"),
         ("data.replace_mask_prob=0.95", r"must be at most 1"),
-        ("data=3", r"data must be a mapping, got 3"),
         ("run_dir=3", r"put it in quotes"),
-        ("train.lr", r"expected section\.key=value"),
         ("train.lr=", r"has no value"),
         ("train.lr=[1", r"not valid YAML"),
     ],

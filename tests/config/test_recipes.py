@@ -1,8 +1,7 @@
 """What the recipes in configs/train say of themselves: FLOPs, days, corners of learning rates."""
 
-import json
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,13 +9,14 @@ import pytest
 
 from experiments.grid import read_sweep
 from launch.cluster import ClusterConfig
-from launch.plan import plan
-from pipeline.config.load import load, plain_values
+from launch.plan import RunPlan, plan
+from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.schedule import learning_rate
-from pipeline.runtime.checkpoints import CONTENTS, MANIFEST_FILE, Manifest, name_of, signed
+from tests.config.test_stages import save
 
-RECIPES = sorted((Path(__file__).parents[2] / "configs/train").glob("*.yaml"))
+FOLDER = Path(__file__).parents[2] / "configs/train"
+RECIPES = sorted(FOLDER.glob("*.yaml"))
 ON_TWO_CORES = {"speedrun-small"}
 
 
@@ -28,10 +28,10 @@ def _read(path: Path) -> PretrainConfig:
     return config
 
 
-def _flops(config: PretrainConfig, vocab_size: int) -> float:
-    """Of the whole run, by `postnorm plan`: every token sees the whole row."""
+def _planned(config: PretrainConfig, vocab_size: int = 8000) -> RunPlan:
+    """The whole run by `postnorm plan`: every token sees the whole row."""
     config = replace(config, model=replace(config.model, vocab_size=vocab_size))
-    return plan(config, ClusterConfig(), counts_activations=False).flops
+    return plan(config, ClusterConfig(), counts_activations=False)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -39,7 +39,7 @@ def test_flops_and_days_are_those_of_the_plan(path: Path) -> None:
     text = path.read_text()
     config = _read(path)
     [(vocabulary, stated)] = re.findall(r"vocabulary of ([\d,]+): ([\d.e+]+) FLOP", text)
-    flops = _flops(config, int(vocabulary.replace(",", "")))
+    flops = _planned(config, int(vocabulary.replace(",", ""))).flops
     assert float(stated) == pytest.approx(flops, rel=0.005), f"{flops:.2e}"
     if path.stem in ON_TWO_CORES:
         return
@@ -54,8 +54,7 @@ def test_flops_and_days_are_those_of_the_plan(path: Path) -> None:
 
 
 def test_published_corners_are_micro_steps_of_an_eighth_of_an_update() -> None:
-    [path] = [path for path in RECIPES if path.stem == "roformer_v2-base"]
-    config = _read(path).train
+    config = _read(FOLDER / "roformer_v2-base.yaml").train
     published = {0: 0.0, 32_000: 1.0, 320_000: 0.5, 1_280_000: 0.1, 2_560_000: 0.01}
     for (first, start), (last, end) in pairwise(published.items()):
         for micro_step in range(first, last, 1_000):
@@ -67,16 +66,14 @@ def test_published_corners_are_micro_steps_of_an_eighth_of_an_update() -> None:
 
 
 def test_bert_runs_nine_tenths_of_its_updates_at_length_128() -> None:
-    [path] = [path for path in RECIPES if path.stem == "bert-base-nsp"]
-    config = _read(path)
+    config = _read(FOLDER / "bert-base-nsp.yaml")
     stretches = config.batches.stretches
     assert [(each.number, each.seq_len) for each in stretches] == [(0, 128), (900_000, 512)]
     assert config.train.num_steps == 1_000_000
 
 
 def test_a_modern_run_decays_at_its_full_length() -> None:
-    [path] = [path for path in RECIPES if path.stem == "modern-base"]
-    config = _read(path)
+    config = _read(FOLDER / "modern-base.yaml")
     last = config.batches.stretches[-1]
     decay_from = config.train.num_steps - (config.train.decay_steps or 0)
     assert decay_from <= last.number < decay_from + 1000
@@ -106,10 +103,8 @@ def test_stages_are_the_published_ones(
     name: str, tokens: tuple[float, ...], seq_lens: tuple[int, ...], masks: tuple[float, ...],
     rates: list[tuple[float, float]],
 ) -> None:  # fmt: skip
-    config = _read(next(path for path in RECIPES if path.stem == name))
-    stages = config.timeline.stages
-    planned = plan(replace(config, model=replace(config.model, vocab_size=8000)), ClusterConfig(),
-                   counts_activations=False)  # fmt: skip
+    config = _read(FOLDER / f"{name}.yaml")
+    stages, planned = config.timeline.stages, _planned(config)
     for stage, expected in zip(stages, tokens, strict=True):
         slots = sum(one.slots for one in planned.stretches if one.stage == stage.title)
         # Up to a batch more, the slots of the first stage's phases counted as they are.
@@ -128,7 +123,7 @@ def test_stages_are_the_published_ones(
 
 
 def test_each_recipe_with_stages_has_a_run_at_demo_size(tmp_path: Path) -> None:
-    sweep = RECIPES[0].parents[1] / "sweeps/demo-stages.yaml"
+    sweep = FOLDER.parent / "sweeps/demo-stages.yaml"
     _, runs = read_sweep(str(sweep), (), str(tmp_path))
     with_stages = {path.stem: _read(path) for path in RECIPES if _read(path).stages}
     assert {run.point["config"] for run in runs} == with_stages.keys()
@@ -144,21 +139,11 @@ def test_each_recipe_with_stages_has_a_run_at_demo_size(tmp_path: Path) -> None:
 def test_the_decays_of_mmbert_go_on_from_its_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    [path] = [path for path in RECIPES if path.stem == "mmbert-base"]
-    config = _read(path)
+    config = _read(FOLDER / "mmbert-base.yaml")
     monkeypatch.chdir(tmp_path)
-    steps = config.train.num_steps
-    folder = Path(config.run_dir, "checkpoints", name_of(steps))
-    folder.mkdir(parents=True)
-    manifest = Manifest(
-        step=steps, cursor=config.batches.number(steps).cursor, skipped=0, alpha=1.0,
-        fingerprint="f", identity={}, config_sha256="c", world_size=8, created_unix_s=1e9,
-        provenance={}, files={}, zero_stage=1, held_out_loss=None, held_out_step=None,
-        contents=CONTENTS, config=plain_values(config),
-    )  # fmt: skip
-    (folder / MANIFEST_FILE).write_text(json.dumps(signed(asdict(manifest))))
-    sweep = str(path.parents[1] / "sweeps/mmbert-decays.yaml")
-    _, runs = read_sweep(sweep, (), str(tmp_path))
+    folder = save(Path(config.run_dir), config, config.train.num_steps)
+    sweep = FOLDER.parent / "sweeps/mmbert-decays.yaml"
+    _, runs = read_sweep(str(sweep), (), str(tmp_path))
     assert len({run.config.timeline.stages[-1].data.dir for run in runs}) == 3
     for run in runs:
         before, (decay,) = run.config.timeline.stages[:2], run.config.timeline.stages[2:]
@@ -169,6 +154,4 @@ def test_the_decays_of_mmbert_go_on_from_its_run(
         assert (decay.data.mask_prob, decay.data.seq_len) == (0.05, 8192)
         assert decay.model.rotary_base == 160_000
         assert _rates(run.config)[-1] == pytest.approx((8e-4, 1.6e-5))
-        planned = plan(replace(run.config, model=replace(run.config.model, vocab_size=8000)),
-                       ClusterConfig(), counts_activations=False)  # fmt: skip
-        assert planned.slots == pytest.approx(100e9, rel=1e-3)
+        assert _planned(run.config).slots == pytest.approx(100e9, rel=1e-3)

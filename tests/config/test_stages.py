@@ -131,12 +131,12 @@ def test_identity_is_of_what_has_begun(tmp_path: Path) -> None:
     assert shorter.identity_at(200) != config.identity_at(200)
 
 
-def _save(folder: Path, config: PretrainConfig, step: int, **more: Any) -> Path:
+def save(folder: Path, config: PretrainConfig, step: int) -> Path:
     """What `continue_from` reads of a run: a manifest, and the run's record."""
     cursor = config.batches.number(step).cursor
     manifest = {"step": step, "cursor": cursor, "skipped": 0, "alpha": 1.0, "fingerprint": "f",
                 "identity": config.identity_at(cursor), "config_sha256": "", "world_size": 1,
-                "created_unix_s": 0.0, "provenance": {}, "files": {}, **more}  # fmt: skip
+                "created_unix_s": 0.0, "provenance": {}, "files": {}}  # fmt: skip
     path = folder / FOLDER / name_of(step)
     path.mkdir(parents=True)
     assert manifest.keys() <= Manifest.__dataclass_fields__.keys()
@@ -147,7 +147,7 @@ def _save(folder: Path, config: PretrainConfig, step: int, **more: Any) -> Path:
 
 def test_a_fork_is_one_run_with_the_stages_of_both(tmp_path: Path) -> None:
     source = _load(tmp_path, _STABLE, _LONG)
-    path = _save(tmp_path / "run", source, 25)
+    path = save(tmp_path / "run", source, 25)
     fork = tmp_path / "fork.yaml"
     fork.write_text(
         f"run_dir: {tmp_path}/fork\ncontinue_from: {tmp_path}/run@25\n"
@@ -176,7 +176,7 @@ def test_a_fork_is_one_run_with_the_stages_of_both(tmp_path: Path) -> None:
 
 def test_a_fork_of_a_run_without_stages_takes_its_rate(tmp_path: Path) -> None:
     alone = _load(tmp_path, more=("train.num_steps=41", "train.schedule=cosine"))
-    _save(tmp_path / "run", alone, 30)
+    save(tmp_path / "run", alone, 30)
     fork = tmp_path / "fork.yaml"
     fork.write_text(f"from: run.yaml\nrun_dir: {tmp_path}/fork\ncontinue_from: {tmp_path}/run\n"
                     "train: {num_steps: 41, schedule: cosine}\n"
@@ -190,7 +190,7 @@ def test_a_fork_of_a_run_without_stages_takes_its_rate(tmp_path: Path) -> None:
 def test_a_fork_of_a_decay_that_has_ended_wants_a_rate(tmp_path: Path) -> None:
     ended = {**_DECAY, "train": {"decay": "linear", "min_lr": 0.0}}
     source = _load(tmp_path, _STABLE, ended)
-    _save(tmp_path / "run", source, 31)
+    save(tmp_path / "run", source, 31)
     fork = tmp_path / "fork.yaml"
     fork.write_text(f"run_dir: {tmp_path}/fork\ncontinue_from: {tmp_path}/run\n"
                     "stages: [{name: more, steps: 5}]\n")  # fmt: skip
@@ -212,7 +212,7 @@ def test_a_fork_of_a_decay_that_has_ended_wants_a_rate(tmp_path: Path) -> None:
 def test_forks_that_cannot_be_are_refused(
     tmp_path: Path, lines: str, facts: tuple[str, ...]
 ) -> None:
-    _save(tmp_path / "run", _load(tmp_path, more=("train.num_steps=41",)), 30)
+    save(tmp_path / "run", _load(tmp_path, more=("train.num_steps=41",)), 30)
     text = lines.replace("STAGES", f"stages: [{json.dumps(_DECAY)}]").replace(
         "RUN", str(tmp_path / "run"))  # fmt: skip
     if "continue_from" not in text:

@@ -4,20 +4,12 @@ import pytest
 
 from pipeline.config.schema import build
 from pipeline.config.strict_yaml import parse
-from pipeline.config.train import SchedulePoint, TrainConfig
+from pipeline.config.train import TrainConfig
 from pipeline.errors import ConfigError
 
 
 def _read(text: str) -> TrainConfig:
     return build(TrainConfig, parse(text, "test"), "train")
-
-
-def test_points_are_read() -> None:
-    config = _read(
-        "{schedule: piecewise, lr_points: [{step: 100, factor: 1}, {step: 900, factor: 0.1}]}"
-    )
-    points = SchedulePoint(step=100, factor=1.0), SchedulePoint(step=900, factor=0.1)
-    assert config.lr_points == points
 
 
 @pytest.mark.parametrize(("text", "message"), [

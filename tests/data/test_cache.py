@@ -98,16 +98,6 @@ def test_room_for_a_share_of_the_blocks_saves_it(tmp_path: Path, room: float, mo
     assert max(shares[1:]) < most, shares
 
 
-def test_the_newest_blocks_stay(tmp_path: Path) -> None:
-    blocks, cache = _Blocks(), BlockCache(tmp_path, 40 * SIZE)
-    for number in range(200):
-        blocks.get(cache, number)
-    blocks.fetched.clear()
-    for number in range(195, 200):
-        blocks.get(cache, number)
-    assert blocks.fetched == []
-
-
 def test_a_damaged_block_is_fetched_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     blocks, cache = _Blocks(), BlockCache(tmp_path, 10 * SIZE)
     blocks.get(cache, 1)

@@ -141,14 +141,9 @@ def test_the_mask_ratio_follows_the_step_in_training_only(dataset: DatasetIndex)
     rates = []
     for step in (0, 5, 10, 30):
         maskable = targets = 0
-        for before, after in zip(
-            *(_train(dataset, c, 0, 1).step_batches(48 * step) for c in (plain, rising)),
-            strict=True,
-        ):
-            maskable += int((_originals(after) >= NUM_SPECIAL).sum())
-            targets += len(after.inputs["targets"])
-            masked = (set(batch.inputs["masked_index"].tolist()) for batch in (before, after))
-            assert next(masked) <= next(masked)
+        for batch in _train(dataset, rising, 0, 1).step_batches(48 * step):
+            maskable += int((_originals(batch) >= NUM_SPECIAL).sum())
+            targets += len(batch.inputs["targets"])
         rates.append(targets / maskable)
     # About 2,800 tokens of 1.5 tokens a word: standard errors of 0.9% to 1.3%.
     assert rates == pytest.approx([0.15, 0.375, 0.6, 0.6], abs=0.05)

@@ -78,25 +78,26 @@ def _random_lengths(rng: np.random.Generator) -> np.ndarray:
     return np.full(count, rng.integers(1, 70))
 
 
+def _assert_packed_as_reference(lengths: np.ndarray, seq_len: int) -> None:
+    ends = np.cumsum(lengths)
+    found, expected = pack(ends, seq_len), reference_packing.pack(ends, seq_len)
+    for name in ("piece_start", "piece_stop", "piece_doc", "sequence_ends"):
+        ours, theirs = getattr(found, name), getattr(expected, name)
+        assert ours.dtype == theirs.dtype == np.int64
+        np.testing.assert_array_equal(ours, theirs, f"{name}, {seq_len=}, {lengths=}")
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_packing_is_that_of_the_reference(seed: int) -> None:
     rng = np.random.default_rng(seed)
     for _ in range(25):
         lengths = _random_lengths(rng)
         seq_len = int(np.exp(rng.uniform(np.log(8), np.log(65537))))
-        ends = np.cumsum(lengths)
-        found, expected = pack(ends, seq_len), reference_packing.pack(ends, seq_len)
-        for name in ("piece_start", "piece_stop", "piece_doc", "sequence_ends"):
-            ours, theirs = getattr(found, name), getattr(expected, name)
-            assert ours.dtype == theirs.dtype == np.int64
-            np.testing.assert_array_equal(ours, theirs, f"{name}, {seq_len=}, {lengths=}")
+        _assert_packed_as_reference(lengths, seq_len)
 
 
 @pytest.mark.parametrize("seq_len", [8, 9, 31, 32, 33, 63, 64, 65, 512, 65535, 65536])
 def test_every_length_up_to_the_sequence_s_fits_it(seq_len: int) -> None:
     lengths = np.arange(1, min(seq_len, 1500) + 2)
     lengths = np.concatenate((lengths, np.maximum(seq_len - lengths, 1)))
-    found = pack(np.cumsum(lengths), seq_len)
-    expected = reference_packing.pack(np.cumsum(lengths), seq_len)
-    np.testing.assert_array_equal(found.piece_start, expected.piece_start)
-    np.testing.assert_array_equal(found.sequence_ends, expected.sequence_ends)
+    _assert_packed_as_reference(lengths, seq_len)

@@ -123,13 +123,6 @@ def test_damaged_index_or_tokenizer_is_refused(copy: Path, name: str) -> None:
             read_index(copy)
 
 
-def test_word_starts_are_read_at_any_offset(dataset: DatasetIndex) -> None:
-    block = BlockReader(dataset).block(0)
-    whole = np.unpackbits(block.word_bits)[: len(block.tokens)].astype(bool)
-    for start, stop in [(0, 5), (3, 9), (8, 16), (13, 1000), (len(whole) - 3, len(whole)), (7, 7)]:
-        np.testing.assert_array_equal(block.word_starts(start, stop), whole[start:stop])
-
-
 def test_reading_compiles_no_python(dataset: DatasetIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise SystemError("AST constructor recursion depth mismatch")

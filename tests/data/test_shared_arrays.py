@@ -81,6 +81,16 @@ def test_views_are_kept_and_what_fails_or_does_not_fit_is_made_again() -> None:
     assert made == [1, 2, 3, 5]
 
 
+def _kill_while_making() -> None:
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    maker = context.Process(target=_hang_while_making, args=(theirs,))
+    maker.start()
+    ours.recv()
+    os.kill(maker.pid or 0, signal.SIGKILL)
+    maker.join()
+
+
 def _hang_while_making(pipe: Connection) -> None:
     def make() -> list[npt.NDArray[np.int64]]:
         pipe.send("making")
@@ -92,24 +102,14 @@ def _hang_while_making(pipe: Connection) -> None:
 
 @pytest.mark.usefixtures("processes")
 def test_a_killed_maker_is_replaced_and_nothing_is_left_behind() -> None:
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    maker = context.Process(target=_hang_while_making, args=(theirs,))
-    maker.start()
-    ours.recv()
     shared = _open("killed")
     folder = shared.folder
-    os.kill(maker.pid or 0, signal.SIGKILL)
-    maker.join()
+    _kill_while_making()
     _check(shared, 1)
     del shared
     gc.collect()
     assert not folder.exists(), "the last one removes it"
-    maker = context.Process(target=_hang_while_making, args=(theirs,))
-    maker.start()
-    ours.recv()
-    os.kill(maker.pid or 0, signal.SIGKILL)
-    maker.join()
+    _kill_while_making()
     assert folder.exists()
     _check(_open("another"), 1)
     assert not folder.exists(), "what a killed one left goes when another one opens its own"

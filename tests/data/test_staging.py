@@ -27,11 +27,9 @@ from pipeline.data.staging import stage
 from pipeline.errors import ConfigError, DataError
 from pipeline.runtime import env
 from tests.support.damage import flip, needs_mount
-from tests.support.processes import wait_until
+from tests.support.processes import ROOT, wait_until
 from tests.support.ranks import CONFIG, Ranks
 from tests.support.steps import eval_loader, train_loader
-
-ROOT = Path(__file__).parents[2]
 
 
 def _program(index: DatasetIndex, stage_dir: Path, *stop_after: str) -> list[str]:
@@ -128,15 +126,6 @@ def test_processes_share_and_wait(dataset: DatasetIndex, tmp_path: Path, is_kill
 
 
 @pytest.mark.usefixtures("processes")
-def test_processes_at_speed_copy_each_block_once(dataset: DatasetIndex, tmp_path: Path) -> None:
-    with _staging(dataset, tmp_path) as one, _staging(dataset, tmp_path) as two, \
-            _staging(dataset, tmp_path) as three:  # fmt: skip
-        texts = [process.communicate(timeout=60)[0] for process in (one, two, three)]
-    assert sum(map(_copied, texts)) == len(dataset.blocks)
-    assert _copies(tmp_path) == _originals(dataset)
-
-
-@pytest.mark.usefixtures("processes")
 def test_a_killed_process_leaves_nothing_that_counts_as_complete(
     dataset: DatasetIndex, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -180,9 +169,6 @@ def test_damaged_source_is_refused_and_leaves_no_copy(copy: DatasetIndex, tmp_pa
     with pytest.raises(DataError, match=rf"{source}, .*{name} .*sha256 .*[0-9a-f]{{64}}"):
         stage(copy, tmp_path / "node")
     assert not _copies(tmp_path / "node")
-    source.unlink()
-    with pytest.raises(DataError, match=f"shard {source} does not exist"):
-        stage(copy, tmp_path / "node")
 
 
 def test_damaged_copy_is_copied_again(
@@ -244,8 +230,6 @@ def test_variables_are_filled_in(monkeypatch: pytest.MonkeyPatch) -> None:
     for text, name in (("$NO_SUCH/x", "NO_SUCH"), ("/a/$EMPTY", "EMPTY")):
         with pytest.raises(ConfigError, match=f"data.stage_dir=.* {name} "):
             env.expand(text, "data.stage_dir")
-    with pytest.raises(ConfigError, match="variable's name"):
-        env.expand("/a/$/b", "data.stage_dir")
 
 
 def test_ranks_of_a_run_stage_together_and_stop_together(

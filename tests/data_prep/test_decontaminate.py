@@ -20,7 +20,7 @@ from data_prep.run import run
 from data_prep.stage import Done
 from pipeline.errors import ConfigError, DataError
 from tests.support.near_texts import chinese, english
-from tests.support.prepare import run_before
+from tests.support.prepare import config_of, run_before, write_texts
 
 DEFAULT = DecontaminateConfig()
 
@@ -62,8 +62,7 @@ def _documents(path: Path, texts: list[str]) -> Path:
     """Several files, so that small pieces have one each."""
     path.mkdir()
     for number, part in enumerate(np.array_split(np.arange(len(texts)), 3)):
-        lines = [json.dumps({"id": str(i), "text": texts[i]}) for i in part]
-        (path / f"{number}.jsonl").write_text("\n".join(lines))
+        write_texts(path / f"{number}.jsonl", [texts[i] for i in part], first=int(part[0]))
     return path
 
 
@@ -291,34 +290,27 @@ def test_unusable_sets_are_errors(tmp_path: Path, name: str, content: bytes, mes
 
 
 def test_config_says_what_does_not_fit() -> None:
-    twice = (EvalSetConfig(name="e", inputs=("x",)),) * 2
-    for field, values in (
-        ("min_chars_cjk = 30 ", {"min_chars_cjk": 30}),
-        ("sets", {"sets": twice}),
-    ):
-        with pytest.raises(ConfigError, match=field):
-            DecontaminateConfig(**values)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="min_chars_cjk = 30 "):
+        DecontaminateConfig(min_chars_cjk=30)
+    with pytest.raises(ConfigError, match="sets"):
+        DecontaminateConfig(sets=(EvalSetConfig(name="e", inputs=("x",)),) * 2)
     with pytest.raises(ConfigError, match="inputs"):
         EvalSetConfig(name="e", inputs=())
 
 
 @pytest.mark.long
-def test_a_dataset_is_made_without_them(tmp_path: Path) -> None:
+def test_a_dataset_is_made_without_them(prep_config: Path, tmp_path: Path) -> None:
     texts = _prose()
     item = normalise(texts[7])[:300]
-    config = PrepConfig(
-        output_dir=str(tmp_path / "out"), workers=1,
-        sources=(SourceConfig(name="s", inputs=(str(_documents(tmp_path / "in", texts)),)),),
-        decontaminate=replace(DEFAULT, sets=_sets(tmp_path / "sets", e=[item])),
-    )  # fmt: skip
+    source = _documents(tmp_path / "in", texts)
     config = replace(
-        config, tokenizer=replace(config.tokenizer, vocab_size=600, model_type="bpe"),
-        shards=replace(config.shards, block_tokens=8000, eval_fraction=0.05),
-    )  # fmt: skip
+        config_of(prep_config, tmp_path / "out", source, "tokenizer.model_type=bpe"),
+        decontaminate=replace(DEFAULT, sets=_sets(tmp_path / "sets", e=[item])),
+    )
     report = run(config)
     lines, keep = _outcome(tmp_path / "out")
     dropped = keep.count(False)
-    assert "s/7" in {line["id"] for line in lines}
+    assert "topics/7" in {line["id"] for line in lines}
     assert report["stages"]["decontaminate"]["rejected"][REASON][0] == dropped
     assert report["stages"]["shards"]["documents_in"] == len(keep) - dropped
     assert report["decontaminate"]["sets"]["e"]["documents"] == dropped

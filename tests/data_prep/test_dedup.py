@@ -51,22 +51,24 @@ def _documents() -> list[dict[str, str]]:
     return [{"id": key, "text": text} for key, text in zip(ids, texts, strict=True)]
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder a source, each a piece."""
-    folder = tmp_path_factory.mktemp("source")
-    documents = _documents()
+def _write(folder: Path, documents: list[dict[str, str]]) -> Path:
+    """Write as many folders as there are to be pieces, with a part of the documents each."""
     for number, part in enumerate(np.array_split(np.arange(len(documents)), FILES)):
-        (folder / str(number)).mkdir()
+        (folder / str(number)).mkdir(parents=True)
         lines = [json.dumps(documents[i]) for i in part]
         (folder / str(number) / "part.jsonl").write_text("\n".join(lines))
     return folder
 
 
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder a source, each a piece."""
+    return _write(tmp_path_factory.mktemp("source"), _documents())
+
+
 def _config(output: Path, source: Path, *overrides: str) -> PrepConfig:
     path = output.with_name(f"{output.name}.yaml")
-    names = ", ".join(f"{{name: s, inputs: [{source}/{i}]}}".replace("s,", f"s{i},")
-                      for i in range(FILES))  # fmt: skip
+    names = ", ".join(f"{{name: s{i}, inputs: [{source}/{i}]}}" for i in range(FILES))
     path.write_text(
         f"output_dir: {output}\nworkers: 1\nsources: [{names}]\n"
         f"clean: {{min_chars: {DOCUMENT_MIN_CHARS}}}\n"
@@ -130,14 +132,10 @@ def test_ids_given_twice(source: Path, tmp_path: Path, caplog: pytest.LogCapture
     # Ids begin with the source's name: one source of all files, and a document that is rejected.
     documents = _documents()
     documents[100] = {"id": documents[0]["id"], "text": "short"}
-    for number, part in enumerate(np.array_split(np.arange(len(documents)), FILES)):
-        folder = tmp_path / "in" / str(number)
-        folder.mkdir(parents=True)
-        (folder / "part.jsonl").write_text("\n".join(json.dumps(documents[i]) for i in part))
+    for folder in _write(tmp_path / "in", documents).iterdir():
         (folder / "padding.txt").write_text("word " * 200_000)  # so that each is a piece
-    config = _config(tmp_path / "data", source)
-    name = json.dumps([{"name": "s", "inputs": [str(tmp_path / "in")]}])
-    config = load(PrepConfig, tmp_path / "data.yaml", [f"sources={name}", "piece_mb=1"]).config
+    given = f"sources=[{{name: s, inputs: [{tmp_path}/in]}}]"
+    config = _config(tmp_path / "data", source, given, "piece_mb=1")
     with caplog.at_level(logging.WARNING):
         records = run_before(config, "tokenizer")
     assert len(records["ingest"]) >= FILES

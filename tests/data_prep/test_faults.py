@@ -13,6 +13,7 @@ from data_prep.run import run
 from pipeline.config.load import load
 from pipeline.data.format import read_index
 from tests.support.damage import needs_mount
+from tests.support.prepare import config_of
 
 ALL_STAGES = ["dedup.near_duplicates=true", "dedup.bands=4"]
 
@@ -56,9 +57,7 @@ def test_full_disks(command: list[str], prep_config: Path, corpus: Path, tmp_pat
     full = [line for line in done.stdout.splitlines() if "No space left on device" in line]
     assert len(full) >= codes.count(2)
     assert all(str(tmp_path / "disk") in line for line in full), full
-    overrides = [f"output_dir={tmp_path}/straight",
-                 f"sources=[{{name: topics, inputs: [{corpus}]}}]", *ALL_STAGES]  # fmt: skip
-    run(load(PrepConfig, prep_config, overrides).config)
+    run(config_of(prep_config, tmp_path / "straight", corpus, *ALL_STAGES))
     found, expected = (read_index(tmp_path / name).fingerprint for name in ("copy", "straight"))
     assert found == expected
 
@@ -105,9 +104,8 @@ def test_odd_files_among_good_ones(prep_config: Path, corpus: Path, tmp_path: Pa
     )
     settings = [f"output_dir={tmp_path}/data", f"sources=[{sources}]", *ALL_STAGES]
     report = run(load(PrepConfig, prep_config, settings).config)
-    rejected = report["stages"]["ingest"]["rejected"]
     assert report["stages"]["ingest"]["documents_out"] == len(corpus.read_bytes().splitlines()) + 1
-    assert rejected == {}
+    assert report["stages"]["ingest"]["rejected"] == {}
     assert report["stages"]["shards"]["documents_out"] > 400
 
 

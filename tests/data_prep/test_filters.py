@@ -22,7 +22,7 @@ from data_prep.pieces import read_lines
 from data_prep.run import run
 from pipeline.config.load import load
 from pipeline.errors import ConfigError, DataError
-from tests.support.prepare import write_texts
+from tests.support.prepare import config_of, write_texts
 
 WEB = Path(__file__).parents[2] / "configs" / "prep" / "web.yaml"
 GOOD = (
@@ -487,47 +487,31 @@ def test_stage(prep_config: Path, corpus: Path, tmp_path: Path) -> None:
     good = [json.loads(line)["text"] for line in corpus.read_text().splitlines()][:200]
     bad = ["too few words here", "spam and eggs of the day\n" * 30]
     secret = GOOD + " Write to someone@example.com or 13812345678."
-    write_texts(tmp_path / "in.jsonl", [*bad, secret, *good])
-    source = f"sources=[{{name: s, inputs: [{tmp_path / 'in.jsonl'}]}}]"
-    small = ["tokenizer.vocab_size=400", "tokenizer.model_type=bpe", "shards.block_tokens=1000"]
-
-    def prepare(*overrides: str) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, str]]]:
-        arguments = [f"output_dir={tmp_path / 'data'}", source, *small, *overrides]
-        report = run(load(PrepConfig, prep_config, arguments).config, replace=True)
-        folder = tmp_path / "data" / "work" / "ingest"
-        done = json.loads((folder / "00000.done.json").read_text())
-        rejected = list(read_lines(folder / "00000.rejected.jsonl.zst"))
-        return report["stages"], done["result"], rejected
-
-    stages, result, _ = prepare()
-    assert stages["filter"]["rejected"] == {}
-    assert stages["filter"]["bytes_out"] == stages["normalise"]["bytes_out"]
-    assert not any(name.startswith("masked") for name in result["notes"])
-
-    on = ["filters.quality={enabled: true, min_words: 8, min_alphabetic_words: null, "
-          "max_mean_word_length: null, min_stop_words: null}",
-          "filters.mask.enabled=true", "filters.repetition={enabled: true}"]  # fmt: skip
-    stages, result, rejected = prepare(*on)
+    source = write_texts(tmp_path / "in.jsonl", [*bad, secret, *good])
+    settings = ("tokenizer.vocab_size=400", "tokenizer.model_type=bpe", "shards.block_tokens=1000",
+                "filters.quality={enabled: true, min_words: 8, min_alphabetic_words: null, "
+                "max_mean_word_length: null, min_stop_words: null}",
+                "filters.mask.enabled=true", "filters.repetition={enabled: true}")  # fmt: skip
+    stages = run(config_of(prep_config, tmp_path / "data", source, *settings))["stages"]
+    folder = tmp_path / "data" / "work" / "ingest"
+    notes = json.loads((folder / "00000.done.json").read_text())["result"]["notes"]
     counts = stages["filter"]["rejected"]
     assert counts["quality: few words"][0] >= 1
     assert counts["repetition: duplicate lines"][0] >= 1
     lost = sum(documents for documents, _ in counts.values())
     assert stages["filter"]["documents_in"] - stages["filter"]["documents_out"] == lost
-    assert result["notes"]["masked: EMAIL"] >= 1
-    assert result["notes"]["masked: PHONE"] >= 1
-    by_id = {record["id"]: record for record in rejected}
-    assert by_id["s/0"] == {"id": "s/0", "reason": "quality: few words", "detail": "4 < 8",
-                            "raw": bad[0]}  # fmt: skip
-    assert by_id["s/1"]["reason"] == "repetition: duplicate lines"
-    assert (by_id["s/1"]["detail"], by_id["s/1"]["raw"]) == ("0.97 > 0.3", bad[1])
+    assert min(notes["masked: EMAIL"], notes["masked: PHONE"]) >= 1
+    short, repeated = list(read_lines(folder / "00000.rejected.jsonl.zst"))[:2]
+    assert short == {"id": "topics/0", "reason": "quality: few words", "detail": "4 < 8",
+                     "raw": bad[0]}  # fmt: skip
+    assert repeated == {"id": "topics/1", "reason": "repetition: duplicate lines",
+                        "detail": "0.97 > 0.3", "raw": bad[1]}  # fmt: skip
     assert stages["dedup"]["documents_in"] == stages["filter"]["documents_out"]
 
 
 def test_empty_corpora_and_unknown_languages_are_refused(prep_config: Path, tmp_path: Path) -> None:
-    write_texts(tmp_path / "in.jsonl", ["too few words here"])
-    arguments = [f"output_dir={tmp_path / 'data'}", "filters.quality.enabled=true",
-                 f"sources=[{{name: s, inputs: [{tmp_path / 'in.jsonl'}]}}]"]  # fmt: skip
+    source = write_texts(tmp_path / "in.jsonl", ["too few words here"])
     with pytest.raises(DataError, match=r"the corpus is empty(.|\n)*quality: few words: 1"):
-        run(load(PrepConfig, prep_config, arguments).config)
+        run(config_of(prep_config, tmp_path / "data", source, "filters.quality.enabled=true"))
     with pytest.raises(ConfigError, match=" xx; expected ISO 639-1"):
         Filters(only("language", languages=("xx",)))

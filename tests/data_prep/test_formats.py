@@ -2,7 +2,6 @@
 
 import gzip
 import io
-import json
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -55,7 +54,6 @@ def test_parquet_that_is_broken_or_no_text(tmp_path: Path) -> None:
     ]  # fmt: skip
     with pytest.raises(DataError, match=r"document s/a\.parquet@1 .*clean\.max_document_mb"):
         read_source(path, max_bytes=10)
-    path = tmp_path / "a.parquet"
     texts = [f"text {i} {i**7}" for i in range(4000)]
     pq.write_table(pa.table({"text": texts}), path, row_group_size=1000, use_dictionary=False)
     data = path.read_bytes()
@@ -218,13 +216,3 @@ def test_wikiextractor(tmp_path: Path, name: str) -> None:
         Rejected(f"{place}{WIKI.index(b'{broken')}", "invalid JSON line", b"{broken"),
         Rejected("s/16", "no </doc>", b"cut"),
     ]  # fmt: skip
-
-
-def test_wikiextractor_json_and_limits(tmp_path: Path) -> None:
-    path = tmp_path / "wiki_00"
-    lines = [json.dumps({"id": str(i), "title": "t", "text": f"t\n{i}"}) for i in range(3)]
-    path.write_text("\n".join(lines))
-    assert read_source(path) == [Document(f"s/{i}", f"t\n{i}") for i in range(3)]
-    path.write_text('<doc id="1" url="" title="">\n' + "some words\n" * 500 + "</doc>\n")
-    with pytest.raises(DataError, match=r"document s/wiki_00@29 .*clean\.max_document_mb"):
-        read_source(path, max_bytes=1000)

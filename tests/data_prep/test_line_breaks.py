@@ -1,14 +1,12 @@
 """`clean.newline: token` through all stages: tokens, what is repeated, given tokenizers."""
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from data_prep import corpus as corpora
-from data_prep.config import CleanConfig, TokenizerConfig
+from data_prep.config import TokenizerConfig
 from data_prep.export import export
 from data_prep.pieces import read_lines
 from data_prep.run import run
@@ -83,13 +81,6 @@ def test_only_tokenizer_and_shards_differ(broken: DatasetIndex, dataset: Dataset
     assert "are spaces" in text
 
 
-def test_breaks_are_the_tokenizers_matter(prep_config: Path, corpus: Path, tmp_path: Path) -> None:
-    assert "newline" not in CleanConfig().of_texts()  # no text is read again for it
-    given = corpora.find(config_of(prep_config, tmp_path, corpus))
-    clean = replace(given.config.clean, newline="token")
-    assert replace(given, config=replace(given.config, clean=clean)).key != given.key
-
-
 def test_given_models(
     broken: DatasetIndex, dataset: DatasetIndex, prep_config: Path, corpus: Path, tmp_path: Path
 ) -> None:
@@ -97,6 +88,9 @@ def test_given_models(
     given = f"tokenizer={{file: {model}}}"
     run(config_of(prep_config, tmp_path / "data", corpus, TOKEN, given))
     assert read_index(tmp_path / "data").fingerprint == broken.fingerprint
+    assert read_given(TokenizerConfig(file=str(model))).content == model.read_bytes()
+    with pytest.raises(ConfigError, match=r"lowercase = True, .* sentencepiece"):
+        read_given(TokenizerConfig(file=str(model), lowercase=True))
     kept = TokenizerConfig(file=str(broken.folder / "tokenizer.model"))
     assert read_given(kept, "token").content == (broken.folder / "tokenizer.model").read_bytes()
     with pytest.raises(ConfigError, match=r"set clean\.newline to token"):

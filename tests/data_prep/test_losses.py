@@ -111,8 +111,7 @@ def test_few_losses_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         caplog.clear()
         run_part(config, "exact", rank=rank, world=2)
         assert any("b.jsonl" in text for text in caplog.messages) == (rank == 0)
-    state = status(config)
-    assert state is not None  # the states of tasks are shown whatever was lost
+    status(config)  # the states of tasks are shown whatever was lost
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".tsv"])
@@ -154,14 +153,9 @@ def test_counts_add_up_in_any_order_and_stay_few() -> None:
 def test_cleaning_of_a_source(tmp_path: Path) -> None:
     for name in ("pages", "notes"):
         _write(tmp_path / f"{name}/a.jsonl", [{"text": f"{t} <b>bold</b>"} for t in TEXTS])
-    config = tmp_path / "prep.yaml"
-    config.write_text(
-        f"output_dir: {tmp_path}/out\nworkers: 1\nclean: {{min_chars: 5}}\nsources:\n"
-        f"- {{name: pages, inputs: [{tmp_path}/pages], clean: {{html: strip, min_chars: 60}}}}\n"
-        f"- {{name: notes, inputs: [{tmp_path}/notes]}}\n"
-        "tokenizer: {vocab_size: 300}\nshards: {block_tokens: 1000, eval_fraction: 0.1}\n"
-    )
-    report = run(load(PrepConfig, config, []).config)
+    pages = f"{{name: pages, inputs: [{tmp_path}/pages], clean: {{html: strip, min_chars: 60}}}}"
+    notes = f"{{name: notes, inputs: [{tmp_path}/notes]}}"
+    report = _prepare(tmp_path / "in", "clean.min_chars=5", f"sources=[{pages}, {notes}]")
     kept = {name: source["stages"] for name, source in report["sources"].items()}
     short = sum(len(" ".join(f"{text} bold".split())) < 60 for text in TEXTS)
     assert 0 < short < 300

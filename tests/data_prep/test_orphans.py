@@ -18,19 +18,21 @@ from tests.support.processes import wait_until
 
 
 @pytest.mark.usefixtures("processes")
-def test_workers_of_a_killed_process_end(tmp_path: Path) -> None:
+def test_workers_of_a_killed_process_end_and_their_tasks_are_stopped(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-m", "tests.support.sleeping_stage", tmp_path])
-
-    def workers() -> set[int]:
-        texts = [path.read_text() for path in tmp_path.glob("*.running.json")]
-        return {json.loads(text)["process"] for text in texts if text}
-
-    wait_until(lambda: len(workers()) == 2, process)
-    started = workers()
-    assert process.pid not in started
+    tasks = [StageTask(str(number), tmp_path, "key", None) for number in range(2)]
+    wait_until(lambda: {state_of(task).name for task in tasks} == {"running"}, process)
+    workers = [json.loads(task.path(".running.json").read_text())["process"] for task in tasks]
+    assert len({process.pid, *workers}) == 3
+    for task, worker in zip(tasks, workers, strict=True):
+        assert f"process {worker}," in state_of(task).text
     process.send_signal(signal.SIGKILL)
     process.wait()
-    wait_until(lambda: not any(map(is_alive, started)))
+    wait_until(lambda: not any(map(is_alive, workers)))
+    assert {state_of(task).name for task in tasks} == {"stopped"}
+    run_tasks(Stage("stage", tasks, _no_work), workers=1)
+    assert {state_of(task).name for task in tasks} == {"done"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.done.json", "1.done.json"]
 
 
 @pytest.mark.usefixtures("processes")

@@ -104,24 +104,20 @@ def test_as_a_search_by_strings(tmp_path: Path) -> None:
 
 
 def test_a_dataset_stands_for_its_inputs_if_all_are_cleaned_alike(tmp_path: Path) -> None:
-    text = "漢字文化圈的歷史非常悠久而且豐富多彩"
-    source = SourceConfig(name="s", inputs=(_corpus(tmp_path / "c.jsonl.gz", [text]),))
-    prep = PrepConfig(output_dir=str(tmp_path / "data"), sources=(source,),
-                      clean=CleanConfig(simplified=True))  # fmt: skip
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data/resolved.yaml").write_text(resolved_text(prep))
-    rows = [("a", ["汉字文化圈的历史非常悠久而且丰富多彩"])]  # simplified, as the dataset is
-    assert _count(tmp_path, rows, [str(tmp_path / "data")])["sets"]["a"]["shared"] == 1
-    assert _count(tmp_path, rows, list(source.inputs))["sets"]["a"]["shared"] == 0
-    folders = [tmp_path / name for name in "ab"]
-    for folder in folders:
-        clean = CleanConfig(simplified=folder.name == "a")
-        source = SourceConfig(name="s", inputs=("x",))
+    corpus = _corpus(tmp_path / "c.jsonl.gz", ["漢字文化圈的歷史非常悠久而且豐富多彩"])
+    source = SourceConfig(name="s", inputs=(corpus,))
+    datasets = []
+    for simplified in (True, False):
+        (folder := tmp_path / str(simplified)).mkdir()
+        clean = CleanConfig(simplified=simplified)
         prep = PrepConfig(output_dir=str(folder), sources=(source,), clean=clean)
-        folder.mkdir()
         (folder / "resolved.yaml").write_text(resolved_text(prep))
+        datasets.append(str(folder))
+    rows = [("a", ["汉字文化圈的历史非常悠久而且丰富多彩"])]  # simplified, as the first dataset is
+    for given, shared in ((datasets[0], 1), (datasets[1], 0), (corpus, 0)):
+        assert _count(tmp_path, rows, [given])["sets"]["a"]["shared"] == shared
     with pytest.raises(DataError, match="different ways"):
-        _count(tmp_path, [("a", ["text"])], [*map(str, folders)])
+        _count(tmp_path, rows, datasets)
 
 
 def test_a_count_is_kept_until_rows_corpus_or_lengths_change(tmp_path: Path) -> None:
@@ -129,10 +125,9 @@ def test_a_count_is_kept_until_rows_corpus_or_lengths_change(tmp_path: Path) -> 
     corpus, rows = _corpus(tmp_path / "c.jsonl.gz", [text]), [("a", [text])]
     first = _count(tmp_path, rows, [corpus])
     assert first["sets"]["a"]["shared"] == 1
-    times = {(tmp_path / "overlap.json").stat().st_mtime_ns}
+    made_ns = (tmp_path / "overlap.json").stat().st_mtime_ns
     assert _count(tmp_path, rows, [corpus]) == first
-    times.add((tmp_path / "overlap.json").stat().st_mtime_ns)
-    assert len(times) == 1
+    assert (tmp_path / "overlap.json").stat().st_mtime_ns == made_ns
     assert _count(tmp_path, rows * 2, [corpus])["sets"]["a"]["rows"] == 2
     # Another corpus in a file of the same name.
     _corpus(tmp_path / "c.jsonl.gz", ["花落知多少白日依山尽黄河入海流"])

@@ -1,6 +1,5 @@
 """Presets on texts of their kinds, what counts as prose, and own rules."""
 
-import json
 import random
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from data_prep.plugins import OwnDocument, OwnRule, located, source_of
 from data_prep.types import Document, Rejected
 from pipeline.config.load import load
 from pipeline.errors import ConfigError, DataError
+from tests.support.prepare import write_texts
 
 FOLDER = Path(__file__).parents[2] / "configs" / "filters"
 PRESETS = ("web", "technical", "legal", "verse")
@@ -82,7 +82,7 @@ def test_prose_is_what_is_left_and_shares_are_of_the_whole_text() -> None:
         assert prose(whole)[0] is whole
     opened = "Words before.\n```\nno end of it"
     assert prose(opened)[0] == "Words before.\nno end of it", "a fence without an end hides nothing"
-    """Half of the prose is repeated, which is a tenth of the lines."""
+    # Half of the prose is repeated, which is a tenth of the lines.
     code = "\n".join(f"call_{i}(argument);" for i in range(16))
     words = "Output of it:\nwords and more words here\nOutput of it:\nand other words"
     text = f"{words}\n```\n{code}\n```"
@@ -135,8 +135,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "broken.py").write_text("import nothing_of_that_name\n\ndef rule(document): ...\n")
     (tmp_path / "wrong.py").write_text("def rule(document) ...\n")
     for name in ("manuals", "pages"):
-        lines = [json.dumps({"id": i, "text": f"sudo is a word {i}"}) for i in range(3)]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+        write_texts(tmp_path / f"{name}.jsonl", [f"sudo is a word {i}" for i in range(3)])
     (tmp_path / "prep.yaml").write_text(f"""
 output_dir: {tmp_path}/data
 sources:

@@ -16,6 +16,7 @@ from data_prep.config import PrepConfig
 from data_prep.filters.rules import Filters
 from data_prep.types import Document
 from pipeline.config.load import load
+from tests.support.prepare import config_of, write_texts
 
 GOOD = "The miller and his wife went to the market of the town with grain that they had, day {}."
 
@@ -28,9 +29,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "songs": ["la la la and to the of " * 9, *(GOOD.format(-i) for i in range(9))],
     }
     for name, of in texts.items():
-        lines = [json.dumps({"id": i, "text": text}) for i, text in enumerate(of)]
-        lines += ["no JSON"] if name == "pages" else []
-        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+        write_texts(folder / f"{name}.jsonl", of)
+    with (folder / "pages.jsonl").open("a") as file:
+        file.write("no JSON")
     (folder / "own_try.py").write_text(
         "def day_seven(document):\n    return 'a <b>' if 'day 7.' in document.text else None\n"
     )
@@ -98,17 +99,15 @@ def test_the_sample_is_a_fixed_part_of_each_source(folder: Path) -> None:
     assert max(numbers) > 45, "not only the beginning"
 
 
-def test_compressed_files_end_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compressed_files_end_early(
+    prep_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(preview, "_MAX_BYTES", 1000)
-    lines = [json.dumps({"id": i, "text": GOOD.format(i)}) for i in range(20_000)]
+    texts = write_texts(tmp_path / "large.jsonl", [GOOD.format(i) for i in range(20_000)])
     path = tmp_path / "large.jsonl.gz"
-    path.write_bytes(gzip.compress("\n".join(lines).encode()))
-    end = path.stat().st_size - 8  # where the checksum is
-    path.write_bytes(path.read_bytes()[:end] + bytes(8))
-    (tmp_path / "prep.yaml").write_text(
-        f"output_dir: {tmp_path}/data\nsources: [{{name: s, inputs: [{path}]}}]\n"
-    )
-    config = load(PrepConfig, tmp_path / "prep.yaml").config
+    # The checksum is in the last 8 bytes.
+    path.write_bytes(gzip.compress(texts.read_bytes())[:-8] + bytes(8))
+    config = config_of(prep_config, tmp_path / "data", path)
     items = preview.sample(config, config.sources[0], 5)
     # A run that looks for the damage first gives nothing of such a file.
     assert [isinstance(item, Document) for item in items] == [True] * 5
@@ -161,8 +160,7 @@ def test_pairs_near_the_limit_are_shown(tmp_path: Path) -> None:
     letters = [f"{form}\nCase {n}: {' '.join(f'w{n}x{i}' for i in range(15))}" for n in range(4)]
     prose = [" ".join(f"{n}a{i}" for i in range(80)) for n in range(3)]
     for name, texts in (("letters", letters), ("prose", [*prose, prose[0] + " and a word"])):
-        lines = [json.dumps({"id": i, "text": text}) for i, text in enumerate(texts)]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+        write_texts(tmp_path / f"{name}.jsonl", texts)
     (tmp_path / "prep.yaml").write_text(
         f"output_dir: {tmp_path}/data\ndedup: {{near_duplicates: true, threshold: 0.1}}\nsources:\n"
         f"- {{name: letters, inputs: [{tmp_path}/letters.jsonl], near_threshold: 0.9}}\n"

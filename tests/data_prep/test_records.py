@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_prep.config import CleanConfig, PrepConfig, SourceConfig
+from data_prep.config import CleanConfig, SourceConfig
 from data_prep.documents import ReadStats, read_piece
 from data_prep.export import export
 from data_prep.ingest import FieldCounts, count, merged, shown
@@ -22,9 +22,8 @@ from data_prep.readers import records
 from data_prep.run import run, run_part
 from data_prep.show import document_text, rejected_text
 from data_prep.types import Document, InputPiece, Rejected
-from pipeline.config.load import load
 from pipeline.errors import ConfigError, DataError
-from tests.support.prepare import read_source, reasons_of, texts_of
+from tests.support.prepare import config_of, read_source, reasons_of, texts_of, write_texts
 
 _AWKWARD = ["", 'a "quote", a \\ and a \\" b', "[x], {y}", "雪\u2028,\n", "\\", "]}", "😀\ud800"]
 
@@ -139,11 +138,9 @@ def test_a_dataset_of_the_hub_with_its_metadata(tmp_path: Path, prep_config: Pat
         pq.write_table(
             pa.Table.from_pylist(rows[part::2]), folder / f"train-0000{part}-of-00002.parquet"
         )
-    settings = [f"output_dir={tmp_path / 'out'}", "workers=1", "clean.min_chars=5",
-                "dedup.lines=true",
-                f"sources=[{{name: hub, inputs: [{folder.parent}], metadata: [url, n]}}]",
-                "tokenizer.vocab_size=400", "shards.eval_fraction=0.05"]  # fmt: skip
-    config = load(PrepConfig, prep_config, settings).config
+    settings = ("sources.0.name=hub", "sources.0.metadata=[url,n]", "clean.min_chars=5",
+                "dedup.lines=true", "tokenizer.vocab_size=400")  # fmt: skip
+    config = config_of(prep_config, tmp_path / "out", folder.parent, *settings)
     run(config)
     first = "hub/data/train-00000-of-00002.parquet@0"
     assert "characters, url http://x/0, n 0:" in document_text(config, first)
@@ -181,12 +178,10 @@ def test_a_dataset_of_the_hub_with_its_metadata(tmp_path: Path, prep_config: Pat
 def test_a_part_is_shown_as_its_source_splits_documents(tmp_path: Path, prep_config: Path) -> None:
     text = "\n".join(f"line {i} {'word ' * 40}" for i in range(6000))
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": text, "id": "long"}) + "\n")
-    own = "{max_document_mb: 1, on_long_document: split}"
-    sources = f"sources=[{{name: s, inputs: [{tmp_path / 'a.jsonl'}], clean: {own}}}]"
-    settings = [f"output_dir={tmp_path / 'out'}", "workers=1", sources]
-    config = load(PrepConfig, prep_config, settings).config
+    own = "sources.0.clean={max_document_mb: 1, on_long_document: split}"
+    config = config_of(prep_config, tmp_path / "out", tmp_path / "a.jsonl", own)
     run_part(config, "ingest")
-    shown = document_text(config, "s/long#2")
+    shown = document_text(config, "topics/long#2")
     assert "original, " in shown
     assert "ingested as:" in shown
 
@@ -194,10 +189,7 @@ def test_a_part_is_shown_as_its_source_splits_documents(tmp_path: Path, prep_con
 def test_long_documents(tmp_path: Path) -> None:
     lines = ["雪" * 99_999 + "x"] * 9
     texts = ["\n".join(lines), "short", "山" * 1_000_000]
-    path = tmp_path / "a.jsonl"
-    path.write_text(
-        "".join(json.dumps({"text": text, "id": i}) + "\n" for i, text in enumerate(texts))
-    )
+    path = write_texts(tmp_path / "a.jsonl", texts)
     source = SourceConfig(name="s", inputs=(str(path),))
     piece = InputPiece(source, find(source).files)
 
@@ -262,18 +254,6 @@ def test_what_is_longer_than_is_read_is_split_or_rejected(
         assert reasons_of(items) == ["longer than 2 MB"] * 2
         assert not any(item.is_lost for item in rejected)  # it was asked for
         assert all(len(item.raw) <= 1000 for item in rejected)
-
-
-@pytest.mark.parametrize(("name", "content"), [
-    ("a.jsonl", b'{"text": "' + b"x" * 2_000_000 + b'"}'), ("a.json", b'["' + b"x" * 2_000_000),
-    ("a.txt", b"x\n" * 1_000_001), ("a.csv", b"text\n" + b"x" * 2_000_001),
-])  # fmt: skip
-def test_a_document_that_is_too_long_stops_a_run(tmp_path: Path, name: str, content: bytes) -> None:
-    (tmp_path / name).write_bytes(content)
-    source = SourceConfig(name="s", inputs=(str(tmp_path),))
-    piece = InputPiece(source, find(source).files)
-    with pytest.raises(DataError, match=rf"{name}: document s/{name}@\d+ .*max_document_mb = 2"):
-        list(read_piece(piece, CleanConfig(max_document_mb=2), ReadStats()))
 
 
 _NESTED = {"段落": [{"内容": "一", "行号": 0}, {"内容": "二"}, {"行号": 2}], "title": "头"}

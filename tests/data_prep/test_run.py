@@ -18,23 +18,12 @@ import webdataset
 from data_prep import embedded
 from data_prep.run import run
 from data_prep.shards import plan
-from data_prep.verify import verify
 from pipeline.data.format import MEMBERS, DatasetIndex, read_index
 from pipeline.data.reader import BlockReader
 from pipeline.errors import DataError
 from pipeline.runtime.files import temporary_beside
 from pipeline.tokenizer.sentencepiece import Tokenizer
 from tests.support.prepare import config_of
-
-
-def _command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "data_prep", *arguments]
-
-
-def _run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        _command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
 
 
 def _shard_bytes(folder: Path) -> dict[str, bytes]:
@@ -88,7 +77,6 @@ def test_splits_are_disjoint_and_the_entropy_is_that_of_training(dataset: Datase
     assert not train & held_out
     # 5% of about 600 documents: standard deviation 0.9%.
     assert 0.02 < len(held_out) / len(held_out | train) < 0.09
-    reader = BlockReader(dataset)
     tokens = np.concatenate([reader.block(int(r)).tokens for r in dataset.split_blocks("train")])
     share = np.unique(tokens, return_counts=True)[1] / len(tokens)
     assert dataset.unigram_entropy_nats == pytest.approx(-(share * np.log(share)).sum())
@@ -117,7 +105,8 @@ def test_killed_run_continues_to_the_same_dataset(
 ) -> None:
     source = f"sources=[{{name: topics, inputs: [{corpus}]}}]"
     output = tmp_path / "data"
-    command = _command("run", str(prep_config), f"output_dir={output}", source)
+    command = [sys.executable, "-m", "data_prep", "run", str(prep_config), f"output_dir={output}",
+               source]  # fmt: skip
     draw = random.Random(0)
     for attempt in range(100):
         process = subprocess.Popen(
@@ -189,19 +178,6 @@ def test_output_that_would_spoil_something_is_refused(
     with pytest.raises(DataError, match=said):
         run(config_of(prep_config, tmp_path / output, inputs))
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
-
-
-@pytest.mark.usefixtures("processes")
-def test_exit_codes_of_commands(dataset: DatasetIndex, prep_config: Path, tmp_path: Path) -> None:
-    assert _run_command("verify", str(dataset.folder)).returncode == 0
-    with pytest.raises(DataError, match="finished dataset"):
-        verify(tmp_path)
-    (tmp_path / "bad.txt").touch()
-    source = f"sources=[{{name: bad, inputs: [{tmp_path}/bad.txt]}}]"
-    done = _run_command("run", str(prep_config), source, f"output_dir={tmp_path}/data")
-    assert done.returncode == 2
-    assert "the corpus is empty" in done.stdout
-    assert "Traceback" not in done.stdout
 
 
 def test_shard_plan_keeps_order_and_size() -> None:

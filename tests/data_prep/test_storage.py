@@ -6,11 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_prep.config import PrepConfig
 from data_prep.run import run
-from pipeline.config.load import load
 from pipeline.data.format import read_index
 from tests.support import near_texts
+from tests.support.prepare import config_of
 
 
 @pytest.mark.long
@@ -23,10 +22,9 @@ def test_tars_are_hardly_larger_than_their_tokens(prep_config: Path, tmp_path: P
     ]
     source = tmp_path / "chinese.jsonl"
     source.write_text("\n".join(lines))
-    overrides = [f"output_dir={tmp_path}/data", f"sources=[{{name: made, inputs: [{source}]}}]",
-                 "tokenizer.vocab_size=2500", "tokenizer.model_type=bpe",
-                 "shards.block_tokens=1000000"]  # fmt: skip
-    run(load(PrepConfig, prep_config, overrides).config)
+    overrides = ("tokenizer.vocab_size=2500", "tokenizer.model_type=bpe",
+                 "shards.block_tokens=1000000")  # fmt: skip
+    run(config_of(prep_config, tmp_path / "data", source, *overrides))
     total = read_index(tmp_path / "data").totals["train"]
     [tar] = (tmp_path / "data").glob("shards/train-*.tar")
     assert total["tokens"] > 100_000

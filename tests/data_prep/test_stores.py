@@ -10,20 +10,15 @@ import pytest
 from data_prep.config import PrepConfig
 from data_prep.inputs import find, refuse_changed
 from data_prep.run import run
-from pipeline.config.load import load
 from pipeline.data.format import read_index
 from pipeline.errors import ConfigError, DataError, StorageError
 from pipeline.runtime import remote
+from tests.support.prepare import config_of
 from tests.support.stores import BUCKET, Store
 
 
 def _config(prep_config: Path, output: Path, *inputs: str) -> PrepConfig:
-    given = ", ".join(inputs)
-    return load(
-        PrepConfig,
-        prep_config,
-        [f"output_dir={output}", f"sources=[{{name: s, inputs: [{given}]}}]", "piece_mb=1"],
-    ).config
+    return config_of(prep_config, output, ", ".join(inputs), "piece_mb=1")
 
 
 def test_same_as_a_folder(store: Store, prep_config: Path, corpus: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from data_prep.run import run
 from data_prep.tokenizer.existing_tokenizer import read_given
 from data_prep.tokenizer.vocabulary import allot, script
 from pipeline.config.load import load
-from pipeline.data.format import DatasetIndex, read_index
+from pipeline.data.format import DatasetIndex
 from pipeline.errors import ConfigError, DataError
 from pipeline.tokenizer.fast import FastTokenizer
 from tests.support import bert_vocabulary, near_texts
@@ -34,17 +34,6 @@ def _config(prep_config: Path, output: Path, sources: str, *overrides: str) -> P
 
 
 # A given tokenizer
-
-
-def test_given_sentencepiece_model_gives_the_same_tokens(
-    dataset: DatasetIndex, prep_config: Path, corpus: Path, tmp_path: Path
-) -> None:
-    given = f"tokenizer={{file: {dataset.folder / 'tokenizer.model'}}}"
-    sources = f"[{{name: topics, inputs: [{corpus}]}}]"
-    run(_config(prep_config, tmp_path / "data", sources, given))
-    assert read_index(tmp_path / "data").fingerprint == dataset.fingerprint
-    with pytest.raises(ConfigError, match=r"lowercase = True, .* sentencepiece"):
-        read_given(TokenizerConfig(file=str(dataset.folder / "tokenizer.model"), lowercase=True))
 
 
 @pytest.mark.parametrize(("beside", "options", "lowercase", "warning"), [
@@ -77,9 +66,8 @@ def test_cased_vocabulary_is_recognised(vocab: Path, caplog: pytest.LogCaptureFi
 @pytest.mark.parametrize("content", [b"\x00\x01\x02", b'{"model": {}}', b"a\nb\n"])
 def test_unusable_files(prep_config: Path, corpus: Path, tmp_path: Path, content: bytes) -> None:
     (tmp_path / "given").write_bytes(content)
-    sources = f"[{{name: topics, inputs: [{corpus}]}}]"
     with pytest.raises(DataError, match="/given"):
-        run(_config(prep_config, tmp_path / "d", sources, f"tokenizer={{file: {tmp_path}/given}}"))
+        run(config_of(prep_config, tmp_path / "d", corpus, f"tokenizer={{file: {tmp_path}/given}}"))
     assert not (tmp_path / "d").exists()
 
 
@@ -92,7 +80,6 @@ def test_missing_and_foreign_files(vocab: Path, tmp_path: Path) -> None:
         read_given(TokenizerConfig(file=str(vocab)))
     beside.write_text('{"tokenizer_class": "RoFormerTokenizer"}')
     given = read_given(TokenizerConfig(file=str(vocab)))
-    assert given is not None
     assert FastTokenizer(vocab, given.content).words == "jieba"
 
 
@@ -108,12 +95,12 @@ def test_options_that_do_not_go_together(options: dict[str, Any], message: str) 
 
 def test_another_vocabulary_is_noticed(prep_config: Path, vocab: Path, tmp_path: Path) -> None:
     source = write_texts(tmp_path / "t.jsonl", TEXTS)
-    arguments = (prep_config, tmp_path / "data", f"[{{name: t, inputs: [{source}]}}]",
-                 f"tokenizer={{file: {vocab}}}", "shards.block_tokens=2000")  # fmt: skip
-    run(_config(*arguments))
+    config = config_of(prep_config, tmp_path / "data", source, f"tokenizer={{file: {vocab}}}",
+                       "shards.block_tokens=2000")  # fmt: skip
+    run(config)
     bert_vocabulary.write(vocab, bert_vocabulary.rows(TEXTS, words=100))
     with pytest.raises(DataError, match="other inputs"):
-        run(_config(*arguments))
+        run(config)
 
 
 # The sample
@@ -200,15 +187,13 @@ def test_report_by_hand(prep_config: Path, tmp_path: Path) -> None:
     texts = ["the models 中文 12.", "the the\nmodel 龘.", "the Ωx [MASK]."]
     texts += [f"the model{' the' * number}" for number in range(60)]
     source = write_texts(tmp_path / "t.jsonl", texts)
-    report = run(
-        _config(prep_config, tmp_path / "data", f"[{{name: t, inputs: [{source}]}}]",
-                f"tokenizer={{file: {vocab}, lowercase: true}}", "shards.block_tokens=1000")
-    )  # fmt: skip
+    given = f"tokenizer={{file: {vocab}, lowercase: true}}"
+    report = run(config_of(prep_config, tmp_path / "data", source, given,
+                           "shards.block_tokens=1000"))["sources"]["topics"]  # fmt: skip
     tokens = 7 + 5 + 6 + sum(2 + n for n in range(60))
     # 龘; Ωx, [, MASK and ].
-    assert report["sources"]["t"]["tokens"] == tokens
-    assert report["sources"]["t"]["unknown"] == 5
-    assert report["sources"]["t"]["unknown_share"] == round(5 / tokens, 6)
+    assert (report["tokens"], report["unknown"]) == (tokens, 5)
+    assert report["unknown_share"] == round(5 / tokens, 6)
     path = tmp_path / "data/work/tokenizer/tokenizer.report.json"
     made = json.loads(path.read_text())
     assert made["vocabulary"] == {
@@ -218,7 +203,7 @@ def test_report_by_hand(prep_config: Path, tmp_path: Path) -> None:
         "scripts": {"Han": 2, "Latin": 4, "digits": 1, "other": 1},
         "longest": ["unused", "model", "the", "12", ".", "s", "中", "文"],
     }  # fmt: skip
-    measured = made["sources"]["t"]
+    measured = made["sources"]["topics"]
     assert (measured["documents"], measured["characters"]) == (63, sum(map(len, texts)))
     assert measured["bytes_per_token"] == round(len("".join(texts).encode()) / tokens, 6)
     assert measured["tokens_per_document"]["0.5"] == 30

@@ -52,11 +52,6 @@ def test_surface_is_the_normalised_text(tokenizer: Tokenizer) -> None:
 
 
 def test_chinese_and_english_by_hand(tokenizer: Tokenizer) -> None:
-    found = _words(tokenizer, "我们在北京大学学习计算机")
-    # A token may hold several words; a word may not be cut where a token starts inside it.
-    assert "".join(found) == "我们在北京大学学习计算机"
-    assert "北京大学" in found
-    assert "计算机" in found
     assert _words(tokenizer, "他 喜欢 the 模型。") == ["他", " ", "喜欢", " the", " ", "模型", "。"]
     ids = np.array(tokenizer.encode('The "unseen" words, (quoted) 1234 3.5%'), dtype=np.uint16)
     np.testing.assert_array_equal(word_starts(tokenizer, ids), tokenizer.word_starts(ids))

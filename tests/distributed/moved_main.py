@@ -1,7 +1,7 @@
-"""`python -m tests.distributed.moved_main FILE JSON`: the bytes of collectives in one step.
+"""`python -m tests.distributed.moved_main FOLDER JSON`: the bytes of collectives in one step.
 
-The JSON is a list of [ZeRO stage, micro-batches, optimizer]; FILE gets a list with, for each of
-them, the number of parameters and the bytes of whole tensors by kind of collective.
+The JSON is a list of [ZeRO stage, micro-batches, optimizer]; FOLDER/moved.json gets a list with,
+for each of them, the number of parameters and the bytes of whole tensors by kind of collective.
 """
 
 import json
@@ -46,10 +46,10 @@ class Moved(TorchDispatchMode):
         return func(*args, **(named or {}))
 
 
-def main(file: Path, cases: list[tuple[int, int, Optimizer]], this: ProcessInfo) -> None:
+def main(folder: Path, cases: list[tuple[int, int, Optimizer]], this: ProcessInfo) -> None:
     """Two steps of each case; the second one counts: the first sets up."""
     # So small a model would be whole on every rank at stage 3.
-    tuned = file.with_suffix(f".{this.rank}.deepspeed.json")
+    tuned = folder / f"deepspeed-{this.rank}.json"
     tuned.write_text('{"zero_optimization": {"stage3_param_persistence_threshold": 0}}')
     found = []
     for stage, accumulation, optimizer in cases:
@@ -64,7 +64,7 @@ def main(file: Path, cases: list[tuple[int, int, Optimizer]], this: ProcessInfo)
                 engine.train_step(batches, MaskedLanguageModeling(), 1e-4)
         found.append([size, dict(moved.num_bytes)])
     if this.is_first:
-        file.write_text(json.dumps(found))
+        (folder / "moved.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -65,8 +65,6 @@ def test_two_processes_do_not_share_a_folder(dataset: DatasetIndex, tmp_path: Pa
     finally:
         first.kill()
     assert _attempts(run_dir) == [(1, None)]
-    saved = sorted((run_dir / "checkpoints").glob("step-*"))[-1]
-    assert int(saved.name[5:]) == max(losses(run_dir))
 
 
 def test_torchrun_starts_ranks_of_the_door(dataset: DatasetIndex, tmp_path: Path) -> None:

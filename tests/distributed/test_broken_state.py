@@ -7,16 +7,13 @@ import pytest
 
 from pipeline.checkpoints.commands import all_problems
 from pipeline.checkpoints.state import SavedState
-from pipeline.data.format import DatasetIndex
 from pipeline.data.ledger import read_ledger
 from pipeline.runtime.checkpoints import MANIFEST_FILE, published, read_manifest, signed
 from pipeline.runtime.files import sha256_file
 from pipeline.runtime.tensors import SlicedFile, read_file, write_file
 from tests.distributed.conftest import Train
-from tests.distributed.test_rewind import hashes_of
 from tests.support.ranks import assert_same_bits
 
-BREAKING = ("-m", "tests.distributed.faulty_main", "breaking")
 OVERRIDES = ("train.num_steps=30", "monitor.log_every_steps=5", "checkpoint.every_steps=10",
              "checkpoint.keep=1")  # fmt: skip
 TENSOR = "exp_avg/encoder.token_embedding.weight: element 3 "
@@ -32,11 +29,10 @@ TENSOR = "exp_avg/encoder.token_embedding.weight: element 3 "
     ],
 )
 def test_goes_back_and_is_the_run_without_the_batch(
-    dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Train,
-    batch: int, settings: tuple[str, ...], firsts: list[int],
-) -> None:  # fmt: skip
-    monkeypatch.setenv("BREAK_HASHES", hashes_of(dataset, tmp_path, range(batch, batch + 1)))
-    ranks = train("run", *OVERRIDES, *settings, module=BREAKING)
+    tmp_path: Path, train: Train, batch: int, settings: tuple[str, ...], firsts: list[int]
+) -> None:
+    train.set(BREAK_HASHES=train.hashes(range(batch, batch + 1)))
+    ranks = train("run", *OVERRIDES, *settings, fault="breaking")
     rewinds = read_ledger(tmp_path / "run").rewinds
     assert [rewind.first_batch for rewind in rewinds] == firsts
     for rewind in rewinds:
@@ -54,15 +50,13 @@ def test_goes_back_and_is_the_run_without_the_batch(
     assert_same_bits(tmp_path / "run", tmp_path / "other")
 
 
-def test_a_state_that_breaks_again_and_again_ends_the_run_with_the_truth(
-    dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Train
-) -> None:
-    monkeypatch.setenv("BREAK_HASHES", hashes_of(dataset, tmp_path, range(16, 60)))
-    ranks = train("run", *OVERRIDES, "spikes.max_rewinds=2", module=BREAKING, code=2)
+def test_a_state_that_breaks_again_and_again_ends_the_run_with_the_truth(train: Train) -> None:
+    train.set(BREAK_HASHES=train.hashes(range(16, 60)))
+    ranks = train("run", *OVERRIDES, "spikes.max_rewinds=2", fault="breaking", code=2)
     assert "the run went back to step 10 2 times before (spikes.max_rewinds)" in ranks.output
-    first, second = read_ledger(tmp_path / "run").rewinds
+    first, second = read_ledger(ranks.run_dir).rewinds
     assert first.first_batch - second.first_batch == 2
-    [path] = published(tmp_path / "run/checkpoints")
+    [path] = published(ranks.run_dir / "checkpoints")
     assert path.name == "step-00000010"
     assert not list(SavedState(path).non_finite())
 

@@ -3,8 +3,6 @@ how the batch is split."""
 
 import shutil
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,20 +13,17 @@ from pipeline.data.format import DatasetIndex
 from pipeline.data.ledger import read_ledger
 from pipeline.data.record import read_batches
 from pipeline.runtime.checkpoints import read_manifest
-from tests.distributed.conftest import Train
+from tests.distributed.conftest import Train, with_small_disk
 from tests.support.damage import flip, needs_mount
 from tests.support.ranks import assert_same_bits, losses, newest_state, records
 
-POISONED = ("-m", "tests.distributed.faulty_main", "poisoned")
-
 
 def test_non_finite_step_is_skipped_on_all_ranks_and_schedules_stand_still(
-    straight_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Train
+    straight_run: Path, train: Train
 ) -> None:
-    monkeypatch.setenv("POISON_RANK", "1")
-    monkeypatch.setenv("POISON_CALLS", "6")  # two micro-batches a step: the third step
-    run_dir = tmp_path / "run"
-    ranks = train("run", "train.num_steps=20", module=POISONED)
+    train.set(POISON_RANK="1", POISON_CALLS="6")  # two micro-batches a step: the third step
+    ranks = train("run", "train.num_steps=20", fault="poisoned")
+    run_dir = ranks.run_dir
     assert "step 3 skipped on all ranks: gradient norm" in ranks.output
     assert "sequences 16 to 23 are not trained on" in ranks.output
     [skip] = records(run_dir, "skip")
@@ -49,15 +44,13 @@ def test_non_finite_step_is_skipped_on_all_ranks_and_schedules_stand_still(
     # Two micro-batches a step: the third step, and those of the same when it is looked at.
     (0, "6,8", True), (1, "6,8", True), (2, "6,8", True), (3, "6,8", True), (1, "6", False),
 ])  # fmt: skip
-def test_non_finite_gradient_names_rank_and_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                   train: Train, stage: int, calls: str,
-                                                   names: bool) -> None:  # fmt: skip
+def test_non_finite_gradient_names_rank_and_tensor(
+    tmp_path: Path, train: Train, stage: int, calls: str, names: bool
+) -> None:
     below, above = (f"encoder.layers.{layer}.attention.qkv.weight" for layer in (0, 1))
-    monkeypatch.setenv("POISON_RANK", "1")
-    monkeypatch.setenv("POISON_CALLS", calls)
-    monkeypatch.setenv("POISON_PARAMETERS", f"{below},{above}")
+    train.set(POISON_RANK="1", POISON_CALLS=calls, POISON_PARAMETERS=f"{below},{above}")
     settings = ("train.num_steps=6", "train.alpha_warmup_steps=2", f"train.zero_stage={stage}")
-    ranks = train("run", *settings, module=POISONED)
+    ranks = train("run", *settings, fault="poisoned")
     [record] = read_ledger(tmp_path / "run").non_finite.values()
     assert (record.step, record.ranks) == (3, {})
     where = f"rank 1 on {socket.gethostname()}: the gradient of {above}, and of 1 more"
@@ -68,19 +61,17 @@ def test_non_finite_gradient_names_rank_and_tensor(tmp_path: Path, monkeypatch: 
     if stage < 2:
         return
     # What is computed twice is added to no step, also where gradients are divided.
-    monkeypatch.setenv("POISON_CALLS", "")
     [skipped] = [each.batch for each in read_batches(tmp_path / "run") if each.step is None]
     left_out = f"train.skip_batches=[{{first: {skipped}, last: {skipped}}}]"
     train("other", *settings, left_out)
     assert_same_bits(tmp_path / "run", tmp_path / "other")
 
 
-def test_bad_steps_end_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Train) -> None:
-    monkeypatch.setenv("POISON_RANK", "0")
-    monkeypatch.setenv("POISON_CALLS", "all")
-    ranks = train("run", "train.max_skipped_in_a_row=3", module=POISONED, code=2)
+def test_bad_steps_end_it(train: Train) -> None:
+    train.set(POISON_RANK="0", POISON_CALLS="all")
+    ranks = train("run", "train.max_skipped_in_a_row=3", fault="poisoned", code=2)
     assert "3 steps in a row had no finite gradient (train.max_skipped_in_a_row)" in ranks.output
-    assert len(records(tmp_path / "run", "skip")) == 3
+    assert len(records(ranks.run_dir, "skip")) == 3
 
 
 def test_loss_does_not_depend_on_ranks_and_accumulation(train: Train) -> None:
@@ -116,9 +107,6 @@ def test_write_error_leaves_the_checkpoint_before(straight_run: Path, train: Tra
 @pytest.mark.usefixtures("processes")
 @needs_mount
 def test_full_disk_is_noticed_before_writing(dataset: DatasetIndex, tmp_path: Path) -> None:
-    # 1.6 MB hold the first checkpoint of this model (0.85 MB), not a second.
-    (tmp_path / "small").mkdir()
-    script = f'mount -t tmpfs -o size=1600k none {tmp_path}/small; exec "$@"'
     run_dir = tmp_path / "small" / "run"
     code = (
         "import sys; from pathlib import Path; from tests.support.ranks import Ranks;"
@@ -128,13 +116,10 @@ def test_full_disk_is_noticed_before_writing(dataset: DatasetIndex, tmp_path: Pa
         "codes = r.wait(); print(codes, r.output);"
         f"verify(Path({str(run_dir / 'checkpoints' / 'step-00000015')!r})); print('survived')"
     )
-    done = subprocess.run(
-        ["unshare", "--map-root-user", "--mount", "sh", "-c", script, "sh", sys.executable, "-c",
-         code], capture_output=True, text=True, cwd=Path(__file__).parents[2],
-    )  # fmt: skip
-    assert "[2, 2]" in done.stdout, done.stdout + done.stderr
-    assert "no space for checkpoint step-00000030" in done.stdout
-    assert "survived" in done.stdout
+    output = with_small_disk(tmp_path / "small", code)
+    assert "[2, 2]" in output, output
+    assert "no space for checkpoint step-00000030" in output
+    assert "survived" in output
 
 
 def test_flipped_byte_stops_training(dataset: DatasetIndex, tmp_path: Path, train: Train) -> None:

@@ -13,13 +13,11 @@ from pipeline.inspect.status import run_status
 from tests.distributed.conftest import Train
 from tests.support.ranks import Ranks
 
-FROZEN = ("-m", "tests.distributed.faulty_main", "frozen")
-
 
 def test_no_rank_waits_for_ever_for_one_that_is_frozen(tmp_path: Path, train: Train) -> None:
     # Both at once: most of the time goes by waiting. Groups time out in a slow start, too.
-    watched = train.start("watched", "train.hang_timeout_s=10", module=FROZEN)
-    timed = train.start("timed", "train.collective_timeout_s=20", module=FROZEN)
+    watched = train.start("watched", "train.hang_timeout_s=10", fault="frozen")
+    timed = train.start("timed", "train.collective_timeout_s=20", fault="frozen")
     try:
         for ranks in (watched, timed):
             assert ranks.processes[0].wait(180) == 1, ranks.output

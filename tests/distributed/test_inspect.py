@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from pipeline.data.format import DatasetIndex
-from pipeline.data.reader import BlockReader
 from pipeline.data.record import read_batches
 from pipeline.tokenizer.load import load_tokenizer
-from tests.distributed.conftest import Train
+from tests.distributed.conftest import Train, documents_of
 from tests.support import warm
 from tests.support.processes import without
 from tests.support.ranks import Ranks, assert_same_bits, losses, records
@@ -25,7 +24,7 @@ PHASES = (
 )
 COMMON = (PHASES, "data.mix=[{source: small, weight: 2.5}]", "data.workers=1", "train.num_steps=60",
           "monitor.log_every_steps=5", "monitor.eval_every_steps=100")  # fmt: skip
-POISONED = ("-m", "tests.distributed.faulty_main", "poisoned")
+POISON = {"POISON_RANK": "1", "POISON_CALLS": "6"}
 
 
 @pytest.fixture(scope="module")
@@ -33,15 +32,15 @@ def straight(
     tmp_path_factory: pytest.TempPathFactory, two_sources: DatasetIndex, start_ranks: type[Ranks]
 ) -> Path:
     """On two ranks, without interruption; one step is skipped."""
-    run_dir = tmp_path_factory.mktemp("inspected") / "straight"
-    os.environ.update(POISON_RANK="1", POISON_CALLS="6")
-    start_ranks(run_dir, two_sources, *COMMON, module=POISONED).ended()
-    return run_dir
+    with pytest.MonkeyPatch.context() as patch:
+        train = Train(tmp_path_factory.mktemp("inspected"), two_sources, patch)
+        train.set(**POISON)
+        return train("straight", *COMMON, fault="poisoned").run_dir
 
 
 @pytest.fixture
-def train(tmp_path: Path, two_sources: DatasetIndex, start_ranks: type[Ranks]) -> Train:
-    return Train(tmp_path, two_sources)
+def read(two_sources: DatasetIndex) -> DatasetIndex:
+    return two_sources
 
 
 def _pipeline(*arguments: object, code: int = 0) -> str:
@@ -72,7 +71,8 @@ def test_every_batch_is_logged(straight: Path) -> None:
 
 def test_killed_with_workers_it_sees_the_same(straight: Path, tmp_path: Path, train: Train) -> None:
     run_dir = tmp_path / "killed"
-    ranks = train.start("killed", *COMMON, module=POISONED)
+    train.set(**POISON)
+    ranks = train.start("killed", *COMMON, fault="poisoned")
     ranks.wait_for_step(36)
     ranks.wait_for_checkpoint(30)
     ranks.signal(signal.SIGKILL)
@@ -113,12 +113,7 @@ def test_inspect_shows_what_was_given(straight: Path, step: int) -> None:
 
 
 def test_inspect_shows_documents_as_the_shards(straight: Path, two_sources: DatasetIndex) -> None:
-    reader = BlockReader(two_sources)
-    documents = {}
-    for row in range(len(two_sources.blocks)):
-        block = reader.block(row)
-        parts = np.split(block.tokens, block.doc_ends[:-1])
-        documents |= dict(zip(block.document_ids, parts, strict=True))
+    documents = documents_of(two_sources)
     tokenizer = load_tokenizer(two_sources.folder / two_sources.tokenizer_file)
     sequences = _sequences(straight, "--step", 30)
     text = _pipeline("inspect", straight, "--step", 30)
@@ -158,8 +153,8 @@ def test_steps_to_come_and_skipped_ones(straight: Path) -> None:
 
 def test_find_names_the_steps_of_a_document(straight: Path) -> None:
     seen: dict[str, list[tuple[int, int, int]]] = {}
-    for batch in range(61):
-        for sequence in _sequences(straight, "--batch", batch) if batch in (0, 20, 60) else []:
+    for batch in (0, 20, 60):
+        for sequence in _sequences(straight, "--batch", batch):
             for piece in sequence["pieces"]:
                 place = (batch, sequence["place"], sequence["epoch"])
                 seen.setdefault(piece["document_id"], []).append(place)
@@ -189,14 +184,10 @@ def test_coverage_of_the_run(straight: Path, two_sources: DatasetIndex) -> None:
         "large": (1, 1), "small": (2, 2),
     }  # fmt: skip
     assert by_name["small"]["pass_epochs"] == pytest.approx(2.5, abs=0.05)
-    logged = read_batches(straight)
     curves = records(straight)[-1]
     assert by_name["large"]["epochs_of_run"] == pytest.approx(curves["epoch_large"], abs=0.1)
     assert [
         (part["first_step"], part["num_steps"], part["global_batch"], part["seq_len"])
         for part in found["stretches"]
     ] == [(1, 12, 8, 32), (13, 6, 16, 32), (19, 8, 24, 32), (27, 34, 8, 64)]
-    assert len(logged) == 61
-    for part in found["stretches"]:
-        assert 0.9 < part["fill"] <= 1
     assert "large" in _pipeline(*arguments)

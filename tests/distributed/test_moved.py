@@ -1,7 +1,6 @@
 """The bytes that a plan counts for each ZeRO stage, against those that the engine moves."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ from launch.exchange import exchanged_bytes
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 from tests.distributed import engine_main
-from tests.support.ranks import Starter, finish
+from tests.distributed.conftest import LeftBy
 
 RECIPE = Path(__file__).parents[2] / "configs/demo.yaml"
 # Stages 2 and 3 exchange gradients for every micro-batch; stages 0 and 1 once a step.
@@ -18,11 +17,8 @@ CASES = [(0, 2, "adamw"), (1, 2, "adamw"), (2, 1, "adamw"), (2, 3, "adamw"), (0,
          (1, 2, "muon"), (2, 3, "muon"), (3, 1, "adamw"), (3, 3, "adamw")]  # fmt: skip
 
 
-def test_a_plan_counts_the_bytes_that_move(start_command: Starter, tmp_path: Path) -> None:
-    file = tmp_path / "moved.json"
-    command = [sys.executable, "-m", "tests.distributed.moved_main", str(file), json.dumps(CASES)]
-    finish(start_command(command, 2, tmp_path / "output"), tmp_path / "output")
-    found = json.loads(file.read_text())
+def test_a_plan_counts_the_bytes_that_move(left_by: LeftBy) -> None:
+    found = json.loads((left_by("moved_main", json.dumps(CASES)) / "moved.json").read_text())
     # Of each layer: four of width^2, two of width and feed-forward.
     hidden = engine_main.MODEL.num_layers * (4 * 32 * 32 + 2 * 32 * 64)
     for (stage, accumulation, optimizer), (size, moved) in zip(CASES, found, strict=True):

@@ -1,22 +1,18 @@
 """Gradient norms of large tensors, at every ZeRO stage and precision, against numpy's float64."""
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.distributed import norms_main as case
-from tests.support.ranks import Starter, finish
+from tests.distributed.conftest import LeftBy
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, start_command: Starter) -> Path:
-    folder = tmp_path_factory.mktemp("norms")
-    command = [sys.executable, "-m", "tests.distributed.norms_main", str(folder)]
-    finish(start_command(command, 2, folder / "output"), folder / "output")
-    return folder
+def folder(left_by: LeftBy) -> Path:
+    return left_by("norms_main")
 
 
 @pytest.mark.parametrize(("precision", "stage"), case.CASES)

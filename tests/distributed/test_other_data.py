@@ -70,10 +70,9 @@ def test_checkpoint_holds_the_index_of_its_data(short_run: Path, variants: Varia
 
 def test_what_differs_is_named(short_run: Path, variants: Variants, tmp_path: Path) -> None:
     base = variants["base"]
+    other = ("seed=4", "model.num_layers=3", "data.mask_prob=0.3", "train.global_batch=16")
     attempts = {name: _resume(short_run, tmp_path / name, variants[name], *overrides)
-                for name, overrides in {
-                    "changed": ["seed=4"], "tokenizer": []
-                }.items()}  # fmt: skip
+                for name, overrides in {"changed": other, "tokenizer": ()}.items()}  # fmt: skip
     texts = {name: attempt.refusal() for name, attempt in attempts.items()}
     for name, text in texts.items():
         path = tmp_path / name / _CHECKPOINT
@@ -87,7 +86,14 @@ def test_what_differs_is_named(short_run: Path, variants: Variants, tmp_path: Pa
             "with the values of the checkpoint, or choose another run_dir"
         )
         assert "Traceback" not in attempts[name].ranks.output
-        assert ("; seed: checkpoint 3, now 4" in text) == (name == "changed")
+    for setting in (
+        "seed: checkpoint 3, now 4",
+        "model.num_layers: checkpoint 2, now 3",
+        "data.mask_prob: checkpoint 0.15, now 0.3",
+        "train.global_batch: checkpoint 8, now 16",
+    ):
+        assert f"; {setting}" in texts["changed"]
+        assert setting not in texts["tokenizer"]
     assert "; shards changed (1): shards/train-000001.tar (" in texts["changed"]
     assert "; tokenizer: checkpoint tokenizer.model (1000 tokens, sha256 " in texts["tokenizer"]
     assert "; model.vocab_size: checkpoint 1000, now 600" in texts["tokenizer"]

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from sklearn.linear_model import RidgeClassifier
 from sklearn.preprocessing import StandardScaler
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pipeline.data.format import DatasetIndex
 from pipeline.inspect.status import run_status, summary
 from pipeline.use.model import load
-from tests.distributed.conftest import Train
+from tests.distributed.conftest import Train, tensorboard
 from tests.support.grids import first_in_ci
 from tests.support.ranks import Ranks, assert_same_bits, losses, records
 
@@ -89,8 +88,7 @@ def test_accuracy_is_that_of_vectors_taken_from_the_finished_run(probed: Path, t
 
 
 def test_probes_are_shown(probed: Path) -> None:
-    events = EventAccumulator(str(probed / "tensorboard"), {"scalars": 0})
-    events.Reload()
+    events = tensorboard(probed)
     shown = {event.step: event.value for event in events.Scalars("probes/mine")}
     lines = records(probed, "probe")
     assert shown == pytest.approx({line["step"]: line["accuracy_mine"] for line in lines})

@@ -14,7 +14,6 @@ from tests.distributed.faulty_main import FLIPPED
 from tests.support import warm
 from tests.support.ranks import assert_same_bits
 
-FLIPPING = ("-m", "tests.distributed.faulty_main", "flipping")
 OVERRIDES = ("train.num_steps=12", "monitor.log_every_steps=3", "checkpoint.every_steps=6")
 HOST = socket.gethostname()
 
@@ -29,13 +28,13 @@ HOST = socket.gethostname()
      f"rank 2 on {HOST} has another {FLIPPED} than 2 ranks"),
 ])  # fmt: skip
 def test_run_goes_back_and_is_the_undisturbed_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Train, world_size: int, flip: str,
-    settings: tuple[str, ...], seen_at: int, said: str,
+    tmp_path: Path, train: Train, world_size: int, flip: str, settings: tuple[str, ...],
+    seen_at: int, said: str,
 ) -> None:  # fmt: skip
-    monkeypatch.setenv("FLIP", flip)
+    train.set(FLIP=flip)
     events = tmp_path / "events.jsonl"
     given = (*OVERRIDES, *settings, f"notify.command=cat >>{events}")
-    ranks = train("run", *given, world_size=world_size, module=FLIPPING)
+    ranks = train("run", *given, world_size=world_size, fault="flipping")
     ledger = read_ledger(tmp_path / "run")
     [record] = ledger.diverged
     assert (record.from_step, record.to_step) == (seen_at, 6)
@@ -56,20 +55,16 @@ def test_run_goes_back_and_is_the_undisturbed_one(
     assert_same_bits(tmp_path / "run", tmp_path / "other")
 
 
-def test_a_bit_that_flips_again_and_again_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Train
-) -> None:
-    monkeypatch.setenv("FLIP", "0 12 99")
-    ranks = train("run", *OVERRIDES, "spikes.max_rewinds=2", module=FLIPPING, code=2)
+def test_a_bit_that_flips_again_and_again_ends_the_run(train: Train) -> None:
+    train.set(FLIP="0 12 99")
+    ranks = train("run", *OVERRIDES, "spikes.max_rewinds=2", fault="flipping", code=2)
     assert "the run repeated the steps from 6 on 2 times before" in ranks.output
-    assert len(read_ledger(tmp_path / "run").diverged) == 2
-    assert [path.name for path in published(tmp_path / "run/checkpoints")] == ["step-00000006"]
+    assert len(read_ledger(ranks.run_dir).diverged) == 2
+    assert [path.name for path in published(ranks.run_dir / "checkpoints")] == ["step-00000006"]
 
 
-def test_without_a_checkpoint_the_next_start_begins_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Train
-) -> None:
-    monkeypatch.setenv("FLIP", "0 6 1")
-    ranks = train("run", *OVERRIDES, module=FLIPPING, code=1)
+def test_without_a_checkpoint_the_next_start_begins_again(train: Train) -> None:
+    train.set(FLIP="0 6 1")
+    ranks = train("run", *OVERRIDES, fault="flipping", code=1)
     assert "a new start begins from scratch" in ranks.output
-    assert not published(tmp_path / "run/checkpoints")
+    assert not published(ranks.run_dir / "checkpoints")

@@ -8,13 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pipeline.checkpoints.manifest import newest_good
 from pipeline.errors import EXIT_PREEMPTED, EXIT_STOPPED
 from pipeline.inspect.status import run_status
 from pipeline.runtime.checkpoints import read_manifest
-from tests.distributed.conftest import Train
+from tests.distributed.conftest import Train, tensorboard
 from tests.distributed.faulty_main import FAST_S, SLOW_S
 from tests.support.processes import wait_until
 from tests.support.ranks import losses, records
@@ -67,8 +66,7 @@ def test_signals_until_the_end_do_no_harm(tmp_path: Path, train: Train) -> None:
 
 def test_files_that_ask_and_metrics_that_cannot_be_written(tmp_path: Path, train: Train) -> None:
     run_dir = tmp_path / "run"
-    slow = ("-m", "tests.distributed.faulty_main", "slow")
-    ranks = train.start("run", *_QUIET, "monitor.log_every_steps=2", module=slow)
+    ranks = train.start("run", *_QUIET, "monitor.log_every_steps=2", fault="slow")
     ranks.wait_for_step(8)
     assert "straggler: rank 1 on " in ranks.output
     [line] = records(run_dir, "straggler")
@@ -105,9 +103,8 @@ def test_files_that_ask_and_metrics_that_cannot_be_written(tmp_path: Path, train
     steps = sorted(losses(run_dir))
     assert steps[-1] == read_manifest(stopped).step
     assert set(range(2, steps[-1], 2)) - set(steps), "nothing was lost"
-    found = EventAccumulator(str(events), size_guidance={"scalars": 0})
-    found.Reload()
-    assert {event.step for event in found.Scalars("quality/loss")} >= {2, 4, 6, 8, steps[-1]}
+    found = tensorboard(run_dir).Scalars("quality/loss")
+    assert {event.step for event in found} >= {2, 4, 6, 8, steps[-1]}
 
     again = train("run", *_QUIET, code=EXIT_STOPPED)
     assert f"{run_dir}/STOP exists, so the run does not train" in again.output

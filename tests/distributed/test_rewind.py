@@ -5,35 +5,27 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.load import load
-from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import DatasetIndex
 from pipeline.data.ledger import Rewind, read_ledger
 from pipeline.data.record import read_batches
-from pipeline.data.run_order import DataRank
 from pipeline.runtime.checkpoints import published, read_manifest
 from tests.distributed.conftest import Train
 from tests.support import warm
 from tests.support.processes import wait_until
-from tests.support.ranks import CONFIG, Ranks, assert_same_bits, losses, records
-from tests.support.steps import train_loader
+from tests.support.ranks import Ranks, assert_same_bits, losses, records
 
-SPIKING = ("-m", "tests.distributed.faulty_main", "spiking")
 OVERRIDES = ("train.num_steps=45", "monitor.log_every_steps=5", "checkpoint.every_steps=10",
              "checkpoint.keep=5", "spikes.window_steps=10", "spikes.steps_in_a_row=3",
              "spikes.skip_before_steps=2", "spikes.deviations=3",
              "spikes.rise_nats=0.3")  # fmt: skip
 FIRST_BAD = 23
+ONE_BAD = range(FIRST_BAD, FIRST_BAD + 1)
 
 
-def hashes_of(dataset: DatasetIndex, folder: Path, batches: range) -> str:
-    """Hashes of the first rank's micro-batches."""
-    path = folder / "hashes.yaml"
-    path.write_text(CONFIG)
-    config = load(PretrainConfig, path, [f"data.dir={dataset.folder}"]).config
-    loader = train_loader(dataset, config, DataRank(0, 2))
-    found = [loader.step_batches(config.batches.number(batch).cursor) for batch in batches]
-    return ",".join(str(each.hash) for step in found for each in step)
+def _run(train: Train, bad: range, *overrides: str, code: int = 0) -> Ranks:
+    """A run in which the loss rises after some batches."""
+    train.set(SPIKE_HASHES=train.hashes(bad))
+    return train("run", *OVERRIDES, *overrides, fault="spiking", code=code)
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +33,9 @@ def spiking(
     dataset: DatasetIndex, tmp_path_factory: pytest.TempPathFactory, start_ranks: type[Ranks]
 ) -> Path:
     """A run that went back once, without another interruption."""
-    folder = tmp_path_factory.mktemp("rewind")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SPIKE_HASHES", hashes_of(dataset, folder, range(FIRST_BAD, FIRST_BAD + 1)))
-        start_ranks(folder / "run", dataset, *OVERRIDES, module=SPIKING).ended()
-    return folder / "run"
+        train = Train(tmp_path_factory.mktemp("rewind"), dataset, patch)
+        return _run(train, ONE_BAD).run_dir
 
 
 def _rewind(run_dir: Path) -> Rewind:
@@ -73,16 +63,12 @@ def test_run_goes_back_and_leaves_the_batches_out(spiking: Path) -> None:
     assert losses(spiking)[45] < rewind.limit
 
 
-def test_a_spike_at_a_border_goes_back_over_it(
-    dataset: DatasetIndex, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_spike_at_a_border_goes_back_over_it(train: Train) -> None:
     stages = [{"name": "first", "steps": FIRST_BAD + 2},
               {"name": "second", "steps": 43 - FIRST_BAD, "model": {"rotary_base": 160000},
                "train": {"decay": "linear"}}]  # fmt: skip
-    given = (*OVERRIDES, f"stages={json.dumps(stages)}")
-    bad = hashes_of(dataset, tmp_path, range(FIRST_BAD, FIRST_BAD + 1))
-    monkeypatch.setenv("SPIKE_HASHES", bad)
-    run_dir = train("run", *given, module=SPIKING).run_dir
+    staged = f"stages={json.dumps(stages)}"
+    run_dir = _run(train, ONE_BAD, staged).run_dir
     rewind = _rewind(run_dir)
     assert (rewind.first_batch, rewind.last_batch) == (FIRST_BAD - 1, 29)
     assert (rewind.from_step, rewind.to_step) == (30, 20)
@@ -93,7 +79,7 @@ def test_a_spike_at_a_border_goes_back_over_it(
     ends = [read_manifest(path) for path in published(run_dir / "checkpoints")]
     assert (22, 8 * (FIRST_BAD + 2)) in [(end.step, end.cursor) for end in ends]
     skipped = f"train.skip_batches=[{{first: {FIRST_BAD - 1}, last: 29}}]"
-    assert_same_bits(run_dir, train("told", *given, skipped).run_dir)
+    assert_same_bits(run_dir, train("told", *OVERRIDES, staged, skipped).run_dir)
 
 
 def test_commands_tell_what_was_left_out(spiking: Path) -> None:
@@ -118,27 +104,20 @@ def test_a_run_that_left_them_out_from_the_start_is_the_same(
     assert losses(tmp_path / "run")[45] == losses(spiking)[45]
 
 
-YOUNG = (*OVERRIDES, "spikes.window_steps=200")
+YOUNG = "spikes.window_steps=200"
 
 
-def test_a_young_run_goes_back_to_its_first_checkpoint(
-    dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Train
-) -> None:
+def test_a_young_run_goes_back_to_its_first_checkpoint(train: Train) -> None:
     """The window of losses is not full, and all checkpoints but the oldest are from the spike."""
-    monkeypatch.setenv("SPIKE_HASHES", hashes_of(dataset, tmp_path, range(12, 13)))
     few = "checkpoint.keep=1", "spikes.skip_before_steps=9", "train.num_steps=25"
-    run_dir = train("run", *YOUNG, *few, module=SPIKING).run_dir
-    rewind = _rewind(run_dir)
+    rewind = _rewind(_run(train, range(12, 13), YOUNG, *few).run_dir)
     assert (rewind.high_batches[0], rewind.to_step, rewind.first_batch) == (13, 10, 10)
 
 
-def test_without_a_checkpoint_from_before_it_goes_on_and_is_told(
-    dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Train
-) -> None:
-    monkeypatch.setenv("SPIKE_HASHES", hashes_of(dataset, tmp_path, range(8, 40)))
-    events = tmp_path / "events.jsonl"
+def test_without_a_checkpoint_from_before_it_goes_on_and_is_told(train: Train) -> None:
+    events = train.folder / "events.jsonl"
     given = ("train.num_steps=40", "train.warmup_steps=2", f"notify.command=cat >>{events}")
-    ranks = train("run", *YOUNG, *given, module=SPIKING)
+    ranks = _run(train, range(8, 40), YOUNG, *given)
     assert "no good checkpoint after step 0 is from before it: training goes on" in ranks.output
     assert not read_ledger(ranks.run_dir).rewinds
     [told] = records(ranks.run_dir, "divergence")
@@ -153,61 +132,47 @@ def test_without_a_checkpoint_from_before_it_goes_on_and_is_told(
     assert "plateau" not in text
 
 
-def test_a_young_run_that_went_back_too_often_goes_on(
-    dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Train
-) -> None:
-    monkeypatch.setenv("SPIKE_HASHES", hashes_of(dataset, tmp_path, range(11, 60)))
+def test_a_young_run_that_went_back_too_often_goes_on(train: Train) -> None:
     given = "spikes.max_rewinds=1", "train.num_steps=25", "checkpoint.keep_first=true"
-    ranks = train("run", *YOUNG, *given, module=SPIKING)
+    ranks = _run(train, range(11, 60), YOUNG, *given)
     assert [rewind.to_step for rewind in read_ledger(ranks.run_dir).rewinds] == [10]
     assert "went back to step 10 1 times before" in ranks.output
     assert "set spikes.rewind=false: training goes on" in ranks.output
     assert records(ranks.run_dir)[-1]["step"] == 25
 
 
-def test_the_checkpoint_from_before_it_is_kept(
-    dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Train
-) -> None:
-    monkeypatch.setenv("SPIKE_HASHES", hashes_of(dataset, tmp_path, range(12, 60)))
+def test_the_checkpoint_from_before_it_is_kept(train: Train) -> None:
     few = "checkpoint.keep=1", "checkpoint.every_steps=5", "spikes.rewind=false"
-    run_dir = train("run", *YOUNG, *few, module=SPIKING).run_dir
+    run_dir = _run(train, range(12, 60), YOUNG, *few).run_dir
     kept = [read_manifest(path).step for path in published(run_dir / "checkpoints")]
     assert kept == [45, 10]
     listed = warm.run("pipeline", "checkpoint", "list", run_dir).stdout
     assert "before the loss rose" in listed
 
 
-def test_killed_before_it_goes_back(spiking: Path, dataset: DatasetIndex, tmp_path: Path,
-                                    monkeypatch: pytest.MonkeyPatch,
-                                    train: Train) -> None:  # fmt: skip
-    bad = range(FIRST_BAD, FIRST_BAD + 1)
-    monkeypatch.setenv("SPIKE_HASHES", hashes_of(dataset, tmp_path, bad))
+def test_killed_before_it_goes_back(spiking: Path, tmp_path: Path, train: Train) -> None:
+    train.set(SPIKE_HASHES=train.hashes(ONE_BAD))
     run_dir, given = tmp_path / "run", (*OVERRIDES, "checkpoint.every_steps=13")
     # This attempt ends in the middle of the spike, with a checkpoint that is in it.
-    ranks = train.start("run", *given, module=SPIKING)
+    ranks = train.start("run", *given, fault="spiking")
     ranks.wait_for_step(26)
     ranks.kill()
     assert not read_ledger(run_dir).rewinds
-    ranks = train.start("run", *given, module=SPIKING)
+    ranks = train.start("run", *given, fault="spiking")
     wait_until(lambda: read_ledger(run_dir).rewinds, *ranks.processes)
     ranks.kill()
     spoiled = run_dir / "checkpoints/step-00000026"
     killed_first = spoiled.exists()
-    ranks = train("run", *given, module=SPIKING)
+    ranks = train("run", *given, fault="spiking")
     if killed_first:
-        assert (
-            f"removing {spoiled}: it was trained on batches that are left out now" in ranks.output
-        )
+        assert f"removing {spoiled}: it was trained on batches that are" in ranks.output
     assert _rewind(run_dir).to_step == 13
     left_out = {record.batch for record in read_batches(run_dir) if record.step is None}
     assert left_out == set(range(22, 30))
     assert_same_bits(run_dir, spiking)
 
 
-def test_a_loss_that_always_jumps_ends_the_run(
-    dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Train
-) -> None:
-    monkeypatch.setenv("SPIKE_HASHES", hashes_of(dataset, tmp_path, range(FIRST_BAD, 80)))
-    ranks = train("run", *OVERRIDES, "spikes.max_rewinds=1", module=SPIKING, code=2)
+def test_a_loss_that_always_jumps_ends_the_run(train: Train) -> None:
+    ranks = _run(train, range(FIRST_BAD, 80), "spikes.max_rewinds=1", code=2)
     assert "the run went back to step 20 1 times before (spikes.max_rewinds)" in ranks.output
-    assert (tmp_path / "run/checkpoints/step-00000020").exists()
+    assert (ranks.run_dir / "checkpoints/step-00000020").exists()

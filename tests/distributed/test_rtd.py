@@ -4,7 +4,6 @@ Its tables are used three times in a forward pass: by both encoders, and as an o
 """
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,19 +14,17 @@ from pipeline.checkpoints.state import read_weights
 from pipeline.objectives.base import add_up
 from tests.distributed import engine_main
 from tests.distributed import rtd_main as case
+from tests.distributed.conftest import LeftBy
 from tests.distributed.plain_adamw import PlainAdamW, distance
-from tests.support.ranks import Starter, assert_same_bits, finish
+from tests.support.ranks import assert_same_bits
 
 JOBS = [":0", ":1", "2-1:1", ":2", ":3", "2-1:3"]
 PLACES = ["2-0", "2-1", "2-2", "2-3", "2-1:2-1", "2-1:2-3"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, start_command: Starter) -> Path:
-    folder = tmp_path_factory.mktemp("rtd")
-    command = [sys.executable, "-m", "tests.distributed.rtd_main", str(folder), *JOBS]
-    finish(start_command(command, 2, folder / "output"), folder / "output")
-    return folder
+def folder(left_by: LeftBy) -> Path:
+    return left_by("rtd_main", *JOBS)
 
 
 @pytest.fixture(scope="module")

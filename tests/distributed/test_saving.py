@@ -3,16 +3,11 @@
 import signal
 from pathlib import Path
 
-import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
 from pipeline.checkpoints.manifest import newest_good, verify
 from pipeline.errors import EXIT_PREEMPTED
 from pipeline.runtime.checkpoints import FOLDER, published, read_manifest
-from tests.distributed.conftest import Train
+from tests.distributed.conftest import Train, tensorboard
 from tests.support.ranks import assert_same_bits, losses, records
-
-MODULE = ("-m", "tests.distributed.faulty_main", "saving")
 
 
 def _names(folder: Path) -> list[str]:
@@ -43,9 +38,8 @@ def test_retention_probe_and_copy_and_a_resume_from_the_copy(tmp_path: Path, tra
     assert [record["step"] for record in saves if "probe_s" in record] == [20]
     assert ranks.output.count("and their optimizer state, read by another process") == 1
     assert ranks.output.count("saved ") == 5
-    events = EventAccumulator(str(run_dir / "tensorboard"))
-    events.Reload()
-    assert [event.step for event in events.Scalars("speed/save_s")] == [0, 5, 10, 15, 20]
+    saved = tensorboard(run_dir).Scalars("speed/save_s")
+    assert [event.step for event in saved] == [0, 5, 10, 15, 20]
 
     for path in published(run_dir / FOLDER):
         (path / "index.json").unlink()
@@ -57,11 +51,11 @@ def test_retention_probe_and_copy_and_a_resume_from_the_copy(tmp_path: Path, tra
 
 
 def test_training_goes_on_while_a_save_is_written_and_a_stop_waits_for_it(
-    straight_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Train
+    straight_run: Path, tmp_path: Path, train: Train
 ) -> None:
     run_dir, gate = tmp_path / "run", tmp_path / "gate"
-    monkeypatch.setenv("GATE", str(gate))
-    ranks = train.start("run", "checkpoint.every_steps=30", module=MODULE)
+    train.set(GATE=str(gate))
+    ranks = train.start("run", "checkpoint.every_steps=30", fault="saving")
     try:
         ranks.wait_for_step(34)
         assert _names(run_dir) == [".saving-step-00000030"]
@@ -82,13 +76,11 @@ def test_training_goes_on_while_a_save_is_written_and_a_stop_waits_for_it(
         verify(path)
 
 
-def test_rejected_checkpoint_stops_the_run_and_those_before_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Train
-) -> None:
-    run_dir = tmp_path / "run"
-    monkeypatch.setenv("SPOILED", "10")
+def test_rejected_checkpoint_stops_the_run_and_those_before_stay(train: Train) -> None:
+    train.set(SPOILED="10")
     ranks = train("run", "train.num_steps=100000", "checkpoint.every_steps=5", "checkpoint.keep=1",
-                  "checkpoint.probe_every=2", module=MODULE, code=1, timeout_s=300)  # fmt: skip
+                  "checkpoint.probe_every=2", fault="saving", code=1, timeout_s=300)  # fmt: skip
+    run_dir = ranks.run_dir
     assert "checkpoint step-00000010 was read back and rejected: " in ranks.output
     # The next save may have begun; a start removes what it left.
     found = [name for name in _names(run_dir) if name != ".saving-step-00000015"]
@@ -101,18 +93,15 @@ def test_rejected_checkpoint_stops_the_run_and_those_before_stay(
 
 
 def test_storage_that_fails_for_a_moment_costs_nothing_and_for_long_a_start(
-    straight_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Train
+    straight_run: Path, tmp_path: Path, train: Train
 ) -> None:
-    module = (*MODULE[:2], "storage")
-    monkeypatch.setenv("STORAGE_FROM", "30")
-    monkeypatch.setenv("STORAGE_TIMES", "1000")
-    lasting = train("run", module=module, code=1)
+    train.set(STORAGE_FROM="30", STORAGE_TIMES="1000")
+    lasting = train("run", fault="storage", code=1)
     assert "checkpoint step-00000030 could not be" in lasting.output
     assert "look at its state, then start the run again" in lasting.output
     assert _names(tmp_path / "run") == ["latest", "step-00000015"]
-    monkeypatch.setenv("STORAGE_FROM", "0")
-    monkeypatch.setenv("STORAGE_TIMES", "4")
-    passing = train("run", module=module)
+    train.set(STORAGE_FROM="0", STORAGE_TIMES="4")
+    passing = train("run", fault="storage")
     assert "resumed from" in passing.output
     assert "Stale file handle" in passing.output
     assert_same_bits(straight_run, tmp_path / "run")

@@ -2,14 +2,13 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipeline.runtime.checkpoints import name_of, published, read_manifest
+from tests.distributed.conftest import with_small_disk
 from tests.support.damage import needs_mount
 from tests.support.grids import first_in_ci
 from tests.support.ranks import Ranks, assert_same_bits, records
@@ -213,10 +212,7 @@ def test_data_that_changed_is_found_at_the_border(runs: Runs, variants: Variants
 def test_a_disk_that_is_full_at_a_border_costs_nothing(
     runs: Runs, whole: Path, variants: Variants
 ) -> None:
-    (runs.folder / "small").mkdir()
     small = runs.folder / "small"
-    # 1.6 MB hold the checkpoint of step 4 (0.85 MB), not that of the border.
-    script = f'mount -t tmpfs -o size=1600k none {small}; exec "$@"'
     again = f"mount -o remount,size=64m {small}"
     code = (
         "import subprocess; from pathlib import Path;"
@@ -231,10 +227,7 @@ def test_a_disk_that_is_full_at_a_border_costs_nothing(
         f"assert _lines(Path({str(small / 'run')!r})) == _lines(Path({str(whole)!r}));"
         "print('same')"
     )
-    done = subprocess.run(
-        ["unshare", "--map-root-user", "--mount", "sh", "-c", script, "sh", sys.executable, "-c",
-         code], capture_output=True, text=True, cwd=Path(__file__).parents[2],
-    )  # fmt: skip
-    assert "[2]" in done.stdout, done.stdout + done.stderr
-    assert "no space for checkpoint step-00000006" in done.stdout
-    assert "same" in done.stdout, done.stdout + done.stderr
+    output = with_small_disk(small, code)
+    assert "[2]" in output, output
+    assert "no space for checkpoint step-00000006" in output
+    assert "\nsame\n" in output, output

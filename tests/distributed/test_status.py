@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.training_report import long_run
-from pipeline.errors import RunFolderError
 from pipeline.inspect.status import run_status, summary
-from pipeline.runtime.checkpoints import FOLDER, MANIFEST_FILE
 from tests.distributed.conftest import Train
 from tests.support.processes import without
 from tests.support.ranks import records
@@ -29,11 +27,6 @@ def test_a_finished_run(straight_run: Path) -> None:
     assert found["loss"] == train[-1]["loss"]
     assert (found["held_out_loss"], found["held_out_step"]) == (held_out[-1]["loss"], 40)
     seen = found["glance"]
-    assert (seen["loss"]["first"], seen["loss"]["best"]) == (
-        train[0]["loss"],
-        min(line["loss"] for line in train),
-    )
-    assert seen["held_out"]["best_step"] in (20, 40)
     assert seen["uniform_guess"] == held_out[0]["uniform_guess"] > seen["unigram_entropy"] > 0
     assert (seen["share_done"], seen["epochs"]) == (1.0, {"all": train[-1]["epoch"]})
     assert (train[19]["share_done"], train[19]["restarts"]) == (0.5, 0.0)
@@ -42,7 +35,6 @@ def test_a_finished_run(straight_run: Path) -> None:
     assert [start["end"] for start in found["starts"]] == ["finished"]
     text = _command(straight_run).stdout
     assert f"[{'#' * 40}] 100.0%  step 40 of 40" in text
-    assert (straight_run / FOLDER / "step-00000040" / MANIFEST_FILE).exists()
 
 
 def test_speed_of_a_finished_run(straight_run: Path) -> None:
@@ -145,12 +137,3 @@ def test_a_rank_that_failed_beside_one_that_was_killed(straight_run: Path, train
     assert status.state == "failed"
     said = "failed, trying again may help; 1 of 2 ranks left no exit code: killed"
     assert status.starts[0].end == said
-
-
-@pytest.mark.usefixtures("processes")
-def test_an_empty_folder_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError, match=r"is not a run folder \(no attempts\.jsonl\)"):
-        run_status(tmp_path)
-    done = _command(tmp_path)
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr

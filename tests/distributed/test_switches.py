@@ -1,40 +1,29 @@
 """Activation checkpointing, compiled layers and tuned ZeRO train as the plain engine does."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.distributed.conftest import LeftBy
 from tests.distributed.switches_main import COMPILED, SWITCHED, Case
 from tests.support.grids import first_in_ci, selected
-from tests.support.ranks import Starter, assert_same_bits, finish, state_of
-
-
-def _train(start: Starter, folder: Path, cases: list[Case], ranks: int) -> Path:
-    """Train each case with its switch and without."""
-    names = {case.name for switched in cases for case in (switched, switched.without)}
-    command = [sys.executable, "-m", "tests.distributed.switches_main", str(folder), *names]
-    finish(start(command, ranks, folder / "output"), folder / "output", timeout_s=600)
-    return folder
+from tests.support.ranks import assert_same_bits, state_of
 
 
 @pytest.fixture(scope="module")
-def folder(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, start_command: Starter
-) -> Path:
-    """What the cases of the selected tests left."""
-    folder = tmp_path_factory.mktemp("switches")
-    return _train(start_command, folder, selected(request, "case"), ranks=2)
+def folder(request: pytest.FixtureRequest, left_by: LeftBy) -> Path:
+    """What the cases of the selected tests left, with their switch and without."""
+    cases = selected(request, "case")
+    names = {case.name for switched in cases for case in (switched, switched.without)}
+    return left_by("switches_main", *names, timeout_s=600)
 
 
 @pytest.fixture(scope="module", params=first_in_ci([1, 2]))
-def compiled(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, start_command: Starter
-) -> Path:
+def compiled(request: pytest.FixtureRequest, left_by: LeftBy) -> Path:
     """Layers that each rank has compiled, which takes it seconds."""
-    folder = tmp_path_factory.mktemp("compiled")
-    return _train(start_command, folder, [COMPILED], ranks=request.param)
+    names = (COMPILED.name, COMPILED.without.name)
+    return left_by("switches_main", *names, ranks=request.param, timeout_s=600)
 
 
 def _results(folder: Path, case: Case) -> list[list[list[float]]]:

@@ -14,7 +14,6 @@ from tests.support.ranks import records
 
 _MANY_STEPS = 1_000_000
 _LONG_S = 3600.0
-_CLOCK = ("-m", "tests.distributed.faulty_main", "clock")
 _OVERRIDES = (f"train.num_steps={_MANY_STEPS}", "train.schedule=time_budget",
               "train.min_lr_ratio=0.1", "checkpoint.every_steps=1000000",
               "monitor.log_every_steps=2", "monitor.eval_every_steps=1000000")  # fmt: skip
@@ -26,7 +25,7 @@ def _logged_rates(run_dir: Path, rank: int) -> list[str]:
 
 def test_stopped_run_ends_within_its_budget(tmp_path: Path, train: Train) -> None:
     run_dir = tmp_path / "run"
-    ranks = train.start("run", *_OVERRIDES, f"train.budget_hours={_LONG_S / 3600}", module=_CLOCK)
+    ranks = train.start("run", *_OVERRIDES, f"train.budget_hours={_LONG_S / 3600}", fault="clock")
     ranks.wait_for_step(6)
     ranks.signal(signal.SIGTERM)
     ranks.ended(EXIT_PREEMPTED)
@@ -35,7 +34,7 @@ def test_stopped_run_ends_within_its_budget(tmp_path: Path, train: Train) -> Non
     assert manifest.elapsed_s == stopped["elapsed_s"] > 0
 
     budget_s = manifest.elapsed_s + 30
-    train("run", *_OVERRIDES, f"train.budget_hours={budget_s / 3600}", module=_CLOCK)
+    train("run", *_OVERRIDES, f"train.budget_hours={budget_s / 3600}", fault="clock")
     lines = records(run_dir)
     last = lines[-1]
     assert last["step"] < _MANY_STEPS

@@ -21,7 +21,6 @@ from pipeline.config.runs import PretrainConfig
 from pipeline.config.train import TrainConfig
 from pipeline.data.format import DatasetIndex, read_index
 from pipeline.data.loader import MicroBatch
-from pipeline.data.reader import BlockReader
 from pipeline.data.run_order import DataRank
 from pipeline.model.architecture import CONFIG_FILE, INTEGRITY, SIGNATURE
 from pipeline.tokenizer.load import load_tokenizer
@@ -29,8 +28,9 @@ from pipeline.use.export import export
 from pipeline.use.hf import export_hf
 from pipeline.use.model import load as load_model
 from pipeline.use.surgery import convert
-from tests.distributed.conftest import Train
+from tests.distributed.conftest import Train, documents_of
 from tests.support import bert_vocabulary, byte_bpe, near_texts, words
+from tests.support.prepare import write_texts
 from tests.support.ranks import Ranks, losses
 from tests.support.steps import train_loader
 
@@ -78,15 +78,14 @@ def trained(
 
 
 @pytest.fixture
-def train(tmp_path: Path, prepared: DatasetIndex, start_ranks: type[Ranks]) -> Train:
-    return Train(tmp_path, prepared)
+def read(prepared: DatasetIndex) -> DatasetIndex:
+    return prepared
 
 
 def _prepare(folder: Path, tokenizer: Path, chinese: list[str] | None = None) -> DatasetIndex:
     sources = []
     for name, texts in (("en", [*ENGLISH, TYPED]), ("zh", chinese or CHINESE)):
-        rows = [json.dumps({"id": str(n), "text": text}) for n, text in enumerate(texts)]
-        (folder / f"{name}.jsonl").write_text("\n".join(rows))
+        write_texts(folder / f"{name}.jsonl", texts)
         sources.append(f"{{name: {name}, inputs: [{folder}/{name}.jsonl]}}")
     config = folder / "prep.yaml"
     config.write_text(
@@ -98,13 +97,14 @@ def _prepare(folder: Path, tokenizer: Path, chinese: list[str] | None = None) ->
     return read_index(folder / "data")
 
 
-def _documents(index: DatasetIndex) -> dict[str, np.ndarray[Any, Any]]:
-    reader, found = BlockReader(index), {}
-    for row in range(len(index.blocks)):
-        block = reader.block(row)
-        parts = np.split(block.tokens, block.doc_ends[:-1])
-        found.update(zip(block.document_ids, parts, strict=True))
-    return found
+def _with_ids_of(reference: Any, index: DatasetIndex, **texts: list[str]) -> dict[str, list[int]]:
+    """Tokens of all documents, of which those of texts, by source, are what transformers gives."""
+    documents = {name: tokens.tolist() for name, tokens in documents_of(index).items()}
+    for source, of_source in texts.items():
+        for number, text in enumerate(of_source):
+            expected = reference(normalise(text), add_special_tokens=False).input_ids
+            assert documents[f"{source}/{number}"] == expected
+    return documents
 
 
 @pytest.mark.long
@@ -114,12 +114,8 @@ def test_shards_hold_the_ids_of_transformers(prepared: DatasetIndex, bert: Path)
     ids = {name: getattr(prepared.vocabulary, name) for name in bert_vocabulary.IDS}
     assert ids == bert_vocabulary.IDS
     reference = transformers.BertTokenizerFast.from_pretrained(bert, local_files_only=True)
-    documents = _documents(prepared)
-    for name, texts in (("en", ENGLISH), ("zh", CHINESE)):
-        for number, text in enumerate(texts):
-            expected = reference(normalise(text), add_special_tokens=False).input_ids
-            assert documents[f"{name}/{number}"].tolist() == expected
-    assert not set(documents[f"en/{len(ENGLISH)}"].tolist()) & set(range(106))
+    documents = _with_ids_of(reference, prepared, en=ENGLISH, zh=CHINESE)
+    assert not set(documents[f"en/{len(ENGLISH)}"]) & set(range(106))
     assert reference.mask_token_id in reference(TYPED).input_ids  # which was to be avoided
 
 
@@ -169,11 +165,7 @@ def test_byte_level_vocabulary_to_its_export(tmp_path: Path, start_ranks: type[R
     assert verify(index.folder) == []
     assert (index.folder / "tokenizer.json").read_bytes() == given.read_bytes()
     reference = transformers.PreTrainedTokenizerFast(tokenizer_file=str(given))
-    documents = _documents(index)
-    for name, texts in (("en", ENGLISH), ("zh", CHINESE)):
-        for number, text in enumerate(texts):
-            expected = reference(normalise(text), add_special_tokens=False).input_ids
-            assert documents[f"{name}/{number}"].tolist() == expected
+    documents = _with_ids_of(reference, index, en=ENGLISH, zh=CHINESE)
     assert any(reference.convert_tokens_to_ids("Ċ") in ids for ids in documents.values())
     config = DataConfig(dir="unused", seq_len=64, window_blocks=2, mask_prob=0.3)
     batch = _first_batch(index, 32, config)
@@ -238,12 +230,9 @@ def test_words_of_several_characters_to_an_export(tmp_path: Path, start_ranks: t
     convert(tmp_path, tmp_path / "model")
     index = _prepare(tmp_path, tmp_path / "model/tokenizer.json", texts)
     reference = transformers.RoFormerTokenizer(vocab={p: i for i, p in enumerate(pieces)})
-    documents = _documents(index)
-    for number, text in enumerate(texts):
-        expected = reference(normalise(text), add_special_tokens=False).input_ids
-        assert documents[f"zh/{number}"].tolist() == expected
+    documents = _with_ids_of(reference, index, zh=texts)
     long = {i for i, piece in enumerate(pieces) if len(piece) > 1 and piece[0] > "\u4e00"}
-    assert sum(token in long for ids in documents.values() for token in ids.tolist()) > 1000
+    assert sum(token in long for ids in documents.values() for token in ids) > 1000
     roformer = ("model.positions=rotary", *BERT[2:])
     begin = (f"init_from={tmp_path / 'model'}", *roformer, *SHORT)
     start_ranks(tmp_path / "run", index, *begin, world_size=1).ended()

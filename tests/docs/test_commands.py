@@ -67,18 +67,10 @@ _RUN = {
 
 @cache
 def _parser(package: str) -> cli.Parser:
-    from data_prep.commands import VERBS as PREP
-    from launch.commands import VERBS as LAUNCH
     from pipeline.commands import GROUPS
     from postnorm.__main__ import groups
 
-    tables = {
-        "data_prep": {"prepare": PREP},
-        "launch": {"launch": LAUNCH},
-        "pipeline": GROUPS,
-        "postnorm": groups(),
-    }
-    return cli.parser_of(package, "", tables[package])
+    return cli.parser_of(package, "", GROUPS if package == "pipeline" else groups())
 
 
 def _segments(command: str) -> list[list[str]]:
@@ -123,7 +115,7 @@ def _check(words: Sequence[str]) -> None:
 def _check_module(name: str, arguments: Sequence[str]) -> None:
     if list(arguments) == ["--version"]:
         return  # of the door itself; the pages run it
-    if name in ("data_prep", "launch", "pipeline", "postnorm"):
+    if name in ("pipeline", "postnorm"):
         try:
             cli.parse(_parser(name), arguments)
         except SystemExit as error:

@@ -11,12 +11,12 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.launch.test_containers import NEEDED, ROOT, instructions
+from tests.support.processes import python
 
 _SUITE, _MIRROR = "bookworm", "http://deb.debian.org/debian"
 _BASE = "python3,python3-pip,python3-venv,ca-certificates"
@@ -40,10 +40,8 @@ exec "$@"
 
 def _pip_of_this_machine() -> tuple[dict[str, str], set[str]]:
     """What pip is told here, as variables, and the files that it names: mirrors and wheels."""
-    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"],
-                            capture_output=True, text=True, check=True).stdout  # fmt: skip
     variables, paths = {"PIP_RETRIES": "0"}, set()
-    for line in listed.splitlines():
+    for line in python("-m", "pip", "config", "list").splitlines():
         name, _, value = line.partition("=")
         option, value = name.rpartition(".")[2], shlex.split(value)[0]
         if option != "constraint":  # the image has its own

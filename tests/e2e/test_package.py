@@ -4,7 +4,6 @@ Dependencies come from the environment that runs this test; `.ci/check_package` 
 """
 
 import os
-import subprocess
 import sys
 import sysconfig
 import zipfile
@@ -12,28 +11,26 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import output
+
 ROOT = Path(__file__).parents[2]
 
 
-def _run(words: list[str], cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+def _run(*words: object, cwd: Path, code: int = 0, **environ: str) -> str:
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return subprocess.run(
-        words, cwd=cwd, env={**clean, **environ}, capture_output=True, text=True, check=False
-    )
+    return output(*words, code=code, cwd=cwd, env={**clean, **environ})
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory, processes: None) -> Path:
     out = tmp_path_factory.mktemp("wheel")
     # A copy: the build writes beside the sources. git lists what belongs to the project.
-    listed = _run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], ROOT)
-    archive = ["tar", "-C", str(ROOT), "-c", "--null", "-T", "-"]
-    packed = subprocess.run(archive, input=listed.stdout.encode(), capture_output=True, check=True)
     (out / "source").mkdir()
-    subprocess.run(["tar", "-C", str(out / "source"), "-x"], input=packed.stdout, check=True)
+    listed = "git ls-files -z --cached --others --exclude-standard"
+    copy = f"{listed} | tar -c --null -T - | tar -C '{out}/source' -x"
+    output("bash", "-o", "pipefail", "-c", copy)
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    done = _run([*build, "--wheel-dir", str(out), str(out / "source")], out)
-    assert done.returncode == 0, done.stderr
+    _run(*build, "--wheel-dir", out, out / "source", cwd=out)
     [path] = out.glob("*.whl")
     return path
 
@@ -42,15 +39,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory, processes: None) -> Path:
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """bin/ of an environment with the wheel."""
     venv = tmp_path_factory.mktemp("venv")
-    _run([sys.executable, "-m", "venv", "--without-pip", str(venv)], venv)
+    _run(sys.executable, "-m", "venv", "--without-pip", venv, cwd=venv)
     python = f"python{sys.version_info.major}.{sys.version_info.minor}"
     site = venv / "lib" / python / "site-packages"
     (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    options = ["--quiet", "--no-deps", "--no-index", "--python", str(venv / "bin" / "python")]
-    done = _run(
-        [sys.executable, "-m", "pip", *options[3:], "install", *options[:3], str(wheel)], venv
-    )
-    assert done.returncode == 0, done.stderr
+    pip = [sys.executable, "-m", "pip", "--python", str(venv / "bin" / "python"), "install"]
+    _run(*pip, "--quiet", "--no-deps", "--no-index", wheel, cwd=venv)
     return venv / "bin"
 
 
@@ -84,43 +78,42 @@ def test_the_wheel_is_complete(wheel: Path) -> None:
 
 def test_what_stands_in_the_current_folder_is_not_imported(installed: Path, folder: Path) -> None:
     # `.ci/check_package` does so with the program `postnorm`.
-    start = [str(installed / "python"), "-m", "postnorm"]
-    done = _run([*start, "--version"], folder)
-    assert done.stdout.startswith("postnorm 0."), done.stdout + done.stderr
+    start = [installed / "python", "-m", "postnorm"]
+    assert _run(*start, "--version", cwd=folder).startswith("postnorm 0.")
     # This starts processes of its own.
-    done = _run([*start, "submit", "--prep", "demo", "--cluster", "cpu", "--dry-run"], folder)
-    assert "#SBATCH" in done.stdout, done.stdout + done.stderr
+    words = ["submit", "--prep", "demo", "--cluster", "cpu", "--dry-run"]
+    assert "#SBATCH" in _run(*start, *words, cwd=folder)
 
 
 def test_a_stranger_named_like_a_package_is_named(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "pipeline.py").write_text("x = 1\n")
     (tmp_path / "mine.py").write_text("import postnorm\npostnorm.load('runs/mine')\n")
-    done = _run([str(installed / "python"), "mine.py"], tmp_path)
-    assert f"{tmp_path}/pipeline.py" in done.stderr
+    said = _run(installed / "python", "mine.py", cwd=tmp_path, code=1)
+    assert f"{tmp_path}/pipeline.py" in said
 
 
 def test_presets_are_found_by_name(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "train.yaml").write_text(
         "run_dir: r\nmodel: {from: roformer_v2-base, num_layers: 3}\ndata: {dir: d}\n"
     )
-    done = _run([str(installed / "postnorm"), "config", "train.yaml"], tmp_path)
-    assert "num_layers: 3" in done.stdout, done.stderr
-    assert "hidden_size: 768" in done.stdout
+    command = [installed / "postnorm", "config"]
+    said = _run(*command, "train.yaml", cwd=tmp_path)
+    assert "num_layers: 3" in said
+    assert "hidden_size: 768" in said
     (tmp_path / "demo").mkdir()  # a folder is not a config
-    done = _run([str(installed / "postnorm"), "config", "demo"], tmp_path)
-    assert "run_dir: runs/demo/train" in done.stdout, done.stderr
-    done = _run([str(installed / "postnorm"), "config", "roformer_v2-bsae"], tmp_path)
-    assert done.returncode == 2
-    assert "did you mean 'roformer_v2-base'?" in done.stdout + done.stderr
+    assert "run_dir: runs/demo/train" in _run(*command, "demo", cwd=tmp_path)
+    said = _run(*command, "roformer_v2-bsae", cwd=tmp_path, code=2)
+    assert "did you mean 'roformer_v2-base'?" in said
 
 
-@pytest.mark.parametrize(("module", "extra"), [("torch", "train"), ("transformers", "hf")])
-def test_a_missing_extra_is_named(installed: Path, tmp_path: Path, module: str, extra: str) -> None:
+@pytest.mark.parametrize(
+    ("module", "extra", "words"),
+    [("torch", "train", "encode nosuch"), ("transformers", "hf", "export nosuch out --format hf")],
+)
+def test_a_missing_extra_is_named(
+    installed: Path, tmp_path: Path, module: str, extra: str, words: str
+) -> None:
     (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.modules[{module!r}] = None\n")
-    verbs = {
-        "torch": ["encode", "nosuch"],
-        "transformers": ["export", "nosuch", "out", "--format", "hf"],
-    }
-    done = _run([str(installed / "postnorm"), *verbs[module]], tmp_path, PYTHONPATH=str(tmp_path))
-    assert done.returncode == 2
-    assert f"`pip install 'postnorm[{extra}]'`" in done.stdout + done.stderr
+    command = [installed / "postnorm", *words.split()]
+    said = _run(*command, cwd=tmp_path, code=2, PYTHONPATH=str(tmp_path))
+    assert f"`pip install 'postnorm[{extra}]'`" in said

@@ -9,14 +9,14 @@ import pytest
 
 from experiments.baselines import run_baseline
 from pipeline.tasks.task import TaskConfig, load_task
+from tests.support.tiny_tasks import write_rows
 
 SPLITS = ("train", "dev", "test")
 
 
 def _task(folder: Path, kind: str, rows: dict[str, list[Any]], **fields: str) -> TaskConfig:
     for split, lines in rows.items():
-        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        (folder / f"{split}.jsonl").write_text(text)
+        write_rows(folder / f"{split}.jsonl", lines)
     shown = ", ".join(f"{name}: {column}" for name, column in fields.items())
     files = ", ".join(f"{split}: [{split}.jsonl]" for split in rows)
     (folder / "t.yaml").write_text(
@@ -32,8 +32,8 @@ def _run(folder: Path, kind: str, rows: dict[str, list[Any]], **fields: str) -> 
     return found
 
 
-def _predictions(folder: Path, split: str = "test") -> list[dict[str, Any]]:
-    lines = (folder / f"out/predictions-{split}.jsonl").read_bytes().splitlines()
+def _predictions(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "out/predictions-test.jsonl").read_bytes().splitlines()
     return [json.loads(line) for line in lines]
 
 
@@ -140,10 +140,8 @@ def test_entities_are_looked_up_longest_first(tmp_path: Path) -> None:
 def test_a_class_that_train_never_has(tmp_path: Path) -> None:
     draw = random.Random(5)
     rows = {split: _rows(10, draw, "xy") for split in SPLITS}
-    config = _task(tmp_path, "classify", rows, text="t")
-    text = (tmp_path / "t.yaml").read_text().replace("fields", "labels: [w, x, y], fields")
-    (tmp_path / "t.yaml").write_text(text)
-    config = load_task(str(tmp_path / "t.yaml"))
+    _task(tmp_path, "classify", rows, text="t")
+    config = load_task(str(tmp_path / "t.yaml"), ("data.labels=[w, x, y]",))
     assert run_baseline(config, name="t", out=tmp_path / "out")["mean"] == 1.0
 
 

@@ -23,7 +23,7 @@ from pipeline.tasks.task import TaskConfig
 from pipeline.tasks.types import Example, PredictionRow
 from tests.finetune.result_folders import write_run
 from tests.support import warm
-from tests.support.tiny_tasks import write_tiny_model
+from tests.support.tiny_tasks import write_rows, write_tiny_model
 
 ROWS = 400
 SUITE = """\
@@ -47,8 +47,7 @@ def _suite(folder: Path) -> Path:
         (folder / f"{name}.yaml").write_text(f"task: {{kind: {kind}}}\n{files}")
         for split, num in (("train", 20), ("dev", ROWS), ("test", ROWS)):
             rows = [_row(name, split, i) for i in range(num)]
-            text = "".join(json.dumps(row) + "\n" for row in rows)
-            (folder / f"{name}.{split}.jsonl").write_text(text)
+            write_rows(folder / f"{name}.{split}.jsonl", rows)
     (folder / "mine.yaml").write_text(SUITE)
     return folder / "mine.yaml"
 
@@ -66,20 +65,16 @@ Judge = Callable[[str, int, int], bool]
 
 
 class Finetune:
-    """Writes what `finetune` writes, and notes its calls."""
+    """Writes what `finetune` writes."""
 
-    def __init__(self, is_right: Judge, **more: Any) -> None:
-        self.calls: list[tuple[str, str]] = []
+    def __init__(self, is_right: Judge) -> None:
         self.fails: dict[tuple[str, str], Exception] = {}
-        self.protocols: dict[str, dict[str, Any]] = {}
-        """By source: what else its protocol says."""
-        self._is_right, self._more = is_right, more
+        self._is_right = is_right
 
     def __call__(
         self, config: TaskConfig, *, name: str, source: str, out: Path,
         seeds: Sequence[int] | None = None, tokens: Path | None = None,
     ) -> dict[str, Any]:  # fmt: skip
-        self.calls.append((name, source))
         if (name, source) in self.fails:
             raise self.fails[name, source]
         assert seeds is not None
@@ -93,9 +88,8 @@ class Finetune:
             "train_s": 30.0,
             "protocol": {
                 "model": source, "weights_sha256": f"sha of {source}", "selected_on": "dev",
-                "lr": 1e-5, **self.protocols.get(source, {}),
+                "lr": 1e-5,
             },
-            **self._more,
         }  # fmt: skip
         scored = []
         for seed in seeds:
@@ -248,11 +242,8 @@ def test_an_interrupted_benchmark_has_a_partial_table(stop: Exception, tmp_path:
 
 def test_other_rows_give_no_difference(tmp_path: Path) -> None:
     one = _table(_plan(tmp_path), Finetune(_half_better))[0]["tasks"][0]
-    assert one["differences"][0]["mean"] == 0.5
-    folder = tmp_path / "out/runs-a/topic"
-    cell = read_scores(folder, one)
-    other = cell._replace(rows=cell.rows[::-1])
-    assert difference(cell, other) is None
+    cell = read_scores(tmp_path / "out/runs-a/topic", one)
+    assert difference(cell, cell._replace(rows=cell.rows[::-1])) is None
     same = difference(cell, cell)
     assert same is not None
     assert (same.mean, same.low, same.high, same.p) == (0.0, 0.0, 0.0, 1.0)
@@ -322,13 +313,13 @@ def test_real_models_go_on_where_they_were_interrupted(tmp_path: Path) -> None:
 
     corpus = tmp_path / "corpus.jsonl"
     documents = ["nothing in common", "so I wrote about 6, Ann of row 17 and others"]
-    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    write_rows(corpus, [{"text": text} for text in documents])
     command = ["postnorm", "benchmark", tmp_path / "mine.yaml"]
     command += [*limits, "--from", model, "--out", str(plan.out), "--seeds", "1,2"]
     command += ["--overlap", str(corpus)]
     done = warm.run(*command)
     assert done.returncode == 0, done.stderr
-    assert "step 1/" not in done.stderr
+    assert "step 1/" not in done.stdout
     assert model not in done.stdout.splitlines()[1], "a short name in the header"
     again = json.loads((plan.out / "table.json").read_text())
     assert [line["columns"] for line in again["tasks"]] == [

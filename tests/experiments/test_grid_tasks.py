@@ -11,8 +11,8 @@ from tests.support.processes import Processes
 from tests.support.tiny_tasks import write_task, write_tiny_model
 
 
-def _launch(*words: str, code: int = 0, module: str = "postnorm") -> str:
-    done = warm.run(module, *words)
+def _launch(*words: str, code: int = 0) -> str:
+    done = warm.run("postnorm", *words)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 

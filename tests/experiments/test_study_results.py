@@ -146,8 +146,8 @@ def _given(made: StudyPlan, value: Any) -> dict[str, read.Reading]:
 def test_a_pooled_part_counts_a_seed_once(tmp_path: Path) -> None:
     layers = {str(n): {"model.num_layers": n} for n in (1, 2, 3)}
     part = {"asks": "?", "arms": list(ARMS), "grid": ["layers"], "pooled": True}
-    presets = {preset: {"seeds": [1, 2, 3, 4]} for preset in ("small", "gpu")}
-    made = plan_of(study_of(factors={"layers": layers}, parts={"one": part}, presets=presets))
+    seeds = (1, 2, 3, 4)
+    made = plan_of(study_of(factors={"layers": layers}, parts={"one": part}, seeds=seeds))
     of_seeds = np.array([[-0.1], [0.0], [0.05], [0.02]])
     gains = of_seeds + np.random.default_rng(0).normal(-0.1, 0.05, (4, 3))
 
@@ -197,11 +197,10 @@ def test_slopes_are_fitted_for_each_seed(tmp_path: Path) -> None:
     x = [2, 8, 64]
     part = {"asks": "?", "arms": list(ARMS), "grid": ["layers"], "regress": True,
             "metrics": [f"loss@{n}" for n in x]}  # fmt: skip
-    presets = {preset: {"seeds": [1, 2, 3]} for preset in ("small", "gpu")}
     reads = {str(n): {"seq_len": n + 6} for n in x}
     layers = {"1": {"model.num_layers": 1}}
-    made = plan_of(study_of(factors={"layers": layers}, parts={"one": part}, presets=presets,
-                            reads=reads))  # fmt: skip
+    factors = {"layers": layers}
+    made = plan_of(study_of(factors=factors, parts={"one": part}, reads=reads, seeds=(1, 2, 3)))
     gains = np.random.default_rng(2).normal(size=(3, 3))
 
     def value(arm: str, _: str, seed: int) -> dict[str, float]:
@@ -231,7 +230,7 @@ def test_a_page_names_the_revisions_of_its_runs(tmp_path: Path) -> None:
 
 
 def test_page_and_json_say_what_the_runs_say(tmp_path: Path) -> None:
-    made = plan_of(study_of(presets={p: {"seeds": [1, 2, 3, 4]} for p in ("small", "gpu")}))
+    made = plan_of(study_of(seeds=(1, 2, 3, 4)))
     losses = {"plain": [5.0, 5.2, 4.9, 5.95], "sum": [4.8, 4.9, 4.75, None]}
     for arm, of_arm in losses.items():
         for seed, loss in enumerate(of_arm, start=1):
@@ -269,42 +268,27 @@ def test_page_and_json_say_what_the_runs_say(tmp_path: Path) -> None:
         assert fact in text
 
 
-def test_a_mean_score_is_of_all_tasks_or_none(tmp_path: Path) -> None:
-    parts = {"one": {"asks": "?", "arms": list(ARMS), "tasks": ["a", "b"]}}
-    parts["one"]["metrics"] = ["mean_score", "a"]
-    tasks = {name: {"file": "fewclue-tnews"} for name in ("a", "b")}
-    made = plan_of(study_of(parts=parts, tasks=tasks))
-    for name in made.runs:
-        _finish(tmp_path, name, 5.0)
-    for task, score in (("a", 0.5), ("b", 0.75)):
+def test_a_score_is_the_mean_of_all_draws_and_of_all_tasks_or_none(tmp_path: Path) -> None:
+    part = {"asks": "?", "arms": list(ARMS), "tasks": ["a", "b"], "metrics": ["mean_score", "a"]}
+    draws = {"number": 3, "rows": 9, "draws": 2}
+    tasks = {"a": {"file": "fewclue-tnews", "classes": draws}, "b": {"file": "fewclue-tnews"}}
+    made = plan_of(study_of(parts={"one": part}, tasks=tasks))
+    assert len(set(made.fine_tunings)) == 3 * len(made.runs)
+    _finish(tmp_path, "plain/seed-1", 5.0)
+    for task, draw, score in (("a", 0, 0.5), ("a", 1, 0.75), ("b", 0, 0.875)):
         found = _readings(made, tmp_path)["plain/seed-1"].values
         assert "mean_score" not in found
-        folder = read.tasks_folder(tmp_path) / read.task_name("plain/seed-1", task)
-        folder.mkdir(parents=True)
-        (folder / "result.json").write_text(json.dumps({"mean": score}))
-        (folder / "metrics.jsonl").write_text('{"step": 1, "kind": "train", "loss": 0.25}\n')
-    found = _readings(made, tmp_path)["plain/seed-1"].values
-    assert found["mean_score"] == 0.625
-    assert (found["a"], found["train_loss.b"]) == (0.5, 0.25)
-    with pytest.raises(ConfigError, match="'mean_score' is not of metrics"):
-        study_of(parts={"one": parts["one"] | {"tasks": [], "metrics": ["mean_score"]}})
-
-
-def test_a_score_of_several_draws_is_their_mean_once_all_are_there(tmp_path: Path) -> None:
-    parts = {"one": {"asks": "?", "arms": list(ARMS), "tasks": ["a"], "metrics": ["a"]}}
-    tasks = {"a": {"file": "fewclue-tnews", "classes": {"number": 3, "rows": 9, "draws": 2}}}
-    made = plan_of(study_of(parts=parts, tasks=tasks))
-    assert len(set(made.fine_tunings)) == 2 * len(made.runs)
-    _finish(tmp_path, "plain/seed-1", 5.0)
-    for draw, score in enumerate((0.5, 0.75)):
-        assert "a" not in _readings(made, tmp_path)["plain/seed-1"].values
-        folder = read.tasks_folder(tmp_path) / read.task_name("plain/seed-1", "a", draw)
+        assert ("a" in found) == (task == "b")
+        folder = read.tasks_folder(tmp_path) / read.task_name("plain/seed-1", task, draw)
         folder.mkdir(parents=True)
         (folder / "result.json").write_text(json.dumps({"mean": score}))
         line = {"step": 1, "kind": "train", "loss": 0.25 + draw}
         (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     found = _readings(made, tmp_path)["plain/seed-1"].values
-    assert (found["a"], found["train_loss.a"]) == (0.625, 0.75)
+    assert (found["a"], found["b"], found["mean_score"]) == (0.625, 0.875, 0.75)
+    assert (found["train_loss.a"], found["train_loss.b"]) == (0.75, 0.25)
+    with pytest.raises(ConfigError, match="'mean_score' is not of metrics"):
+        study_of(parts={"one": part | {"tasks": [], "metrics": ["mean_score"]}})
 
 
 @pytest.mark.long
@@ -346,38 +330,26 @@ def test_rows_of_tasks_count_and_stay_when_runs_are_not_there_any_more(tmp_path:
     assert study_page.write(made, readings, stored["batches"], tmp_path / "again", stored) == body
 
 
-def test_figures_are_the_same_bytes_each_time(tmp_path: Path) -> None:
-    study = study_of(
-        conclusion="Use the sum.",
-        factors={"layers": {"1": {"model.num_layers": 1}, "2": {"model.num_layers": 2}}},
-        parts={"one": {"asks": "?", "arms": list(ARMS), "grid": ["layers"]}},
-    )
-    made = plan_of(study)
-    for number, name in enumerate(made.runs):
-        _finish(tmp_path, name, 5.0 - 0.1 * number, first_hash=made.runs[name].seed)
-    for folder in ("a", "b"):
-        study_page.write(made, _readings(made, tmp_path), "batches", tmp_path / folder)
-    one, other = ((tmp_path / folder / "mine-one.svg").read_bytes() for folder in "ab")
-    assert one == other
-    assert one.startswith(b"<?xml")
-    assert b"<dc:date>" not in one
-    assert (tmp_path / "a" / "mine.md").read_text().splitlines()[2] == "Use the sum."
-
-
 @pytest.mark.parametrize(
     ("names", "is_joined"), [(("1 layer", "2 layer"), True), (("a", "b"), False)]
 )
-def test_a_figure_joins_numbers_and_names_its_axes(
+def test_a_figure_joins_numbers_names_its_axes_and_is_the_same_bytes_each_time(
     tmp_path: Path, names: tuple[str, str], is_joined: bool
 ) -> None:
     levels = {name: {"model.num_layers": number} for number, name in enumerate(names, 1)}
     part = {"asks": "?", "arms": list(ARMS), "grid": ["layers"]}
-    made = plan_of(study_of(factors={"layers": levels}, parts={"one": part}))
+    said = "Use the sum."
+    made = plan_of(study_of(factors={"layers": levels}, parts={"one": part}, conclusion=said))
     readings = _given(made, lambda arm, level, seed: {
         "held_out_loss": 5.0 + 0.1 * seed * len(arm) + (level == names[1]), "accuracy": 0.1 * seed
     })  # fmt: skip
-    study_page.write(made, readings, "-", tmp_path)
-    figure = (tmp_path / "mine-one.svg").read_text()
+    for folder in "ab":
+        study_page.write(made, readings, "-", tmp_path / folder)
+    figure, again = ((tmp_path / folder / "mine-one.svg").read_text() for folder in "ab")
+    assert figure == again
+    assert figure.startswith("<?xml")
+    assert "<dc:date>" not in figure
+    assert (tmp_path / "a" / "mine.md").read_text().splitlines()[2] == said
     texts = re.findall(r">([^<>]+)</text>", figure)
     for text in ("held-out loss, nats", "difference, nats", "masked tokens found, share", *ARMS):
         assert text in texts

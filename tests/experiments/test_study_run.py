@@ -5,7 +5,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.runtime import cli
 from tests.experiments.test_study_plan import study_of
 from tests.support.fake_slurm import FakeSlurm
+from tests.support.processes import wait_until
 from tests.support.ranks import records
 
 pytestmark = pytest.mark.usefixtures("processes")
@@ -64,9 +64,8 @@ def test_a_study_is_stopped_continued_and_reported(
     command, out = _command(tmp_path, dataset), tmp_path / "out"
     # One at a time: a second one could be stopped before it can save.
     process = subprocess.Popen([*command, "--jobs", "1"], cwd=tmp_path)
-    while not list((out / "runs").glob("*/seed-*/attempts.jsonl")):
-        assert process.poll() is None
-        time.sleep(0.05)
+    started = "runs/*/seed-*/attempts.jsonl"
+    wait_until(lambda: [*out.glob(started)], process, timeout_s=600)
     process.send_signal(signal.SIGINT)
     assert process.wait() == 75
     assert json.loads((out / "mine.json").read_bytes())["partial"]

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.config.model import ModelConfig
 from pipeline.errors import CheckpointError
 from pipeline.finetune.answer import load_fine_tuned, predict
 from pipeline.finetune.export import export_hf
@@ -26,7 +25,7 @@ from pipeline.use.model import load
 from pipeline.use.source import load_source
 from pipeline.use.surgery import Surgery, convert
 from tests.support import warm
-from tests.support.tiny_tasks import rows_of, write_rows
+from tests.support.tiny_tasks import rows_of, write_rows, write_task
 
 pytestmark = pytest.mark.usefixtures("processes")
 
@@ -117,8 +116,7 @@ def _model(name: str, like: Path, folder: Path) -> Path:
     if not folder.exists():
         folder.mkdir(parents=True)
         trained = load_model(like)
-        config = trained.model.config
-        config = ModelConfig(**{**replace(config).__dict__, **MODELS[name]})
+        config = replace(trained.model.config, **MODELS[name])
         torch.manual_seed(0)
         weights = dict(MaskedLanguageModel(config).state_dict())
         # Biases and gains that are 0 and 1 hide what is left out.
@@ -131,17 +129,12 @@ def _model(name: str, like: Path, folder: Path) -> Path:
 def _tune(kind: str, model: Path, out: Path, *overrides: str) -> Path:
     """Fine-tune for 2 steps."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_rows(out.parent / f"{kind}.jsonl", rows_of(kind)[:NUM_ROWS])
-    names = ("text", "text_b", "choices", "target")
-    fields = [f"{each}: {each}" for each in names if each in rows_of(kind)[0]]
-    path = out.parent / f"my-{kind}.yaml"
-    path.write_text(
-        f"task: {{kind: {kind}}}\n"
-        f"data: {{train: [{kind}.jsonl], dev: [{kind}.jsonl], fields: {{{', '.join(fields)}}}}}\n"
-        f"input: {{max_length: {MAX_LENGTH}, stride: 8, max_question: 8}}\n"
-        "train: {steps: 2, batch: 8, lr: 3e-3}\n"
+    sizes = {"max_length": MAX_LENGTH, "stride": 8}
+    path = write_task(
+        out.parent, kind, data={"test": []}, head={"dropout": 0.1}, input=sizes, train={"steps": 2}
     )
-    finetune(load_task(str(path), overrides), name=f"my-{kind}", source=str(model), out=out)
+    write_rows(out.parent / f"{kind}.jsonl", rows_of(kind)[:NUM_ROWS])
+    finetune(load_task(str(path), overrides), name=path.stem, source=str(model), out=out)
     return out
 
 

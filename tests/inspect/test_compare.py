@@ -18,13 +18,6 @@ from tests.support.processes import python
 from tests.support.ranks import Ranks, losses, records
 
 
-def _command(*arguments: object) -> str:
-    """Output of the verb in a process that cannot load torch."""
-    program = "import sys; sys.modules['torch'] = None; import runpy; " \
-        "runpy.run_module('pipeline', run_name='__main__')"  # fmt: skip
-    return python("-c", program, "compare", *arguments, cwd=None)
-
-
 @pytest.fixture(scope="module")
 def slower(straight_run: Path, tmp_path_factory: pytest.TempPathFactory, dataset: DatasetIndex,
            start_ranks: type[Ranks]) -> Path:  # fmt: skip
@@ -37,7 +30,11 @@ def slower(straight_run: Path, tmp_path_factory: pytest.TempPathFactory, dataset
 
 def test_runs_of_two_learning_rates(straight_run: Path, slower: Path, tmp_path: Path) -> None:
     page = tmp_path / "losses.html"
-    found: dict[str, Any] = json.loads(_command(straight_run, slower, "--json", "--plot", page))
+    # In a process that cannot load torch.
+    program = "import sys; sys.modules['torch'] = None; import runpy; " \
+        "runpy.run_module('pipeline', run_name='__main__')"  # fmt: skip
+    arguments = ("compare", straight_run, slower, "--json", "--plot", page)
+    found: dict[str, Any] = json.loads(python("-c", program, *arguments, cwd=None))
     assert {each["key"]: each["values"] for each in found["config"]} == {
         "train.num_steps": [40, 30], "train.lr": [0.003, 0.002],
     }  # fmt: skip

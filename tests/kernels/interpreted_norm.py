@@ -27,6 +27,7 @@ from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layers import Residual, RMSNorm, run_layer
 from pipeline.model.layout import Layout, packed, padded, rows
 from pipeline.objectives.activations import activation_bytes
+from tests.kernels.interpreted_carried import EXACT, SEED, error, results
 from tests.model.test_checkpointing import BATCH, NUM_MASKED, SEQ_LEN, alive_bytes
 from tests.model.test_checkpointing import CONFIG as CHECKPOINTED
 from tests.objectives.test_activations import MASKED_SHARE, kept_by_step
@@ -35,21 +36,14 @@ from tests.support import kernel_checks
 from tests.support.grids import first_in_ci
 from tests.support.kernel_checks import checkpoint_ways, kept_by_rule
 
-EXACT = 2e-6  # relative Frobenius error of fp32 kernels
-SEED, EPS = 1234567890123, 1e-12
+EPS = 1e-12
 DEEPNORM = 24**0.25
 OPERATOR: Any = torch.ops.postnorm.residual_norm
-torch.set_num_threads(1)  # matrices are so small that threads only wait for each other
 
 
 @pytest.fixture(autouse=True)
 def _buffers_full_of_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel_checks.fill_buffers_with_nan(operator, monkeypatch)
-
-
-def error(found: Tensor, wanted: Tensor) -> float:
-    wanted = wanted.detach()
-    return float((found.detach().double() - wanted).norm() / wanted.norm())
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -62,35 +56,38 @@ def draw(*shape: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
 Results = list[Tensor]  # y, and the gradients of x and of the update
 
 
+def results_of(join: Callable[[Tensor, Tensor], Tensor], drawn: list[Tensor]) -> Results:
+    x, update, given = drawn
+    x, update = x.clone().requires_grad_(), update.clone().requires_grad_()
+    y = join(x, update)
+    return [y.detach(), *torch.autograd.grad(y, [x, update], given)]
+
+
 def expected(drawn: list[Tensor], alpha: float, keep: float, eps: float = EPS,
              factor: Tensor | float = 1.0) -> Results:  # fmt: skip
     """In float64; `factor` is dropout's."""
-    x, update, given = (each.double() for each in drawn)
-    x, update = x.requires_grad_(), update.requires_grad_()
-    joined = keep * x + alpha * factor * update
-    y = joined / (joined.square().mean(-1, keepdim=True) + eps).sqrt()
-    return [y, *torch.autograd.grad(y, [x, update], given)]
+
+    def join(x: Tensor, update: Tensor) -> Tensor:
+        joined = keep * x + alpha * factor * update
+        return joined / (joined.square().mean(-1, keepdim=True) + eps).sqrt()
+
+    return results_of(join, [each.double() for each in drawn])
 
 
 def computed(
     drawn: list[Tensor], alpha: float, keep: float, eps: float = EPS, dropout: float = 0.0
 ) -> Results:
-    x, update, given = drawn
-    x, update = x.clone().requires_grad_(), update.clone().requires_grad_()
-    seed = torch.tensor([SEED]) if dropout else None
-    y, _ = OPERATOR(x, update, torch.tensor(alpha), seed, keep, dropout, eps)
-    return [y.detach(), *torch.autograd.grad(y, [x, update], given)]
+    more = torch.tensor(alpha), torch.tensor([SEED]) if dropout else None, keep, dropout, eps
+    return results_of(lambda x, update: OPERATOR(x, update, *more)[0], drawn)
 
 
-def plain(drawn: list[Tensor], alpha: float, keep: float) -> Results:
+def plain(x: Tensor, update: Tensor, alpha: float, keep: float = 1.0) -> Tensor:
     """What the model does without the kernel."""
-    x, update, given = drawn
-    x, update = x.clone().requires_grad_(), update.clone().requires_grad_()
     residual = Residual(ModelConfig(dropout=0.0))
     residual.keep = keep
-    joined = residual(x, update, torch.tensor(alpha))
-    y = RMSNorm(x.shape[-1], EPS, affine=False)(joined)
-    return [y.detach(), *torch.autograd.grad(y, [x, update], given)]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    joined = residual(x, update, torch.tensor(alpha, dtype=wide))
+    return RMSNorm(x.shape[-1], EPS, affine=False)(joined)
 
 
 def rounded(alpha: float) -> float:
@@ -126,7 +123,8 @@ def test_bf16_is_nearer_than_plain_pytorch(size: int) -> None:
     for alpha, keep in CASES:
         wanted = expected(drawn, rounded(alpha), keep)
         found = [error(f, w) for f, w in zip(computed(drawn, alpha, keep), wanted, strict=True)]
-        floor = [error(f, w) for f, w in zip(plain(drawn, alpha, keep), wanted, strict=True)]
+        of_model = results_of(partial(plain, alpha=alpha, keep=keep), drawn)
+        floor = [error(f, w) for f, w in zip(of_model, wanted, strict=True)]
         for mine, of_plain in zip(found, floor, strict=True):
             # Rounded once: at most 2^-9 of each value.
             assert mine <= min(of_plain, 2**-9), (alpha, keep, found, floor)
@@ -137,14 +135,8 @@ def test_chain_of_layers_in_bf16_is_nearer_than_plain_pytorch() -> None:
     generator = torch.Generator().manual_seed(3)
     weights = [torch.randn(64, 64, generator=generator).bfloat16() / 8 for _ in range(4)]
     x, given, _ = draw(50, 64, dtype=torch.bfloat16)
-    alpha = torch.tensor(0.7)
-    residual, norm = Residual(ModelConfig(dropout=0.0)), RMSNorm(64, EPS, affine=False)
-
-    def fused(x: Tensor, update: Tensor) -> Tensor:
-        return residual_norm(x, update, alpha, keep=1.0, dropout=0.0, eps=EPS)
-
-    def reference(x: Tensor, update: Tensor) -> Tensor:
-        return norm(residual(x, update, alpha.to(torch.promote_types(x.dtype, torch.float32))))
+    fused = partial(residual_norm, alpha=torch.tensor(0.7), keep=1.0, dropout=0.0, eps=EPS)
+    reference = partial(plain, alpha=rounded(0.7))
 
     def chain(join: Callable[..., Tensor], dtype: torch.dtype) -> Results:
         leaves = [leaf.to(dtype).requires_grad_() for leaf in (x.clone(), *weights)]
@@ -295,16 +287,6 @@ def _layouts() -> dict[str, Layout]:
     }
 
 
-def _results(model: MaskedLanguageModel, layout: Layout, alpha: float) -> Results:
-    torch.manual_seed(3)
-    ids = torch.randint(0, 50, layout.positions.shape)
-    model.encoder.set_alpha(alpha)
-    logits = model(ids, layout, torch.arange(0, ids.numel(), 3))
-    loss = torch.nn.functional.cross_entropy(logits.double(), torch.arange(len(logits)) % 50)
-    grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
-    return [logits.detach(), *(grad for grad in grads if grad is not None)]
-
-
 @pytest.mark.parametrize(
     ("residual", "layout"),
     first_in_ci(product(("plain", "deepnorm"), ("rows", "packed", "padded")), 2),
@@ -312,15 +294,15 @@ def _results(model: MaskedLanguageModel, layout: Layout, alpha: float) -> Result
 def test_the_model_is_the_same(residual: str, layout: str) -> None:
     config = replace(CONFIG, residual=residual)  # type: ignore[arg-type]
     for alpha in (1.0, 0.0, 0.3):
-        wanted = _results(_model(config, fused=False), _layouts()[layout], alpha)
-        found = _results(_model(config, fused=True), _layouts()[layout], alpha)
+        wanted = results(_model(config, fused=False), _layouts()[layout], alpha)
+        found = results(_model(config, fused=True), _layouts()[layout], alpha)
         if alpha == 0.0:
             assert torch.equal(found[0], wanted[0])
         else:
             assert not torch.equal(found[0], wanted[0])  # it was another computation
         for one, other in zip(found, wanted, strict=True):
             if other.any():
-                assert error(one, other.double()) <= 2e-5
+                assert error(one, other) <= 2e-5
             else:
                 assert not one.any()
 
@@ -328,9 +310,9 @@ def test_the_model_is_the_same(residual: str, layout: str) -> None:
 def test_evaluation_drops_nothing() -> None:
     config, layout = replace(CONFIG, dropout=0.5), _layouts()["rows"]
     fused, reference = _model(config, fused=True).eval(), _model(config, fused=False).eval()
-    wanted = _results(reference, layout, 0.3)[0]
-    assert error(_results(fused, layout, 0.3)[0], wanted.double()) <= 2e-5
-    assert error(_results(fused.train(), layout, 0.3)[0], wanted.double()) > 0.1
+    wanted = results(reference, layout, 0.3)[0]
+    assert error(results(fused, layout, 0.3)[0], wanted) <= 2e-5
+    assert error(results(fused.train(), layout, 0.3)[0], wanted) > 0.1
 
 
 @pytest.mark.slow  # by day: how often `CompiledLayer` compiles
@@ -340,11 +322,11 @@ def test_a_compiled_layer_is_one_graph(backend: str) -> None:
     config, layout = replace(CONFIG, dropout=0.2), _layouts()["rows"]
     model = _model(config, fused=True)
     model.encoder.run_layers_by(torch.compile(run_layer, backend=backend, fullgraph=True))
-    assert torch.equal(*[_results(model, layout, 0.3)[0] for _ in range(2)])
+    assert torch.equal(*[results(model, layout, 0.3)[0] for _ in range(2)])
     model.eval()
-    found = _results(model, layout, 0.3)
+    found = results(model, layout, 0.3)
     model.encoder.run_layers_by(run_layer)
-    for one, other in zip(found, _results(model, layout, 0.3), strict=True):
+    for one, other in zip(found, results(model, layout, 0.3), strict=True):
         torch.testing.assert_close(one, other)
 
 
@@ -359,17 +341,17 @@ def test_lengths_and_alphas_do_not_compile_again(monkeypatch: pytest.MonkeyPatch
     model = _model(replace(CONFIG, dropout=0.2), fused=True)
     model.encoder.run_layers_by(CompiledLayer())
     for num_tokens, alpha in ((12, 0.0), (16, 0.3), (29, 0.6), (40, 1.0)):
-        _results(model, packed(torch.tensor([0, 5, num_tokens]), num_tokens - 5, num_tokens), alpha)
+        results(model, packed(torch.tensor([0, 5, num_tokens]), num_tokens - 5, num_tokens), alpha)
     assert len(graphs) <= 2, len(graphs)  # the second length makes the row length symbolic
 
 
 @pytest.mark.parametrize("group_size", first_in_ci([3, 1]))
 def test_checkpointed_layers_of_a_model_have_the_same_bits(group_size: int) -> None:
     config, layout = replace(CONFIG, dropout=0.2), _layouts()["packed"]
-    wanted = _results(_model(config, fused=True), layout, 0.3)
+    wanted = results(_model(config, fused=True), layout, 0.3)
     model = _model(config, fused=True)
     model.encoder.checkpoint_activations(group_size)
-    for one, other in zip(_results(model, layout, 0.3), wanted, strict=True):
+    for one, other in zip(results(model, layout, 0.3), wanted, strict=True):
         assert torch.equal(one, other)
 
 

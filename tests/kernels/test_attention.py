@@ -93,12 +93,6 @@ def test_layers_equal_the_oracle(oracle, mean, inputs, allowed) -> None:  # type
         assert float((mine - wanted).detach().abs().max()) <= 1e-12
 
 
-def test_first_layer_is_plain_attention(inputs, allowed) -> None:  # type: ignore[no-untyped-def]
-    q, k, v = inputs[0]
-    [found, *_] = _layer_by_layer(inputs, allowed, False)
-    torch.testing.assert_close(found, attention(q, k, v, allowed, 0.0))
-
-
 def _bf16_errors(seq_len: int, short: int, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Of attention and its three gradients against float64, with rows of two documents."""
     monkeypatch.setattr(module, "_SHORT", short)
@@ -126,12 +120,6 @@ def test_short_rows_of_bf16_err_as_torch(seq_len: int, monkeypatch: pytest.Monke
     mine = _bf16_errors(seq_len, 256, monkeypatch)
     for error, of_torch in zip(mine, _bf16_errors(seq_len, 4, monkeypatch), strict=True):
         assert error < max(1.25 * of_torch, 4e-3)
-
-
-def test_carry_is_unmasked_and_undivided(inputs) -> None:  # type: ignore[no-untyped-def]
-    (q0, k0, _), (q1, k1, _), _ = inputs
-    carry = raw_scores(q1, k1, raw_scores(q0, k0, None))
-    torch.testing.assert_close(carry, q0 @ k0.transpose(-1, -2) + q1 @ k1.transpose(-1, -2))
 
 
 def test_carry_of_bf16_is_kept_in_fp32(allowed: Tensor) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import python
+from tests.support.processes import output, python
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
@@ -26,12 +26,15 @@ def instructions() -> list[tuple[str, str]]:
     return [(line.partition(" ")[0], line.partition(" ")[2]) for line in joined]
 
 
-def test_dependencies_come_before_code_and_the_user_is_not_root() -> None:
+def test_dependencies_come_before_code_and_the_user_owns_its_folder() -> None:
     steps = instructions()
     assert {name for name, _ in steps} <= INSTRUCTIONS
     words = [f"{name} {text}" for name, text in steps]
     [fetch] = [i for i, line in enumerate(words) if "--requirement requirements.txt" in line]
     assert words.index("COPY pyproject.toml constraints.txt ./") < fetch < words.index("COPY . .")
+    [make] = [i for i, line in enumerate(words) if "--mode=1777 /work" in line]
+    assert "--owner=postnorm" in words[make]
+    assert make < words.index("WORKDIR /work")
     assert words.index("USER postnorm") > max(i for i, line in enumerate(words) if "RUN" in line)
     assert words[0] == "ARG VARIANT=cpu"
     assert {"FROM python:3.11-slim AS cpu", "FROM python:3.11-slim AS cuda", "FROM ${VARIANT}"} <= {
@@ -87,14 +90,4 @@ def test_the_definition_is_filled_in_as_both_programs_do() -> None:
         post = filled.partition("%post\n")[2].partition("\n\n")[0]
         subprocess.run(["sh", "-n"], input=post, text=True, check=True)
         start = post[post.index("index=") : post.index("cd /opt")] + 'echo "$PIP_EXTRA_INDEX_URL"'
-        done = subprocess.run(
-            ["sh"], input=start, text=True, check=True, capture_output=True, env={}
-        )
-        assert done.stdout.strip() == ("" if index == "none" else index)
-
-
-def test_the_folder_of_the_image_belongs_to_its_user() -> None:
-    words = [f"{name} {text}" for name, text in instructions()]
-    [make] = [i for i, line in enumerate(words) if "--mode=1777 /work" in line]
-    assert "--owner=postnorm" in words[make]
-    assert make < words.index("WORKDIR /work")
+        assert output("sh", input=start, env={}).strip() == ("" if index == "none" else index)

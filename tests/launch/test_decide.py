@@ -1,6 +1,7 @@
 """What becomes of a job after an attempt, and that it is written down."""
 
 import json
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -27,53 +28,53 @@ FAILED = JobAttempt(job="7", restart=0, nodes=("n1", "n2"), before="step-0000001
                     step_code=143)  # fmt: skip
 SAVED = replace(FAILED, codes=(75,) * 4, after="step-00000020")
 RUN = Path("/runs/a")
+# The mark of an earlier, shorter run; srun ends with 0, too, when a node is lost.
+MARKED = replace(FAILED, codes=(), is_done=True, step_code=0)
+EARLY = replace(SAVED, before=None, after=None)
+# A mount of one of the nodes may be gone for a while; then its shell says the same.
+NO_START = replace(FAILED, codes=(), step_code=127)
+# A program has no checkpoints that are known: 75 at each limit goes on until max_restarts.
+OWN = replace(EARLY, kind=PROGRAM, at_limit=True)
+EXIT_CODES = {"finished": 0, "requeue": 75, "stopped": 3, "failed": 2}
+
+# Attempts, those without progress before them, the verdict, and what its reason names.
+VERDICTS: dict[str, tuple[JobAttempt, int, str, str]] = {
+    "done": (replace(MARKED, codes=(0,) * 4), 0, "finished", ""),
+    "an old mark": (MARKED, 0, "requeue", ""),
+    "no mark": (replace(FAILED, codes=(0,) * 4), 0, "requeue", ""),
+    "wrong input": (replace(FAILED, codes=(1, 2, 1)), 0, "failed", "rank 1 .*code 2.*/runs/a/logs"),
+    "a person stopped it": (replace(FAILED, codes=(3,) * 4), 0, "stopped", "/runs/a/STOP"),
+    "restarts are left": (replace(SAVED, restart=4), 0, "requeue", ""),
+    "no restart is left": (replace(SAVED, restart=5), 0, "failed", "5 restarts .max_restarts=5"),
+    "the last of a chain": (replace(SAVED, job="7_5", jobs_before=5), 0, "failed", ""),
+    "a miss": (FAILED, 0, "requeue", ""),
+    "a second miss": (FAILED, 1, "failed", "1 of 2 ranks, 75 of 1 rank, none of 1 rank .srun: 143"),
+    "progress": (replace(FAILED, after="step-00000020"), 1, "requeue", ""),
+    "preempted early": (EARLY, 1, "requeue", ""),
+    "too early a limit": (replace(EARLY, at_limit=True), 1, "failed", ""),
+    "not all have saved": (replace(EARLY, codes=(75,) * 3), 1, "failed", ""),
+    "no rank starts": (NO_START, 0, "requeue", ""),
+    "no rank starts again": (NO_START, 1, "failed", "any rank .srun: 127.*correct python, cont"),
+    "a program saved": (OWN, 1, "requeue", ""),
+    "a program too often": (replace(OWN, restart=5), 0, "failed", ""),
+    "a program failed": (replace(OWN, codes=(75, 75, 75, 1)), 1, "failed", ""),
+    # 3 is no STOP file: a code like others, which is tried again.
+    "a program's code 3": (replace(OWN, codes=(3,) * 4), 0, "requeue", ""),
+    "a program's code 2": (replace(OWN, codes=(2,) * 4), 0, "failed", ""),
+}
 
 
-def _word(attempt: JobAttempt, misses: int = 0) -> str:
-    return decide(attempt, misses, LIMITS, RUN).word
+@pytest.mark.parametrize("name", VERDICTS)
+def test_verdicts(name: str) -> None:
+    attempt, misses, word, fact = VERDICTS[name]
+    found = decide(attempt, misses, LIMITS, RUN)
+    assert (found.word, found.exit_code) == (word, EXIT_CODES[word])
+    assert re.search(fact, found.reason)
 
 
-def test_done_needs_the_mark_and_rank_0() -> None:
-    done = replace(FAILED, codes=(0, 0, 0, 0), is_done=True)
-    assert decide(done, 0, LIMITS, RUN).exit_code == 0
-    # The mark is of an earlier, shorter run; srun ended with 0, as it does when a node is lost.
-    assert _word(replace(FAILED, codes=(), is_done=True, step_code=0)) == "requeue"
-    assert _word(replace(done, is_done=False)) == "requeue"
-
-
-@pytest.mark.parametrize(
-    ("attempt", "word", "code", "facts"),
-    [
-        (replace(FAILED, codes=(1, 2, 1)), "failed", 2, ("rank 1", "exit code 2", "/runs/a/logs")),
-        (replace(FAILED, codes=(3, 3, 3, 3)), "stopped", 3, ("/runs/a/STOP",)),
-        (replace(SAVED, restart=4), "requeue", 75, ()),
-        (replace(SAVED, restart=5), "failed", 2, ("5 restarts", "max_restarts=5")),
-    ],
-    ids=["wrong input", "a person stopped it", "restarts are left", "no restart is left"],
-)
-def test_verdicts(attempt: JobAttempt, word: str, code: int, facts: tuple[str, ...]) -> None:
-    found = decide(attempt, 0, LIMITS, RUN)
-    assert (found.word, found.exit_code) == (word, code)
-    assert all(fact in found.reason for fact in facts)
-
-
-def test_jobs_of_a_chain_count_as_restarts_and_as_attempts_of_one_job(tmp_path: Path) -> None:
-    found = decide(replace(SAVED, job="7_5", jobs_before=5), 0, LIMITS, RUN)
-    assert (found.word, found.exit_code) == ("failed", 2)
+def test_jobs_of_a_chain_count_as_attempts_of_one_job(tmp_path: Path) -> None:
     jobs = [replace(FAILED, job=f"7_{n}", jobs_before=n) for n in range(2)]
     assert [end_attempt(job, LIMITS, tmp_path).word for job in jobs] == ["requeue", "failed"]
-
-
-def test_attempts_without_a_new_checkpoint_are_limited_but_for_preemption() -> None:
-    assert _word(FAILED) == "requeue"
-    found = decide(FAILED, 1, LIMITS, RUN)
-    assert found.word == "failed"
-    assert "1 of 2 ranks, 75 of 1 rank, none of 1 rank (srun: 143)" in found.reason
-    assert _word(replace(FAILED, after="step-00000020"), 1) == "requeue"
-    early = replace(SAVED, before=None, after=None)
-    assert _word(early, 1) == "requeue"
-    assert _word(replace(early, at_limit=True), 1) == "failed"
-    assert _word(replace(early, codes=(75,) * 3), 1) == "failed"
 
 
 def test_history_counts_attempts_in_a_row_of_this_job(tmp_path: Path) -> None:
@@ -93,13 +94,6 @@ def test_history_counts_attempts_in_a_row_of_this_job(tmp_path: Path) -> None:
     assert len(lines) == 5
     assert (last["job"], last["restart"], last["decision"]) == ("8", 3, "failed")
     assert last["nodes"] == ["n1", "n2"]
-
-
-def test_half_a_line_of_a_killed_script_hides_no_others(tmp_path: Path) -> None:
-    end_attempt(FAILED, LIMITS, tmp_path)
-    with (tmp_path / "launch" / "history.jsonl").open("a") as file:
-        file.write('{"job": "7", "res')
-    assert end_attempt(replace(FAILED, restart=1), LIMITS, tmp_path).word == "failed"
 
 
 def test_files_of_an_attempt(tmp_path: Path) -> None:
@@ -167,37 +161,15 @@ def test_no_wait_for_storage_passes_the_end_of_the_jobs_time(tmp_path: Path) -> 
     assert not StorageRetry(10, time.time() + 60).is_cut
 
 
-def test_ranks_that_cannot_be_started_count_as_an_attempt() -> None:
-    # A mount of one of the nodes may be gone for a while; then its shell says the same.
-    stale = replace(FAILED, codes=(), step_code=127)
-    assert _word(stale) == "requeue"
-    found = decide(stale, 1, LIMITS, RUN)
-    assert found.word == "failed"
-    assert "could not start any rank (srun: 127" in found.reason
-    assert "correct python, container or setup" in found.reason
-
-
 def test_damaged_history_and_exit_codes_do_not_hide_the_verdict(tmp_path: Path) -> None:
-    (tmp_path / "launch").mkdir()
-    (tmp_path / "launch" / "history.jsonl").write_bytes(b'{"other": 1}\n\xff\xfe\n[1]\n')
+    end_attempt(FAILED, LIMITS, tmp_path)
+    with (tmp_path / "launch" / "history.jsonl").open("ab") as file:
+        # The last line is half of one, of a script that was killed.
+        file.write(b'{"other": 1}\n\xff\xfe\n[1]\n{"job": "7", "res')
     (tmp_path / "exit" / "7.0").mkdir(parents=True)
     (tmp_path / "exit" / "7.0" / "rank-00000").write_text("7x\n")
     assert exit_codes(tmp_path, "7.0") == (1,)
-    assert end_attempt(FAILED, LIMITS, tmp_path).word == "requeue"
-
-
-def test_a_program_gets_on_by_its_exit_code() -> None:
-    """It has no checkpoints that are known: 75 at each limit goes on until max_restarts."""
-    saved = replace(SAVED, kind=PROGRAM, before=None, after=None, at_limit=True)
-    assert _word(saved, 1) == "requeue"
-    assert not is_miss(saved)
-    assert _word(replace(saved, restart=5)) == "failed"
-    failed = replace(saved, codes=(75, 75, 75, 1))
-    assert is_miss(failed)
-    assert _word(failed, 1) == "failed"
-    # 3 is no STOP file: a code like others, which is tried again.
-    assert _word(replace(saved, codes=(3,) * 4)) == "requeue"
-    assert _word(replace(saved, codes=(2,) * 4)) == "failed"
+    assert end_attempt(replace(FAILED, restart=1), LIMITS, tmp_path).word == "failed"
 
 
 def test_progress_is_of_the_kind_of_job(tmp_path: Path) -> None:

@@ -109,7 +109,6 @@ def test_a_job_is_cancelled(place: Place) -> None:
 
 def test_what_cannot_start_is_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     for words, given, named in (
-        (["data.dir=nowhere"], {"cluster": "c.yaml"}, r"data\.dir=nowhere"),
         (["data.dir=nowhere"], {"local": True}, r"data\.dir=nowhere"),
         ([], {"cluster": "c.yaml", "ranks": 4}, "ranks=4.*local=True"),
     ):

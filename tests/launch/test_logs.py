@@ -1,6 +1,5 @@
 """Which log is meant, its last lines, and a log that is followed until its job has ended."""
 
-import os
 import threading
 from pathlib import Path
 
@@ -53,9 +52,6 @@ def test_followed_from_before_its_start_to_the_end(
         for number in range(50):
             with path.open("a") as file:
                 file.write(f"line {number}\n")
-                if number % 10 == 0:
-                    file.flush()
-                    os.fsync(file.fileno())
         written.set()
 
     writer = threading.Thread(target=write)

@@ -98,11 +98,6 @@ class FakeSmi:
         (self.folder / "state.json").write_text(json.dumps(state))
 
 
-def _config(dataset: DatasetIndex, run_dir: Path) -> PretrainConfig:
-    overrides = [f"run_dir={run_dir}", f"data.dir={dataset.folder}"]
-    return load(PretrainConfig, ROOT / "configs/demo.yaml", overrides).config
-
-
 @pytest.fixture
 def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSmi:
     fake = FakeSmi(tmp_path / "smi")
@@ -139,11 +134,12 @@ def test_good_node(dataset: DatasetIndex, tmp_path: Path) -> None:
     records = tmp_path / "run/launch/preflight/7.0"
     records.mkdir(parents=True)
     cluster = ClusterConfig(gpus_per_node=0, ranks_per_node=2, preflight=EASY)
-    record = checks.check_node(_config(dataset, tmp_path / "run"), cluster, records, "n1")
+    overrides = [f"run_dir={tmp_path / 'run'}", f"data.dir={dataset.folder}"]
+    config = load(PretrainConfig, ROOT / "configs/demo.yaml", overrides).config
+    record = checks.check_node(config, cluster, records, "n1")
     assert record.findings == []
     assert record.gpus is None
     assert record.fingerprint == dataset.fingerprint
-    assert record.free_gb is not None
     assert abs(record.free_gb - shutil.disk_usage(tmp_path).free / 1e9) < 5
     assert record.packages["python"] == platform.python_version()
     assert record.packages["torch"] == importlib.metadata.version("torch")
@@ -168,18 +164,8 @@ def _set(gpu: int, **fields: object) -> Callable[[FakeSmi], None]:
     return change
 
 
-def _fail(error: str, code: int) -> Callable[[FakeSmi], None]:
-    def change(smi: FakeSmi) -> None:
-        smi.error, smi.code = error, code
-
-    return change
-
-
-def _process(name: str) -> Callable[[FakeSmi], None]:
-    def change(smi: FakeSmi) -> None:
-        smi.apps = [{"gpu_uuid": smi.gpus[1]["uuid"], "pid": 4711, "process_name": name}]
-
-    return change
+def _state(**state: object) -> Callable[[FakeSmi], None]:
+    return lambda smi: vars(smi).update(state)
 
 
 @pytest.mark.parametrize(("change", "check", "text"), [
@@ -189,13 +175,14 @@ def _process(name: str) -> Callable[[FakeSmi], None]:
     (_set(0, remapped_rows__failure="Yes"), "GPU health", "not be remapped"),
     (_set(1, clocks_throttle_reasons__hw_thermal_slowdown="Active"), "GPU health", "temper"),
     (_set(0, memory__used=40000), "GPU in use", "40000 of 81559 MiB"),
-    (_process("python"), "GPU in use", "GPU-00000001-aaaa) is used by process 4711"),
+    (_state(apps=[{"gpu_uuid": "GPU-00000001-aaaa", "pid": 4711, "process_name": "python"}]),
+     "GPU in use", "GPU-00000001-aaaa) is used by process 4711"),
     (_set(1, memory__used="[GPU is lost]"), "GPU state", "'[GPU is lost]'"),
     (_set(1, name="NVIDIA A100-SXM4-80GB"), "GPU names", "preflight.gpu='H100'"),
     (_set(1, driver_version="535.129.03"), "GPU driver", "535.129.03"),
     (lambda smi: smi.gpus.pop(), "GPU count", "1 GPUs, expected gpus_per_node=2"),
-    (_fail("No devices were found", 6), "GPUs", "(6): No devices were found"),
-    (_fail("Unable to determine the device handle for GPU0000:CB:00.0: Unknown Error", 0),
+    (_state(error="No devices were found", code=6), "GPUs", "(6): No devices were found"),
+    (_state(error="Unable to determine the device handle for GPU0000:CB:00.0: Unknown Error"),
      "GPUs", "GPU0000:CB:00.0"),
 ])  # fmt: skip
 def test_trouble_of_a_gpu_is_told(
@@ -233,7 +220,6 @@ def _tmpfs(folder: Path, options: str) -> Iterator[Path]:
 def test_full_disk(tmp_path: Path) -> None:
     with _tmpfs(tmp_path / "small", "size=1m,nr_inodes=20") as folder:
         free_gb, found = checks.check_folder(EASY, "run_dir", folder / "run", "all")
-        assert free_gb is not None
         assert free_gb < 0.0011
         assert [f.check for f in found] == ["run_dir inodes"]
         assert "expected 10000; remove files" in found[0].text

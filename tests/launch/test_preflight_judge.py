@@ -18,7 +18,6 @@ from launch.preflight.check import (
     write_record,
 )
 from launch.preflight.judge import Evidence, Verdict, judge
-from launch.records import exclude_nodes, excluded_nodes, history
 from pipeline.data.format import DatasetIndex, read_index
 from pipeline.errors import DataError
 from tests.support import warm
@@ -195,7 +194,7 @@ def test_bandwidth(records: Records, bandwidths: dict[str, Bandwidth] | None, gi
 def _command(run_dir: Path, dataset: Path) -> tuple[str, str]:
     """The order that follows the check of the nodes, and what the log has."""
     profile = run_dir.parent / "cluster.yaml"
-    profile.write_text("gpus_per_node: 0\nranks_per_node: 2\nmax_excluded_nodes: 2\n")
+    profile.write_text("gpus_per_node: 0\nranks_per_node: 2\n")
     command = ["launch", "supervise", str(run_dir), str(ROOT / "configs/demo.yaml"),
                f"run_dir={run_dir}", f"data.dir={dataset}", "--cluster", str(profile),
                "--after", "check", "--kind", "pretrain", "--ranks", "8",
@@ -206,33 +205,10 @@ def _command(run_dir: Path, dataset: Path) -> tuple[str, str]:
     return done.stdout.splitlines()[-1], done.stderr
 
 
-def _write(records: Path, **changed: Record | None) -> None:
+def _write(records: Path, **changed: Record) -> None:
     records.mkdir(parents=True)
     for node in NODES:
-        record = changed.get(node, GOOD)
-        if record is not None:
-            write_record(records, replace(record, node=node))
-
-
-@pytest.mark.usefixtures("processes")
-def test_command_adds_bad_nodes_to_the_excluded(dataset: DatasetIndex, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    records = run_dir / "launch/preflight/7.0"
-    exclude_nodes(run_dir, ["old"])
-    _write(records, n2=None, n4=replace(GOOD, is_finished=False))
-    order, output = _command(run_dir, dataset.folder)
-    assert order == "requeue", output
-    assert "preflight: warning: n4 was not checked" in output
-    assert excluded_nodes(run_dir) == ["old", "n2"]
-    assert "preflight: bad node n2: it left no record" in output
-    assert output.splitlines()[-1] == "preflight: go on without n2"
-    assert history(run_dir)[-1]["decision"] == "requeue"
-    # One more than may be: stop, and say nothing to SLURM.
-    write_record(records, replace(_having("node"), node="n3"))
-    order, output = _command(run_dir, dataset.folder)
-    assert order == "exit 2"
-    assert "3 nodes would be excluded, n2, n3, old, more than max_excluded_nodes=2" in output
-    assert excluded_nodes(run_dir) == ["old", "n2"]
+        write_record(records, replace(changed.get(node, GOOD), node=node))
 
 
 @pytest.mark.usefixtures("processes")

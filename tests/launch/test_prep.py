@@ -1,17 +1,12 @@
 """Data preparation as job arrays: every part once, complete dependencies, retries, submission."""
 
-import json
 import re
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from data_prep.config import PrepConfig
-from data_prep.run import run
-from data_prep.show import plan
 from launch.cluster import ClusterConfig, PrepJobsConfig
 from launch.prep import PrepDraft, PrepJob, PrepStage, StagePlan, dry_run_text, render_prep, submit
 from launch.records import PREP_RECORD, next_number, submission_folder
@@ -20,7 +15,7 @@ from launch.slurm import SlurmError
 from pipeline.config.load import load
 from pipeline.errors import BusyError, ConfigError
 from tests.support.fake_slurm import FakeSlurm
-from tests.support.processes import output, python, write_program
+from tests.support.processes import output, write_program
 
 ROOT = Path(__file__).parents[2]
 PLANS = [
@@ -58,8 +53,6 @@ def _parts(script: str) -> tuple[range, int]:
     """The parts that an array does, and how many of them at once (0: all)."""
     array = re.fullmatch(r"0-(\d+)(?:%(\d+))?", _options(script)["array"])
     first = re.search(r"^first_rank=(\d+)$", script, re.MULTILINE)
-    assert array
-    assert first
     return range(int(first[1]), int(first[1]) + int(array[1]) + 1), int(array[2] or 0)
 
 
@@ -183,7 +176,9 @@ def _run_script(
     )  # fmt: skip
 
 
-def _failing(tmp_path: Path, code: str) -> str:
+def _failing(tmp_path: Path, code: str, *, has_folder: bool = True) -> str:
+    if has_folder:
+        (tmp_path / "data" / PREP_RECORD).parent.mkdir(parents=True)
     program = write_program(tmp_path / "failing", f"#!/bin/bash\n{code}\n")
     stages = _render(work_dir=str(tmp_path), array_tasks=2500, cores=1, max_failures=3,
                      cluster={"python": str(program)})  # fmt: skip
@@ -193,7 +188,6 @@ def _failing(tmp_path: Path, code: str) -> str:
 @pytest.mark.parametrize("code", ["exit 1", "kill -KILL $$"])
 def test_failure_is_tried_again_a_few_times(tmp_path: Path, slurm: FakeSlurm, code: str) -> None:
     script = _failing(tmp_path, code)
-    (tmp_path / "data" / PREP_RECORD).parent.mkdir(parents=True)
     for attempt in (1, 2):
         done = _run_script(script, slurm)
         assert done.returncode == 0  # after scontrol said that the job is in the queue again
@@ -211,7 +205,6 @@ def test_failure_is_tried_again_a_few_times(tmp_path: Path, slurm: FakeSlurm, co
 
 def test_success_forgets_earlier_failures(tmp_path: Path, slurm: FakeSlurm) -> None:
     script = _failing(tmp_path, f"[ -e {tmp_path}/mended ] || exit 1")
-    (tmp_path / "data" / PREP_RECORD).parent.mkdir(parents=True)
     _run_script(script, slurm)
     (tmp_path / "mended").touch()
     assert _run_script(script, slurm).returncode == 0
@@ -287,9 +280,7 @@ def test_site_that_allows_fewer_jobs_is_told_apart(tmp_path: Path, slurm: FakeSl
 def test_what_is_not_tried_again(
     tmp_path: Path, slurm: FakeSlurm, command: str, has_folder: bool, code: int, said: str
 ) -> None:
-    script = _failing(tmp_path, command)
-    if has_folder:
-        (tmp_path / "data" / PREP_RECORD).parent.mkdir(parents=True)
+    script = _failing(tmp_path, command, has_folder=has_folder)
     if not command:
         (tmp_path / "failing").unlink()
     done = _run_script(script, slurm)
@@ -320,47 +311,3 @@ def test_early_stage_waits_and_one_after_a_failure_ends(tmp_path: Path, slurm: F
         assert done.returncode == 2
         assert "stage ingest failed" in done.stdout
         assert "started\n" not in done.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("processes")
-def test_command_prepares_the_dataset_that_one_machine_prepares(
-    tmp_path: Path, slurm: FakeSlurm, corpus: Path, prep_config: Path
-) -> None:
-    lines = corpus.read_text().splitlines(keepends=True)
-    sources = []
-    for i in range(3):  # a piece each
-        (tmp_path / f"{i}.jsonl").write_text("".join(lines[i::3]))
-        sources.append(f"{{name: s{i}, inputs: [{tmp_path}/{i}.jsonl]}}")
-    overrides = [f"sources=[{', '.join(sources)}]", "dedup.near_duplicates=true"]
-    expected = run(load(PrepConfig, prep_config, [*overrides, f"output_dir={tmp_path}/one"]).config)
-
-    profile = tmp_path / "cluster.yaml"
-    asked = "prep: {array_tasks: 2, cores: 1, max_array_size: 1}"
-    profile.write_text(f"python: {sys.executable}\n{asked}\n")
-    output = tmp_path / "my data"
-    arguments = [str(prep_config), *overrides, f"output_dir={output}", "--cluster", str(profile)]
-    command = ["-m", "launch", "submit", "--prep", *arguments]
-    assert python(*command, "--dry-run", env=slurm.environment).startswith("#!/bin/bash\n")
-    assert not slurm.calls
-    assert not output.exists()
-
-    (slurm.folder / "run").touch()
-    said = python(*command, env=slurm.environment)
-    report = json.loads((output / "report.json").read_text())
-    assert report["fingerprint"] == expected["fingerprint"]
-    listed = re.findall(r"^(\w+) +(\d+) +[\d.]+ +([\d ]+)$", said, re.MULTILINE)
-    config = load(PrepConfig, prep_config, [*overrides, f"output_dir={output}"]).config
-    stages = {stage["name"]: min(2, stage["max_tasks"]) for stage in plan(config)["stages"]}
-    assert [(name, int(parts)) for name, parts, _ in listed] == list(stages.items())
-    assert set(stages.values()) == {1, 2}
-    # An array of one element a part, numbered in the order of submission.
-    jobs = [int(job) for _, _, ids in listed for job in ids.split()]
-    assert jobs == list(range(101, 101 + sum(stages.values())))
-    assert [len(ids.split()) for _, _, ids in listed] == list(stages.values())
-    assert f"postnorm status '{output}'" in said
-
-    submitted = len(slurm.calls)
-    said = python(*command, env=slurm.environment)
-    assert said == f"nothing is left to do: {output} holds the dataset\n"
-    assert len(slurm.calls) == submitted

@@ -114,9 +114,7 @@ def test_ended_submission_goes_on_without_a_job_twice(tmp_path: Path, slurm: Fak
         submit(_draft(tmp_path), room)
     arrays = json.loads((tmp_path / "work/launch/0001" / ARRAYS_FILE).read_text())
     assert [one["job"] for one in arrays] == ["101", "", ""]
-    found = read_prep(tmp_path)
-    assert found
-    assert found.waiting == 2
+    assert read_prep(tmp_path).waiting == 2
     _queue(slurm, tmp_path, "101_0", "102_0")
     with pytest.raises(BusyError, match=r"1 arrays .*--wait-room"):
         submit(_draft(tmp_path), Quota(8))
@@ -124,7 +122,6 @@ def test_ended_submission_goes_on_without_a_job_twice(tmp_path: Path, slurm: Fak
     assert jobs == {"ingest": ["101", "102"], "dedup": ["103"]}
     assert len(slurm.calls) == 3
     found = read_prep(tmp_path)
-    assert found
     assert (found.waiting, found.jobs) == (0, jobs)
 
 
@@ -140,7 +137,6 @@ def test_no_more_is_submitted_after_an_end(tmp_path: Path, slurm: FakeSlurm, why
                 (draft.folder / f"{FAILED_MARK}ingest").write_text("part 1 of 4")
             else:
                 found = read_prep(tmp_path)
-                assert found
                 write_prep(tmp_path, type(found)(found.jobs, 1.0, 2.0, found.waiting))
 
     expected = "stage ingest failed, so 2 arrays" if why == "failed" else "was cancelled: nothing"

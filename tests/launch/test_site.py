@@ -104,24 +104,18 @@ def test_only_enforced_names_are_asked_for(
     assert bool(_problems(qos="never")) == qos
 
 
-@pytest.mark.parametrize("fields", [
-    {},
-    {"partition": "week", "time_limit": "7-0", "gpu_type": "a100", "gpus_per_node": 8,
-     "cpus_per_rank": 1},
-    {"partition": "short,train", "nodes": 4},
-    {"constraint": "a100|h200", "nodes": 4},
-    {"constraint": "[a100|h200]"},
-    {"constraint": "ib&h200", "mem_per_node": "31G", "cpus_per_rank": 4},
-    {"reservation": "hold", "account": "lab", "qos": "long"},
-    {"partition": "plain", "nodes": 1, "gpus_per_node": 0, "ranks_per_node": 2,
-     "time_limit": "1-0"},
-    {"gpus_per_node": 6, "nodes": 3, "cpus_per_rank": 1},  # two types on one node together
-], ids=str)  # fmt: skip
-def test_what_fits(at_site: FakeSlurm, fields: dict[str, object]) -> None:
-    assert _problems(**fields) == []
-
-
 @pytest.mark.parametrize(("fields", "expected"), [
+    ({}, []),
+    ({"partition": "week", "time_limit": "7-0", "gpu_type": "a100", "gpus_per_node": 8,
+      "cpus_per_rank": 1}, []),
+    ({"partition": "short,train", "nodes": 4}, []), ({"constraint": "a100|h200", "nodes": 4}, []),
+    ({"constraint": "[a100|h200]"}, []),
+    ({"constraint": "ib&h200", "mem_per_node": "31G", "cpus_per_rank": 4}, []),
+    ({"reservation": "hold", "account": "lab", "qos": "long"}, []),
+    ({"partition": "plain", "nodes": 1, "gpus_per_node": 0, "ranks_per_node": 2,
+      "time_limit": "1-0"}, []),
+    # Two types on one node together.
+    ({"gpus_per_node": 6, "nodes": 3, "cpus_per_rank": 1}, []),
     ({"partition": "tran"}, ["'tran'.* closed, plain, short, train, week; .*'train'"]),
     ({"partition": "closed", "nodes": 1}, ["closed.*drain"]),
     ({"partition": "short", "nodes": 1, "time_limit": "31"}, ["time_limit='31'.*short, 30:00"]),
@@ -141,7 +135,7 @@ def test_what_fits(at_site: FakeSlurm, fields: dict[str, object]) -> None:
     ({"reservation": "hol", "account": "lob", "qos": "lang"},
      ["reservation='hol'.* hold", "account='lob'.* lab, root;", "qos='lang'.* long, normal;"]),
 ], ids=str)  # fmt: skip
-def test_what_does_not_fit(
+def test_what_fits_and_what_does_not(
     at_site: FakeSlurm, fields: dict[str, object], expected: list[str]
 ) -> None:
     found = _problems(**fields)
@@ -189,7 +183,12 @@ def test_missing_files(tmp_path: Path) -> None:
     there = ClusterConfig(container=image, python="no/python")  # the image's
     gone = ClusterConfig(container=ContainerConfig(kind="pyxis", image="./b.sqsh"))
     remote = ClusterConfig(container=ContainerConfig(kind="pyxis", image="nvcr.io#a/b:1"))
+    pulled, absent = (
+        ClusterConfig(container=ContainerConfig(kind="singularity", image=image))
+        for image in ("docker://a/b", "images/b.sif")
+    )
     for cluster, named in ((there, "/no/such"), (gone, "./b.sqsh"), (remote, ""),
+                           (pulled, ""), (absent, "images/b.sif"),
                            (ClusterConfig(python="./python"), f"{tmp_path}/python"),
                            (ClusterConfig(python="python3"), "")):  # fmt: skip
         found = site.missing_files(cluster, str(tmp_path))

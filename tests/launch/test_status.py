@@ -16,9 +16,7 @@ from tests.support.run_folder import RunFolder
 
 
 def _prep_lines(folder: Path) -> list[str]:
-    report = status.prep_report(folder)
-    assert report
-    return status.prep_summary(report).text().splitlines()
+    return status.prep_summary(status.prep_report(folder)).text().splitlines()
 
 
 def _line(state: str, folder: Path, *, reason: str = "None", start: str = "N/A", end: str = "N/A",
@@ -51,30 +49,25 @@ def test_a_running_job(recorded: RecordedSlurm, run: RunFolder) -> None:
     end, start = str(int(now) + 3000), str(int(now) - 600)
     recorded.says("squeue", _line("RUNNING", run.folder, nodes="cm[1-2]", restarts=1, start=start,
                                   end=end))  # fmt: skip
-    lines = status.run_summary(status.run_report(run.folder), float(int(now))).text().splitlines()
-    assert lines[0] == f"{run.folder}: running"
-    assert lines[1] == (
-        "job         412 running on cm[1-2] for 00:10:00, 00:50:00 left of 1:00:00, 1 restart"
+    facts = (
+        "412 running on cm[1-2] for 00:10:00, 00:50:00 left of 1:00:00, 1 restart",
+        "excluded    cm3",
+        f"[{'#' * 8}{'-' * 32}] 21.0%  step 210 of 1,000",
+        "loss        6.5000 at step ",
+        "ETA         00:13:10   last sign of life 00:00:0",  # 1 s a step
+        "restarts    1, the last from step 90; rewinds 0",
+        "checkpoint  step 200, 00:00:2",
+        "from step 0   requeue: asked to stop before the time limit\n",
+        "from step 90  running",
     )
-    assert lines[2] == "excluded    cm3"
-    assert lines[3] == f"[{'#' * 8}{'-' * 32}] 21.0%  step 210 of 1,000"
-    assert lines[4].startswith("loss        6.5000 at step ")
-    assert lines[5].startswith("held-out    ")
-    assert lines[6].startswith("rate        ")
-    assert lines[7].startswith("tokens      ")
-    assert lines[8].startswith("ETA         00:13:10   last sign of life 00:00:0")  # 1 s a step
-    assert lines[9] == "restarts    1, the last from step 90; rewinds 0"
-    assert lines[10].startswith("checkpoint  step 200, 00:00:2")
-    assert "412.0" in lines[11]
-    assert lines[11].endswith("from step 0   requeue: asked to stop before the time limit")
-    assert lines[12].endswith("from step 90  running")
+    _check(run, "running", "\nheld-out  ", "\nrate  ", "\ntokens  ", *facts, at=now)
 
 
-def _check(run: RunFolder, state: str, *facts: str) -> None:
+def _check(run: RunFolder, state: str, *facts: str, at: float | None = None) -> None:
     """Compare the state, and look for what the text must name, whatever it says around it."""
     report = status.run_report(run.folder)
     assert status.headline(report) == state
-    text = status.run_summary(report, float(int(time.time()))).text()
+    text = status.run_summary(report, float(int(at or time.time()))).text()
     assert [fact for fact in facts if fact not in text] == [], text
 
 
@@ -263,9 +256,7 @@ def test_cancelled_unaccounted(recorded: RecordedSlurm, run: RunFolder, tmp_path
     title, *lines = _prep_lines(data)
     assert title == f"{data}: data preparation, cancelled"
     assert "cancelled on " in "".join(lines)
-    found = read_prep(data)
-    assert found
-    assert found.submitted_unix_s == 5.0
+    assert read_prep(data).submitted_unix_s == 5.0
 
 
 @pytest.mark.usefixtures("processes")

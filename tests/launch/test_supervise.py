@@ -24,7 +24,7 @@ def _start(run_dir: Path, *, checks: bool = True, gb_per_s: float = 0, **attempt
     def inputs() -> tuple[PretrainConfig, ClusterConfig]:
         preflight = PreflightConfig(bandwidth_gb_per_s=gb_per_s)
         config = load(PretrainConfig, ROOT / "configs/demo.yaml", [f"run_dir={run_dir}"]).config
-        return config, ClusterConfig(nodes=2, preflight=preflight)
+        return config, ClusterConfig(max_excluded_nodes=2, preflight=preflight)
 
     (run_dir / "launch").mkdir(parents=True, exist_ok=True)
     return JobStart(replace(ATTEMPT, **attempt), "pretrain", Limits(3, 2), run_dir, StorageRetry(),
@@ -66,14 +66,25 @@ def test_progress_is_measured_from_what_the_start_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("restart", "order"), [(1, "requeue"), (3, "exit 2")], ids=["again", "too often"]
+    ("restart", "old", "new", "order"),
+    [
+        (1, ["o1"], ["n2"], "requeue"),
+        (3, ["o1"], ["n2"], "exit 2"),
+        (1, ["o1", "o2"], [], "exit 2"),
+    ],
+    ids=["again", "too often", "too many"],
 )
-def test_node_without_a_record_is_left_out(tmp_path: Path, restart: int, order: str) -> None:
-    start = _start(tmp_path, restart=restart)
+def test_node_without_a_record_is_left_out(
+    tmp_path: Path, restart: int, old: list[str], new: list[str], order: str
+) -> None:
+    start = _start(tmp_path, restart=restart, nodes=("n1", "n2", "n3"))
+    exclude_nodes(tmp_path, old)
     _write_records(start, "n1")
+    write_record(start.records, Record("n3"))  # killed because n2 could not be started
     (tmp_path / "launch/unjudged").write_text("7\n")
     assert next_order("check", start) == order
-    assert excluded_nodes(tmp_path) == ["n2"]
+    assert excluded_nodes(tmp_path) == [*old, *new]
+    assert [line["decision"] for line in history(tmp_path)] == ["requeue"] * len(new)
     assert not (tmp_path / "launch/unjudged").exists()
 
 

@@ -4,6 +4,7 @@ import math
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,11 +41,6 @@ SWITCHES: dict[str, list[Any]] = {
 }  # fmt: skip
 TINY = ModelConfig(vocab_size=300, num_layers=3, hidden_size=40, num_heads=4, ffn_size=96,
                    max_positions=64, dropout=0.0, attention_dropout=0.0)  # fmt: skip
-BERT = {"positions": "learned", "norm": "layernorm", "norm_affine": True, "bias": True,
-        "activation": "gelu", "mlm_head": "bert", "embedding_dropout": "after_norm"}  # fmt: skip
-ODD = {"norm_placement": "pre", "activation": "swiglu", "residual": "rezero", "embedding_size": 12,
-       "share_layers": True, "norm_affine": True, "attention_scale": "entropy_invariant",
-       "pooler": True}  # fmt: skip
 
 
 def _random_config(seed: int) -> ModelConfig:
@@ -75,13 +71,31 @@ def group_of(name: str) -> str:
     return {"attention": "attention", "feed_forward": "feed-forward"}[in_layer.split(".")[0]]
 
 
-def _real_parameters(config: ModelConfig) -> dict[str, int]:
+def real_parameters(
+    make: Callable[[], torch.nn.Module], group: Callable[[str], str] = group_of
+) -> dict[str, int]:
+    """Parameters of a module by group, and all of them."""
     with torch.device("meta"):
-        model = MaskedLanguageModel(config)
+        model = make()
     found: dict[str, int] = {}
     for name, parameter in model.named_parameters():
-        found[group_of(name)] = found.get(group_of(name), 0) + parameter.numel()
+        found[group(name)] = found.get(group(name), 0) + parameter.numel()
     return found | {"total": sum(parameter.numel() for parameter in model.parameters())}
+
+
+def counted_flops(loss: Callable[[], torch.Tensor]) -> tuple[int, int]:
+    """Of the forward pass, and with that of the backward pass, as torch counts them.
+
+    FlopCounterMode counts the shapes of mm, addmm and bmm, 2 FLOPs a multiply-add, and nothing
+    else of ours. It knows no fused attention of a CPU: MATH is the one made of bmm.
+    """
+    with sdpa_kernel(SDPBackend.MATH):
+        with FlopCounterMode(display=False) as forward, torch.no_grad():
+            loss()
+        # The loss computes its gradients in the forward pass.
+        with FlopCounterMode(display=False) as total:
+            loss().backward()
+    return forward.get_total_flops(), total.get_total_flops()
 
 
 NAMED = [
@@ -92,26 +106,11 @@ NAMED = [
 
 @pytest.mark.parametrize("config", [*NAMED, *first_in_ci(RANDOM, 8)])
 def test_parameters_are_those_of_the_module(config: ModelConfig) -> None:
-    counted = cost.parameters(config)
-    assert {name: number for name, number in counted.items() if number} == _real_parameters(config)
+    counted = {name: number for name, number in cost.parameters(config).items() if number}
+    assert counted == real_parameters(lambda: MaskedLanguageModel(config))
 
 
-@pytest.mark.parametrize(
-    ("layers", "width", "ffn", "seq_len", "mflop"),
-    [(12, 768, 3072, 128, 558.3), (12, 768, 3072, 512, 600.8), (24, 1024, 4096, 128, 1895.8)],
-)
-def test_flops_done_by_hand(layers: int, width: int, ffn: int, seq_len: int, mflop: float) -> None:
-    config = ModelConfig(
-        vocab_size=50_000, num_layers=layers, hidden_size=width, num_heads=width // 64, ffn_size=ffn
-    )
-    flops = cost.flops_per_token(config, seq_len)
-    assert flops.total / 1e6 == pytest.approx(mflop, abs=0.05)
-    # Of documents shorter than the row, and of no longer ones.
-    assert cost.flops_per_token(config, 4 * seq_len, document_len=seq_len) == flops
-    assert cost.flops_per_token(config, seq_len, document_len=9999) == flops
-
-
-def _loss(model: MaskedLanguageModel, batch: int, seq_len: int, num_masked: int) -> torch.Tensor:
+def loss_of(model: MaskedLanguageModel, batch: int, seq_len: int, num_masked: int) -> torch.Tensor:
     """The training loss of random tokens; two documents in each row."""
     ids = torch.randint(0, 300, (batch, seq_len))
     documents = (torch.arange(seq_len) >= seq_len // 2).int().expand(batch, -1)
@@ -123,19 +122,15 @@ def _loss(model: MaskedLanguageModel, batch: int, seq_len: int, num_masked: int)
 
 @pytest.mark.parametrize("config", first_in_ci(RANDOM[:12], 4))
 def test_flops_equal_those_torch_counts(config: ModelConfig) -> None:
-    # FlopCounterMode counts the shapes of mm, addmm and bmm, 2 FLOPs a multiply-add, and nothing
-    # else of ours. It knows no fused attention of a CPU: MATH is the one made of bmm.
     model, batch, seq_len, num_masked = MaskedLanguageModel(config), 2, 24, 9
-    with sdpa_kernel(SDPBackend.MATH):
-        with FlopCounterMode(display=False) as forward, torch.no_grad():
-            _loss(model, batch, seq_len, num_masked)
-        # The loss computes its gradients in the forward pass.
-        with FlopCounterMode(display=False) as total:
-            _loss(model, batch, seq_len, num_masked).backward()
-    tokens = batch * seq_len
-    flops = cost.flops_per_token(config, seq_len, num_masked / tokens)
-    assert forward.get_total_flops() == pytest.approx(flops.forward * tokens, rel=1e-12)
-    assert total.get_total_flops() == pytest.approx(flops.total * tokens, rel=1e-12)
+    forward, total = counted_flops(lambda: loss_of(model, batch, seq_len, num_masked))
+    tokens, share = batch * seq_len, num_masked / (batch * seq_len)
+    flops = cost.flops_per_token(config, seq_len, share)
+    assert forward == pytest.approx(flops.forward * tokens, rel=1e-12)
+    assert total == pytest.approx(flops.total * tokens, rel=1e-12)
+    # Of documents shorter than the row, and of no longer ones.
+    assert cost.flops_per_token(config, 4 * seq_len, share, document_len=seq_len) == flops
+    assert cost.flops_per_token(config, seq_len, share, document_len=9999) == flops
 
 
 @pytest.mark.parametrize("kind", ["mlm", "rtd"])

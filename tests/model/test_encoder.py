@@ -97,15 +97,6 @@ def test_gradients_equal_finite_differences_of_the_reference(score_residual: str
 
 
 @BOTH
-def test_batch_size_and_masked_positions_do_not_matter(score_residual: str) -> None:
-    model = _model(score_residual)
-    ids, layout, _ = _batch()
-    every = model(ids, layout, torch.arange(32))
-    some = model(ids[1:], rows(DOCUMENTS[1:], POSITIONS[1:]), torch.tensor([4]))
-    torch.testing.assert_close(every[20:21], some, rtol=0, atol=1e-12)
-
-
-@BOTH
 def test_bf16_follows_fp32(score_residual: str) -> None:
     model = _model(score_residual).float()
     exact = model(*_batch())

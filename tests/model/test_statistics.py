@@ -49,17 +49,3 @@ def test_packed_and_padded_are_alike() -> None:
     torch.testing.assert_close(flat.entropy, side_by_side.entropy)
     torch.testing.assert_close(flat.divergence, side_by_side.divergence)
     assert float(flat.divergence.min()) > 0
-
-
-def test_where_alpha_is_0_every_layer_sees_the_embeddings() -> None:
-    torch.manual_seed(0)
-    encoder = Encoder(CONFIG).eval()
-    encoder.layers[1].load_state_dict(encoder.layers[0].state_dict())
-    documents, ids = torch.ones(2, 9, dtype=torch.int32), torch.randint(40, (2, 9))
-    layout = rows(documents, torch.arange(9).expand(2, 9))
-    encoder.set_alpha(0.0)
-    found = attention_statistics(encoder, ids, layout, documents > 0)
-    torch.testing.assert_close(found.entropy[0], found.entropy[1], rtol=0, atol=0)
-    encoder.set_alpha(1.0)
-    trained = attention_statistics(encoder, ids, layout, documents > 0)
-    assert not torch.equal(trained.entropy[0], trained.entropy[1])

@@ -126,9 +126,6 @@ def test_a_bf16_model_sums_in_fp32_and_the_loss_is_that_of_masked_tokens() -> No
     assert {each.dtype for pair in sums.values() for each in pair} == {torch.float32}
     assert objective.tracked_loss({"loss": 3.0, "sop": 0.6}) == 3.0
     assert objective.losses == {"loss": 1.0, "sop": 0.5}
-    assert objective.tracked_loss({"loss": 3.0}) == 3.0  # a batch without pairs
-    assert math.isnan(objective.tracked_loss({"loss": 3.0, "sop": math.nan}))
-    assert math.isinf(objective.tracked_loss({"loss": 3.0, "sop": math.inf}))
 
 
 def test_what_a_config_may_ask_for() -> None:

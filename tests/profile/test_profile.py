@@ -29,7 +29,7 @@ from pipeline.profile.step import (
 )
 from pipeline.train.timing import BEGIN, BODY, DATA, END, FORWARD, HEAD, PREFIX, UPDATE
 from tests.support.processes import python
-from tests.support.ranks import CONFIG, Starter
+from tests.support.ranks import CONFIG, Starter, finish
 
 # As torch's profiler writes them on A100 and H100 (PyTorch 2.1 to 2.11), parameters cut.
 KERNELS = {
@@ -182,45 +182,44 @@ def test_work_and_batched_products_of_attention() -> None:
     assert category("aten::bmm", BODY) == ATTENTION
 
 
-def _check(found: dict[str, Any], steps: int) -> None:
+def _command(folder: Path, dataset: DatasetIndex, *words: object) -> list[str]:
+    """Of two steps; writes p.json."""
+    (folder / "run.yaml").write_text(CONFIG)
+    every = ["-m", "pipeline", "profile", folder / "run.yaml", f"run_dir={folder / 'run'}",
+             f"data.dir={dataset.folder}", *words, "--steps", "2", "--warm-up", "1", "--json",
+             folder / "p.json"]  # fmt: skip
+    return [str(word) for word in every]
+
+
+def _checked(folder: Path) -> dict[str, Any]:
+    """The profile that was written; of no run there is a folder."""
+    found: dict[str, Any] = json.loads((folder / "p.json").read_text())
     assert list(found["categories_ms"]) == list(CATEGORIES)
     assert sum(found["categories_ms"].values()) == pytest.approx(found["step_ms"])
     for part in (GEMM, ATTENTION, NORMS, HEAD_LOSS, OPTIMIZER):
         assert found["categories_ms"][part] > 0, part
-    assert found["steps"] == steps
+    assert found["steps"] == 2
     assert 0 < found["tokens_per_s"] <= 8 * 64 / found["untraced_step_ms"] * 1e3
+    assert not (folder / "run").exists()
+    return found
 
 
 @pytest.mark.usefixtures("processes")
 def test_profile_of_a_run(dataset: DatasetIndex, tmp_path: Path) -> None:
-    config, out, trace = tmp_path / "run.yaml", tmp_path / "p.json", tmp_path / "t.json.gz"
-    config.write_text(CONFIG)
-    run_dir = tmp_path / "run"
-    said = python("-m", "pipeline", "profile", config, f"run_dir={run_dir}",
-                  f"data.dir={dataset.folder}", "train.zero_stage=0", "--steps", "2", "--warm-up",
-                  "1", "--json", out, "--trace", trace,
-                  env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
-    found = json.loads(out.read_text())
-    _check(found, 2)
+    trace = tmp_path / "t.json.gz"
+    command = _command(tmp_path, dataset, "train.zero_stage=0", "--trace", trace)
+    said = python(*command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    found = _checked(tmp_path)
     for name, ms in found["categories_ms"].items():
         assert re.search(rf"^{re.escape(name)} +{ms:.2f} ", said, re.MULTILINE)
     assert "no roofline" in said
-    assert not run_dir.exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["p.json", "run.yaml", "t.json.gz"]
 
 
 def test_profile_of_ranks(dataset: DatasetIndex, tmp_path: Path, start_command: Starter) -> None:
-    config, out = tmp_path / "run.yaml", tmp_path / "p.json"
-    config.write_text(CONFIG)
-    command = [sys.executable, "-m", "pipeline", "profile", str(config),
-               f"run_dir={tmp_path / 'run'}", f"data.dir={dataset.folder}", "--steps", "2",
-               "--warm-up", "1", "--json", str(out)]  # fmt: skip
     log = tmp_path / "out"
-    processes = start_command(command, 2, log)
-    assert [process.wait(120) for process in processes] == [0, 0], log.read_text()
-    found = json.loads(out.read_text())
-    _check(found, 2)
+    finish(start_command([sys.executable, *_command(tmp_path, dataset)], 2, log), log)
+    found = _checked(tmp_path)
     assert found["num_ranks"] == 2
     assert found["categories_ms"][COMMUNICATION] > 0
     assert log.read_text().count("of roofline") == 1
-    assert not (tmp_path / "run").exists()

@@ -34,16 +34,6 @@ def test_a_record_that_does_not_fit_leaves_no_part(tmp_path: Path) -> None:
     assert path.read_bytes() == b"first\none\n2\nfour\n"
 
 
-def test_half_a_record_of_a_killed_writer_is_cut_off(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b'{"a": 1}\n{"b"')
-    AppendedFile(path).append(b"next\n", end=b"\n")
-    assert path.read_bytes() == b'{"a": 1}\nnext\n'
-    path.write_bytes(b'{"b"')
-    AppendedFile(path).append(b"next\n", end=b"\n")
-    assert path.read_bytes() == b"next\n"
-
-
 def test_a_file_that_was_put_back_is_not_cut(tmp_path: Path) -> None:
     path, aside = tmp_path / "file", tmp_path / "aside"
     file = AppendedFile(path)

@@ -18,8 +18,8 @@ from pipeline.errors import explained
 from pipeline.runtime import cli, stop
 from pipeline.runtime.cli import Parser
 from postnorm.__main__ import groups
-from tests.support.checkpoints import make_checkpoint
 from tests.support.processes import python
+from tests.support.run_folder import RunFolder
 
 PARSERS = {
     "postnorm": cli.parser_of("postnorm", "", groups()),
@@ -79,26 +79,30 @@ def test_help_lists_every_verb_in_its_group(capsys: pytest.CaptureFixture[str]) 
         assert f"\n  {verb} " in text
 
 
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
-        (["pretrian", "c.yaml"], "'pretrian' is not known; did you mean `pretrain`?"),
-        (["checkpoint", "verfy"], "did you mean `verify`?"),
-        (
-            ["export", "a", "b", "--format", "HF"],
-            "one of postnorm, hf, onnx, sentence-transformers",
-        ),
-        (["quux"], "'quux' is not known (expected one of"),
-        (["export", "a", "b", "--fromat=hf"], "--fromat=hf"),
-    ],
-)
-def test_an_unknown_word_names_the_nearest(
-    words: list[str], error: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def _refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as ended:
         cli.parse(PARSERS["postnorm"], words)
     assert ended.value.code == 2
-    assert error in capsys.readouterr().err
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("pretrian c.yaml", "'pretrian' is not known; did you mean `pretrain`?"),
+        ("checkpoint verfy", "did you mean `verify`?"),
+        ("export a b --format HF", "one of postnorm, hf, onnx, sentence-transformers"),
+        ("quux", "'quux' is not known (expected one of"),
+        ("export a b --fromat=hf", "--fromat=hf"),
+        # A file in the place of a verb.
+        ("prep p.yaml", "did you mean `run p.yaml`?"),
+        ("t.yaml", "did you mean `pretrain t.yaml`?"),
+    ],
+)
+def test_an_unknown_word_names_the_nearest(
+    words: str, error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert error in _refusal(words.split(), capsys)
 
 
 @cli.verb("plain c")
@@ -187,13 +191,11 @@ print(json.dumps(told))
 @pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("module", ["postnorm", "pipeline"])
 def test_light_verbs_load_no_torch(module: str, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    make_checkpoint(run, 10)
-    (run / "resolved.yaml").write_text("run_dir: run\ndata: {dir: data}\n")
-    attempt = {"attempt": 1, "resumed_from_step": None, "unix_s": 1.0, "world_size": 1,
-               "rewound": False, "fingerprint": "0", "host": "here", "job": "local"}  # fmt: skip
-    (run / "attempts.jsonl").write_text(f"{json.dumps(attempt)}\n")
-    expected = {"--help": "pretrain", "pretrain --help": "example:", f"status {run}": str(run),
+    run = RunFolder(tmp_path / "run")
+    run.started("local", 1.0)
+    run.saved(10, 1.0)
+    status = f"status {run.folder}"
+    expected = {"--help": "pretrain", "pretrain --help": "example:", status: str(run.folder),
                 "config configs/demo.yaml": "run_dir: ",
                 "model configs/model/roformer_v2-base.yaml": "parameters"}  # fmt: skip
     asked = json.dumps([module, *(command.split() for command in expected)])
@@ -219,14 +221,6 @@ except ImportError:
     assert python("-c", program) == f"{[verb == 'export'] * 2}\n"
 
 
-def test_a_file_in_the_place_of_a_verb_names_the_verb(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, meant in ((["prep", "p.yaml"], "run p.yaml"), (["t.yaml"], "pretrain t.yaml")):
-        with pytest.raises(SystemExit) as ended:
-            cli.parse(PARSERS["postnorm"], words)
-        assert ended.value.code == 2
-        assert f"did you mean `{meant}`?" in capsys.readouterr().err
-
-
 def test_an_output_that_cannot_be_written_is_told_before_the_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -236,10 +230,7 @@ def test_an_output_that_cannot_be_written_is_told_before_the_work(
         (["encode", "m", "--out", f"{tmp_path}/file/v.npy"], f"{tmp_path}/file is a file"),
         (["export", "m", f"{tmp_path}/file/new/out"], f"{tmp_path}/file is a file"),
     ):
-        with pytest.raises(SystemExit) as ended:
-            cli.parse(PARSERS["postnorm"], words)
-        assert ended.value.code == 2
-        assert said in capsys.readouterr().err
+        assert said in _refusal(words, capsys)
     assert cli.parse(PARSERS["postnorm"], ["export", "m", f"{tmp_path}/new/out"]).out.name == "out"
 
 

@@ -80,8 +80,6 @@ def test_data_preparation_says_how_to_continue(programs: Processes, tmp_path: Pa
 
 def test_a_program_that_reads(programs: Processes, straight_run: Path) -> None:
     program = _start(programs, "encode", straight_run, "--batch-size", 1)
-    assert program.stdin
-    assert program.stdout
     program.stdin.write("one text\n")
     program.stdin.flush()
     program.stdin.write("another text\n" * 40)  # vectors come for 32 texts at a time

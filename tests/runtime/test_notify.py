@@ -1,12 +1,8 @@
-"""A user's command is told of events: by a local server, and by what goes wrong."""
+"""A user's command is told of events: what it gets, and what goes wrong with it."""
 
 import json
 import logging
-import sys
-import threading
 import time
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,74 +12,41 @@ from pipeline.runtime import notify
 from pipeline.runtime.notify import Notifier, notify_end
 from tests.support.processes import wait_until
 
-POST = """
-import sys, urllib.request
-urllib.request.urlopen(urllib.request.Request(sys.argv[1], sys.stdin.buffer.read()), timeout=5)
-"""
+
+def _command(folder: Path) -> str:
+    """A line for the shell that keeps its standard input."""
+    return f"cat >>{folder}/received"
 
 
-class _Server(HTTPServer):
-    received: list[dict[str, Any]]
+def _received(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "received").read_text().splitlines()]
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.received.append(json.loads(body))
-        self.send_response(204)
-        self.end_headers()
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-@pytest.fixture
-def server() -> Iterator[_Server]:
-    server = _Server(("127.0.0.1", 0), _Handler)
-    server.received = []
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def _command(server: _Server, folder: Path) -> str:
-    """A line for the shell that posts its standard input."""
-    (folder / "post.py").write_text(POST)
-    return f"{sys.executable} {folder}/post.py http://127.0.0.1:{server.server_port}/hook"
-
-
-@pytest.mark.usefixtures("processes")
-def test_a_server_receives_events_in_their_order(server: _Server, tmp_path: Path) -> None:
-    notifier = Notifier(_command(server, tmp_path), tmp_path / "mine", "7.0")
+def test_a_command_receives_events_in_their_order(tmp_path: Path) -> None:
+    notifier = Notifier(_command(tmp_path), tmp_path / "mine", "7.0")
     notifier.send(notify.STARTED, "from step 0")
     notifier.send(notify.WENT_BACK, "to step 6: the loss jumped")
     notifier.finish()
-    first, second = server.received
+    first, second = _received(tmp_path)
     assert first["unix_s"] == pytest.approx(time.time(), abs=60)
     assert (first["event"], first["run"], first["job"]) == ("started", "mine", "7.0")
     assert first["run_dir"] == str(tmp_path / "mine")
     assert second["text"] == "mine: went back: to step 6: the loss jumped"
 
 
-@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     ("word", "goes_on", "event"),
     [("requeue", True, "requeued"), ("requeue", False, "stopped"), ("failed", True, "failed")],
 )
 def test_the_launcher_tells_how_an_attempt_ended(
-    server: _Server, tmp_path: Path, word: str, goes_on: bool, event: str
+    tmp_path: Path, word: str, goes_on: bool, event: str
 ) -> None:
-    command = json.dumps(_command(server, tmp_path))
+    command = json.dumps(_command(tmp_path))
     folder = tmp_path / "mine/launch/0001"
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(f"run_dir: mine\nnotify:\n  command: {command}\n")
     notify_end(tmp_path / "mine", "7.1", word, "rank 0 died", goes_on=goes_on)
-    [received] = server.received
+    [received] = _received(tmp_path)
     assert (received["event"], received["job"]) == (event, "7.1")
     assert received["text"] == f"mine: {event}: rank 0 died"
 

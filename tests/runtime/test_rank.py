@@ -9,7 +9,7 @@ from pipeline.errors import BusyError, ConfigError, LostRankError
 from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.rank import Rank, run_as_rank
 from tests.support.processes import python
-from tests.support.ranks import start
+from tests.support.ranks import finish, start
 
 PROCESS = ProcessInfo(0, 0, 2, "here", "17.0")
 
@@ -84,10 +84,9 @@ dist.close_group()
 
 @pytest.mark.usefixtures("processes")
 def test_ranks_agree_on_errors_and_signals(tmp_path: Path) -> None:
-    processes = start([sys.executable, "-c", _AGREEING], 2, tmp_path / "out")
-    codes = [process.wait(60) for process in processes]
-    text = (tmp_path / "out").read_text()
-    assert codes == [0, 0], text
+    output = tmp_path / "out"
+    finish(start([sys.executable, "-c", _AGREEING], 2, output), output)
+    text = output.read_text()
     for rank in (0, 1):
         assert [line[2:] for line in text.splitlines() if line.startswith(f"{rank} ")] == [
             "shard of rank 1", "shard of rank 0", "7", "''", "SIGUSR1"

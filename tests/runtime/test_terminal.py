@@ -10,6 +10,7 @@ import subprocess
 import sys
 import termios
 import unicodedata
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -34,14 +35,9 @@ def _on_terminal(words: list[str], stdout: IO[str] | None = None, **variables: s
                                stdout=stdout or theirs, stderr=theirs, env=environment)  # fmt: skip
     os.close(theirs)
     parts = []
-    while True:
-        try:
-            part = os.read(ours, 4096)
-        except OSError:  # the program has ended
-            break
-        if not part:
-            break
-        parts.append(part)
+    with suppress(OSError):  # the program has ended
+        while part := os.read(ours, 4096):
+            parts.append(part)
     os.close(ours)
     assert program.wait() == 0, b"".join(parts)
     return b"".join(parts).decode()

@@ -1,27 +1,23 @@
 """Waiting for a rank that works for longer than the process group's timeout."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.processes import ROOT, free_port
+from tests.support.ranks import finish, start
 
 _RANK = """
-import sys, time
+import os, sys, time
 from datetime import timedelta
 from pathlib import Path
 import torch.distributed
 from pipeline.runtime import dist, watchdog
-rank, port, came = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+rank, came = int(os.environ["RANK"]), Path(sys.argv[1])
 phases = []
 beat = watchdog.heartbeat
 watchdog.heartbeat = lambda phase, step=None: (phases.append(phase), beat(phase, step))
-torch.distributed.init_process_group(
-    "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2,
-    timeout=timedelta(seconds=4),
-)
+torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=4))
 dist.barrier()
 if rank == 1:
     time.sleep(3)
@@ -43,8 +39,5 @@ torch.distributed.destroy_process_group()
 
 @pytest.mark.usefixtures("processes")
 def test_a_rank_is_waited_for_as_long_as_it_gets_on(tmp_path: Path) -> None:
-    port = free_port()
-    command = [sys.executable, "-c", _RANK]
-    words = [port, str(tmp_path / "came")]
-    ranks = [subprocess.Popen([*command, str(rank), *words], cwd=ROOT) for rank in range(2)]
-    assert [rank.wait(120) for rank in ranks] == [0, 0]
+    output = tmp_path / "out"
+    finish(start([sys.executable, "-c", _RANK, str(tmp_path / "came")], 2, output), output)

@@ -105,16 +105,12 @@ def test_a_run_of_which_little_is_known(tmp_path: Path, config: PretrainConfig) 
 def test_lines_are_read_as_they_come(tmp_path: Path) -> None:
     lines = MetricLines(_written(tmp_path, LINES[:3]))
     assert len(lines.update(STARTS)) == 3
-    with _appended(tmp_path) as file:
+    with RunFolder(tmp_path).metrics.open("a") as file:
         file.write('{"step": 20, "ki')  # being written
-    assert len(lines.update(STARTS)) == 3
-    with _appended(tmp_path) as file:
+        file.flush()
+        assert len(lines.update(STARTS)) == 3
         file.write("\n")  # its writer was killed, and the next one begins a line
     _written(tmp_path, LINES[3:5])
     # What the first start computed after step 10 is not valid any more.
     assert lines.update(STARTS) == [*LINES[:2], *LINES[3:5]]
     assert MetricLines(RunFolder(tmp_path)).update(STARTS) == lines.kept
-
-
-def _appended(folder: Path) -> Any:
-    return RunFolder(folder).metrics.open("a")

@@ -36,10 +36,10 @@ def run_dir(
     return run_dir
 
 
-def _expected(run_dir: Path) -> dict[str, dict[int, float]]:
+def points_of(run_dir: Path) -> dict[str, dict[int, float]]:
     """By tag and step, as metrics.jsonl has them."""
     points: defaultdict[str, dict[int, float]] = defaultdict(dict)
-    for kind in ("train", "eval", "save"):
+    for kind in ("train", "eval", "save", "straggler"):
         for record in records(run_dir, kind):
             for name in record.keys() - {"step", "kind", "attempt", "unix_s"}:
                 points[tag_of(kind, name)][record["step"]] = record[name]
@@ -94,7 +94,7 @@ def test_weights_and_biases_has_all_numbers_of_both_attempts(run_dir: Path) -> N
             for tag, value in row.items():
                 if isinstance(value, (int, float)):
                     found[tag][row["step"]] = value
-    expected = _expected(run_dir)
+    expected = points_of(run_dir)
     assert expected.keys() <= found.keys()
     for tag, points in expected.items():
         assert found[tag] == pytest.approx(points), tag
@@ -114,7 +114,7 @@ def test_mlflow_has_all_numbers_of_both_attempts(
     assert run.info.run_name == f"{run_dir.parent.name}/run"
     assert run.info.status == "FINISHED"
     assert run.data.params["train.alpha_warmup_steps"] == "10"
-    for tag, points in _expected(run_dir).items():
+    for tag, points in points_of(run_dir).items():
         history = client.get_metric_history(run.info.run_id, tag)
         assert {each.step: each.value for each in history} == pytest.approx(points), tag
     files = {each.path for each in client.list_artifacts(run.info.run_id, "layers")}

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from pipeline.config.load import load
@@ -18,6 +17,7 @@ from pipeline.config.runs import PretrainConfig
 from pipeline.errors import ConfigError
 from pipeline.sinks import base
 from pipeline.sinks.base import GROUP, SinkContext, Sinks, find_sinks, tag_of
+from tests.distributed.conftest import tensorboard
 from tests.support.ranks import CONFIG, records
 
 SECTIONS = ("at_a_glance", "data", "health", "layers", "quality", "speed")
@@ -51,8 +51,7 @@ def test_each_number_has_a_section(kind: str, name: str, tag: str) -> None:
 
 
 def test_a_run_has_six_sections_and_every_chart_has_a_line(straight_run: Path) -> None:
-    events = EventAccumulator(str(straight_run / "tensorboard"), {"scalars": 0, "tensors": 0})
-    events.Reload()
+    events = tensorboard(straight_run)
     tags = events.Tags()["scalars"]
     assert {tag.partition("/")[0] for tag in tags} == set(SECTIONS)
     expected: defaultdict[str, set[str]] = defaultdict(set)
@@ -84,8 +83,7 @@ def test_a_run_has_six_sections_and_every_chart_has_a_line(straight_run: Path) -
 
 def test_the_name_and_the_settings_of_a_run_are_shown(start: SinkContext) -> None:
     Sinks(start, find_sinks(["tensorboard"])).close()
-    events = EventAccumulator(str(start.run_dir / "tensorboard"), {"tensors": 0})
-    events.Reload()
+    events = tensorboard(start.run_dir)
     [text] = events.Tensors("run/text_summary")
     assert b"**runs/mine**, attempt 1" in text.tensor_proto.string_val[0]
     [config] = events.Tensors("config/text_summary")

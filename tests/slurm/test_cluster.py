@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -44,12 +45,10 @@ def _of(folder: Path) -> list[list[str]]:
     """Commands of all processes that name a folder or have it in their environment."""
     found = []
     for process in psutil.process_iter():
-        try:
+        with suppress(OSError, psutil.Error):
             texts = [*process.cmdline(), *environment_of(process).values()]
             if any(str(folder) in text for text in texts):
                 found.append(process.cmdline())
-        except (OSError, psutil.Error):
-            continue
     return found
 
 
@@ -66,7 +65,6 @@ def test_nothing_is_left_of_it(folder: Path, kind: type[Machines], processes: Pr
     owner = processes.start(
         [sys.executable, "-c", program, str(folder)], stdin=subprocess.PIPE, stderr=None, cwd=ROOT
     )
-    assert owner.stdout
     assert owner.stdout.readline() == "ready\n"
     assert len(_of(folder)) > 3
     owner.kill()

@@ -9,12 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.processes import Processes
+from tests.support.processes import Processes, python
 from tests.support.run_folder import ROOT, RunFolder
 from tests.support.slurm import ENDED, SlurmCluster
 
@@ -33,17 +34,12 @@ from launch import control, logs
 control._DEAF_S, logs._ASK_EVERY_S = 1.0, 0.5
 runpy.run_module("launch", run_name="__main__", alter_sys=True)
 """
-Command = Callable[..., subprocess.CompletedProcess[str]]
+Command = Callable[..., str]
 
 
 @pytest.fixture
 def command(cluster: SlurmCluster) -> Command:
-    def run(*words: object) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-c", PROGRAM, *map(str, words)], cwd=ROOT,
-                              timeout=120, env=cluster.environment, capture_output=True, text=True,
-                              check=False)  # fmt: skip
-
-    return run
+    return partial(python, "-c", PROGRAM, timeout=120, env=cluster.environment)
 
 
 @pytest.fixture(autouse=True)
@@ -70,10 +66,7 @@ def _wait_for_line(cluster: SlurmCluster, run: RunFolder, job: str, line: str) -
 
 
 def _status(command: Command, run: RunFolder) -> dict[str, Any]:
-    done = command("status", run.folder, "--json")
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return json.loads(command("status", run.folder, "--json"))
 
 
 def test_a_run_is_looked_at_requeued_and_cancelled(
@@ -88,7 +81,7 @@ def test_a_run_is_looked_at_requeued_and_cancelled(
     facts = _status(command, run)["jobs"][0]
     assert (facts["job"], facts["state"], facts["restarts"]) == (job, "RUNNING", 0)
     assert facts["end_unix_s"] - facts["started_unix_s"] == 600  # DefaultTime=10
-    listed = command("status").stdout
+    listed = command("status")
     assert str(run.folder) in listed
     assert "10/1,000" in listed
 
@@ -96,31 +89,28 @@ def test_a_run_is_looked_at_requeued_and_cancelled(
     log = processes.start([sys.executable, "-c", PROGRAM, *words], cwd=ROOT,
                           env=cluster.environment, stderr=subprocess.PIPE)  # fmt: skip
     time.sleep(1)
-    done = command("requeue", run.folder)
-    assert f"asked job {job} to save" in done.stdout, done.stderr
+    assert f"asked job {job} to save" in command("requeue", run.folder)
     _wait_for_line(cluster, run, job, "asked")
     cluster.wait_for(job, "PENDING")
     # Held, so that it still waits however long the commands take.
     cluster.run("scontrol", "uhold", job)
-    assert "JobHeldUser" in command("status", run.folder).stdout
-    assert "nothing to requeue" in command("requeue", run.folder).stdout
+    assert "JobHeldUser" in command("status", run.folder)
+    assert "nothing to requeue" in command("requeue", run.folder)
     cluster.run("scontrol", "release", job)
     cluster.wait_for(job, "RUNNING")
     _wait_for_line(cluster, run, job, "restart 1")
     assert _status(command, run)["jobs"][0]["restarts"] == 1
 
     # Its script requeues on SIGTERM, and is not let.
-    done = command("cancel", run.folder)
-    assert done.returncode == 0, done.stderr
-    assert f"cancelled job {job}" in done.stdout
-    assert "newest checkpoint: step 10" in done.stdout
+    said = command("cancel", run.folder)
+    assert f"cancelled job {job}" in said
+    assert "newest checkpoint: step 10" in said
     assert cluster.state(job) == "CANCELLED"
     out, err = log.communicate(timeout=60)
     assert "restart 0" in out
     assert "restart 1" in out, "the log was not followed over the requeue"
     assert f"job {job} has ended: CANCELLED" in err
-    assert command("requeue", run.folder).returncode == 2
-    assert "postnorm resume" in command("requeue", run.folder).stderr
+    assert "postnorm resume" in command("requeue", run.folder, code=2)
 
 
 def test_cancel_lets_it_save_first(cluster: SlurmCluster, command: Command, tmp_path: Path) -> None:
@@ -129,12 +119,11 @@ def test_cancel_lets_it_save_first(cluster: SlurmCluster, command: Command, tmp_
     other = RunFolder(tmp_path / "other")
     others_job = _submit(cluster, other, "--hold")
     _wait_for_line(cluster, run, job, "restart 0")
-    done = command("cancel", run.folder, "--save", "--timeout", 30)
-    assert done.returncode == 0, done.stderr
+    command("cancel", run.folder, "--save", "--timeout", 30)
     assert cluster.job(job)["ExitCode"] == "3:0"  # by itself, not by scancel
     assert not (run.folder / "STOP").exists()
     assert cluster.state(others_job) == "PENDING"
-    assert "there is no checkpoint" in command("cancel", other.folder).stdout
+    assert "there is no checkpoint" in command("cancel", other.folder)
 
 
 @pytest.mark.slow
@@ -142,14 +131,12 @@ def test_controllers_forget_a_job(cluster: SlurmCluster, command: Command, tmp_p
     run = RunFolder(tmp_path / "run")
     run.submitted("999999")
     assert _status(command, run)["jobs"][0]["state"] == "UNKNOWN"
-    done = command("cancel", run.folder, "--save")
-    assert done.returncode == 2
-    assert f"`touch {run.folder}/STOP`" in done.stderr
+    assert f"`touch {run.folder}/STOP`" in command("cancel", run.folder, "--save", code=2)
     # Its id is that of a stranger: not to be touched.
     stranger = cluster.sbatch("#!/bin/bash\nsleep 100\n", "--output=/dev/null")
     run.submitted(stranger)
     assert "another (no comment)" in _status(command, run)["jobs"][0]["reason"]
-    assert command("cancel", run.folder).returncode == 2
+    command("cancel", run.folder, code=2)
     assert cluster.state(stranger) in ("PENDING", "RUNNING")
 
 
@@ -182,12 +169,11 @@ def test_arrays_of_a_preparation(cluster: SlurmCluster, command: Command, tmp_pa
     jobs = {"ingest": [first], "shards": [second]}
     (logs / "submitted.json").write_text(json.dumps({"jobs": jobs}))
     cluster.wait_for(f"{first}_1", "RUNNING")
-    rows = command("status", tmp_path / "data").stdout.splitlines()
+    rows = command("status", tmp_path / "data").splitlines()
     cells = {row.split()[0]: row.split()[1:] for row in rows if row.strip()}
     assert cells["ingest"][:5] == ["2", "2", "0", "0", "JobArrayTaskLimit:"]
     assert cells["shards"][:5] == ["2", "0", "0", "0", "Dependency:"]
-    assert "2 run, 4 wait" in command("status").stdout
-    done = command("cancel", tmp_path / "data")
-    assert f"cancelled job {first} {second}" in done.stdout, done.stderr
+    assert "2 run, 4 wait" in command("status")
+    assert f"cancelled job {first} {second}" in command("cancel", tmp_path / "data")
     assert not [job for job, state in cluster.jobs().items()
                 if job.startswith((first, second)) and state != "CANCELLED"]  # fmt: skip

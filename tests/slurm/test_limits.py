@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.data.format import DatasetIndex, read_index
+from tests.support.damage import flip
 from tests.support.processes import write_program
 from tests.support.ranks import records
 from tests.support.slurm import SlurmCluster
@@ -34,10 +35,7 @@ def test_no_progress_stops_it(cluster: SlurmCluster, dataset: DatasetIndex, tmp_
 def test_bad_data_stops_it(cluster: SlurmCluster, dataset: DatasetIndex, tmp_path: Path) -> None:
     shutil.copytree(dataset.folder, tmp_path / "data")
     for shard in (tmp_path / "data" / "shards").glob("*.tar"):
-        content = bytearray(shard.read_bytes())
-        for place in range(2000, len(content), 4000):
-            content[place] ^= 1
-        shard.write_bytes(content)
+        flip(shard, *range(2000, shard.stat().st_size, 4000))
     run = SlurmRun(
         cluster, tmp_path / "run", read_index(tmp_path / "data"), *LONG,
         preflight={**PROFILE["preflight"], "shards": 0},  # which would find it before

@@ -48,11 +48,9 @@ def test_a_chain_goes_on_until_a_verdict(cluster: SlurmCluster, tmp_path: Path) 
         jobs[code] = _submit(cluster, run_dir, *command, requeue=False, max_restarts=3)
     for code, word in ((0, "finished"), (2, "failed")):
         run_dir = tmp_path / f"tuned-{code}"
-        show = ["squeue", "--noheader", "--array", "--states=all", "--format=%i %T"]
 
-        def states(job: str = jobs[code], show: list[str] = show) -> dict[str, str]:
-            lines = cluster.run(*show, f"--jobs={job}").splitlines()
-            return dict(sorted(line.split() for line in lines))
+        def states(chain: str = f"{jobs[code]}_") -> dict[str, str]:
+            return {job: state for job, state in cluster.jobs().items() if job.startswith(chain)}
 
         cluster.wait_until(lambda: set(states().values()) <= ENDED, "all have ended", timeout_s=200)
         ends = states()

@@ -35,8 +35,7 @@ class Sweep:
                   "metric": {"name": "held_out_loss", "best": "min"}}  # fmt: skip
         self._file.write_text(json.dumps(values))
         words = ("submit", "--sweep", self._file, "--cluster", self._profile, "--json")
-        found: dict[str, Any] = json.loads(self.launch(*words).splitlines()[-1])
-        return found
+        return json.loads(self.launch(*words).splitlines()[-1])
 
     def launch(self, *words: object) -> str:
         return postnorm(self.cluster, *words)

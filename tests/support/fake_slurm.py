@@ -1,11 +1,11 @@
 """Stand-ins for SLURM's commands, for error paths and for machines without SLURM.
 
-`sbatch` writes down what it was given and, if `run` is there, runs all elements of the array at
-once. A new job is shown as the script, the environment and, if it is there, the file `plugin` ask
-for it; the file `environment` has the names of the variables that it got. `scancel` writes down its
-arguments, `squeue` prints the file `queue`, `sinfo` a partition of four nodes, `scontrol show` the
-file `config`. `scontrol update` writes down its arguments, too, `scontrol requeue` ends the script
-that calls it, as SLURM does, and `sleep` does not.
+`sbatch` writes down what it was given. A new job is shown as the script, the environment and, if
+it is there, the file `plugin` ask for it; the file `environment` has the names of the variables
+that it got. `scancel` writes down its arguments, `squeue` prints the file `queue`, `sinfo` a
+partition of four nodes, `scontrol show` the file `config`. `scontrol update` writes down its
+arguments, too, `scontrol requeue` ends the script that calls it, as SLURM does, and `sleep` does
+not.
 """
 
 import json
@@ -21,7 +21,7 @@ from tests.support.processes import write_program
 
 _SBATCH = """\
 #!{python}
-import json, os, re, shlex, subprocess, sys
+import json, os, re, shlex, sys
 from pathlib import Path
 
 folder = Path({folder!r})
@@ -48,12 +48,6 @@ gpus = asked.get("gres") or ("gpu:" + asked["gpus-per-node"] if "gpus-per-node" 
     "gres:" + gpus if gpus else "", asked.get("reservation", "(null)"),
     "0" if "no_requeue" in asked else "1", "".join(shlex.split(asked.get("comment", "")))]))
 (folder / "environment").write_text("\\n".join(sorted(os.environ)))
-if (folder / "run").exists():
-    first, last = re.search(r"^#SBATCH --array=([0-9]+)-([0-9]+)", script, re.M).groups()
-    for index in range(int(first), int(last) + 1):
-        variables = {{"SLURM_ARRAY_JOB_ID": str(job), "SLURM_ARRAY_TASK_ID": str(index)}}
-        subprocess.run(["bash"], input=script, text=True, check=True, stdout=sys.stderr,
-                       env={{**os.environ, **variables}})
 print(f"{{job}};cluster" if (folder / "clusters").exists() else job)
 """
 _SHELL = {

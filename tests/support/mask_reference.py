@@ -11,7 +11,6 @@ from pipeline.data.format import NUM_SPECIAL, Vocabulary
 from pipeline.data.masking import Sequences
 from pipeline.data.random import Purpose, Words, philox
 
-Arrays = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]
 VOCABULARY = Vocabulary(1000)
 
 
@@ -30,7 +29,7 @@ def draws_of(batch: Sequences, key: tuple[int, Purpose]) -> list[npt.NDArray[np.
 
 def mask_by_arrays(
     batch: Sequences, config: DataConfig, vocabulary: Vocabulary, key: tuple[int, Purpose]
-) -> Arrays:
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
     """Tokens and whole words by Bernoulli, with floating-point comparisons."""
     positions = np.arange(batch.tokens.shape[1], dtype=np.int64)
     select, action, replacement, _ = draws_of(batch, key)

@@ -147,19 +147,11 @@ class ReferencePairs:
                 return [*range(start, start + length)]
         return None
 
-    def row(
-        self, packing: Packing, sequence: int, epoch: int, sample_id: int
-    ) -> list[tuple[int, Made]]:
-        """The pairs of a sequence, each with the document of its piece."""
-        return [(
-                    int(packing.piece_doc[piece]),
-                    self.pair(
-                        (
-                            int(packing.piece_start[piece]),
-                            int(packing.piece_stop[piece]),
-                            int(packing.piece_doc[piece]),
-                        ),
-                        number, epoch, sample_id,
-                    ),
-                )
-                for number, piece in enumerate(packing.pieces(sequence))]  # fmt: skip
+    def row(self, packing: Packing, sequence: int, epoch: int, sample_id: int) -> list[Made]:
+        """The pairs of a sequence."""
+        arrays = packing.piece_start, packing.piece_stop, packing.piece_doc
+        pieces = [[int(array[at]) for array in arrays] for at in packing.pieces(sequence)]
+        return [
+            self.pair((start, stop, document), number, epoch, sample_id)
+            for number, (start, stop, document) in enumerate(pieces)
+        ]

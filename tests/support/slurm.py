@@ -55,23 +55,21 @@ class SlurmCluster:
     Everything that waits is bounded, and fails with the jobs and the end of the controller's log.
     """
 
-    def __init__(self, folder: Path, *, num_nodes: int = 4, cpus: int = 8, gpus: int = 8,
+    def __init__(self, folder: Path, *, num_nodes: int = 4,
                  settings: Mapping[str, object] | None = None,
                  machines: Machines | None = None) -> None:  # fmt: skip
         """Prepares a cluster of at most 9 nodes, in a new folder on a short path.
 
-        `cpus` and `gpus` are what each claims to have, `settings` lines of slurm.conf, `machines`
-        the best kind that this user may have by default.
+        `settings` are lines of slurm.conf, `machines` the best kind that this user may have by
+        default.
         """
         self.folder = folder
-        self._size = {"cpus": cpus, "gpus": gpus}
         self._settings = dict(settings or {})
         self._machines = machines or slurm_machines.make(folder, num_nodes)
         self.nodes = [node.name for node in self._machines.nodes]
         self.can_cut_network = self._machines.can_cut_network
         self._off: set[int] = set()
         self._cut: set[int] = set()
-        self._declared_down: set[int] = set()
         self._of_earlier_tests: set[str] = set()
         own = {name: text for name, text in os.environ.items() if not name.startswith("SLURM_")}
         self._daemon_environment = {**own, "SLURM_CONF": str(folder / "slurm.conf")}
@@ -80,16 +78,10 @@ class SlurmCluster:
         """For programs that call SLURM's commands."""
 
     def __enter__(self) -> "SlurmCluster":
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def start(self) -> None:
         """Starts the controller and all nodes, and waits until they take jobs."""
-        slurm_conf.write(self.folder, self._machines.controller, self._machines.nodes,
-                         settings=self._settings, **self._size)  # fmt: skip
+        slurm_conf.write(
+            self.folder, self._machines.controller, self._machines.nodes, self._settings
+        )
         try:
             self._machines.start()
             self._write_clients()
@@ -98,10 +90,11 @@ class SlurmCluster:
                 self.boot(number)
             self.wait_for_nodes()
         except BaseException:
-            self.stop()
+            self._machines.stop()
             raise
+        return self
 
-    def stop(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Ends everything at once; only `folder` stays."""
         self._machines.stop()
 
@@ -181,18 +174,10 @@ class SlurmCluster:
     def poweroff(self, number: int) -> None:
         """Ends everything on a node at once.
 
-        The controller notices after 5 to 30 s, whatever SlurmdTimeout says; see `declare_down`.
+        The controller notices after 5 to 30 s, whatever SlurmdTimeout says.
         """
         self._machines.poweroff(number)
         self._off.add(number)
-
-    def declare_down(self, number: int) -> None:
-        """Tells the controller of a dead node what it would find out by itself, but later."""
-        name = self.nodes[number - 1]
-        # An answer that it gave before may still arrive; drained, it gets no job for that.
-        for state in ("down", "drain"):
-            self.run("scontrol", "update", f"nodename={name}", f"state={state}", "reason=test")
-        self._declared_down.add(number)
 
     def boot(self, number: int) -> None:
         slurmd = slurm_machines.program("slurmd")
@@ -200,9 +185,6 @@ class SlurmCluster:
         command = [slurmd, "-D", "-N", self.nodes[number - 1]]
         self._machines.boot(number, command, self._daemon_environment)
         self._off.discard(number)
-        if number in self._declared_down:
-            self._declared_down.discard(number)
-            self._resume(self.nodes[number - 1])
 
     def netcut(self, number: int) -> None:
         """Cuts a node off the network, while its processes live on; see `can_cut_network`."""
@@ -234,11 +216,10 @@ class SlurmCluster:
         self.start_controller()
 
     @contextmanager
-    def preempting(self, num_nodes: int | None = None) -> Iterator[str]:
-        """A job in partition `high` on whole nodes, all by default, while the block runs."""
-        options = [f"--nodes={num_nodes or len(self.nodes)}", "--exclusive", "--partition=high",
-                   "--output=/dev/null"]  # fmt: skip
-        job = self.sbatch("#!/bin/bash\nsleep 1000\n", *options)
+    def preempting(self) -> Iterator[str]:
+        """A job in partition `high` on all nodes, while the block runs."""
+        options = ["--exclusive", "--partition=high", "--output=/dev/null"]
+        job = self.sbatch("#!/bin/bash\nsleep 1000\n", f"--nodes={len(self.nodes)}", *options)
         try:
             yield job
         finally:
@@ -263,11 +244,10 @@ class SlurmCluster:
                     found[int(variables["SLURM_PROCID"])] = process
         return found
 
-    def wait_for_tasks(self, job: str, ranks: int, timeout_s: float = 60) -> None:
+    def wait_for_tasks(self, job: str, ranks: int) -> None:
         """Waits until all ranks of a job are processes."""
-        self.wait_for(job, "RUNNING", timeout_s=timeout_s)
-        what = f"job {job} has {ranks} tasks"
-        self.wait_until(lambda: len(self.tasks(job)) == ranks, what, timeout_s=timeout_s)
+        self.wait_for(job, "RUNNING")
+        self.wait_until(lambda: len(self.tasks(job)) == ranks, f"job {job} has {ranks} tasks")
 
     def node_states(self) -> dict[str, str]:
         """Such as idle, allocated or down; with `*` while a node does not answer."""
@@ -275,14 +255,14 @@ class SlurmCluster:
         lines = self.run("sinfo", *columns).splitlines()
         return dict(line.split() for line in lines)  # type: ignore[misc]
 
-    def wait_for_nodes(self, *numbers: int, timeout_s: float = 60) -> None:
-        """Waits until nodes, all by default, take jobs."""
-        names = {self.nodes[number - 1] for number in numbers} or set(self.nodes)
+    def wait_for_nodes(self) -> None:
+        """Waits until all nodes take jobs."""
 
         def missing() -> set[str]:
-            return names - {n for n, state in self.node_states().items() if state in _TAKES_JOBS}
+            states = self.node_states().items()
+            return set(self.nodes) - {name for name, state in states if state in _TAKES_JOBS}
 
-        self.wait_until(lambda: not missing(), f"{sorted(names)} take jobs", timeout_s=timeout_s)
+        self.wait_until(lambda: not missing(), "all nodes take jobs")
 
     def mend(self) -> None:
         """Undoes all faults and cancels all jobs, for the next test."""
@@ -295,14 +275,10 @@ class SlurmCluster:
         self.cancel_all()
         self.wait_until(lambda: "*" not in str(self.node_states()), "all nodes answer")
         for name, state in self.node_states().items():
-            if "drain" in state:
-                self._resume(name)
+            if "drain" in state:  # refused where it just got its right to jobs by itself
+                self._try_to_run(["scontrol", "update", f"nodename={name}", "state=resume"])
         self.wait_for_nodes()
         self._of_earlier_tests = set(self.jobs())
-
-    def _resume(self, name: str) -> None:
-        """Lets a node have jobs again; refused where it just got that right by itself."""
-        self._try_to_run(["scontrol", "update", f"nodename={name}", "state=resume"])
 
     def _write_clients(self) -> None:
         """Commands of SLURM that work from here; jobs get the PATH that there was before."""

@@ -14,6 +14,7 @@ PARTITIONS = {
 }
 """Jobs in `high` push jobs in the others back into the queue, those in `scrap` out of it."""
 
+_CPUS = _GPUS = 8  # what each node claims to have
 _LONGEST_SOCKET = 107  # bytes of its path; slurmstepd listens on one
 
 
@@ -24,12 +25,13 @@ class Host:
     port: int
 
 
-def write(folder: Path, controller: Host, nodes: Sequence[Host], *, cpus: int, gpus: int,
-          settings: Mapping[str, object]) -> Path:  # fmt: skip
-    """Writes all files that the daemons read, makes their folders, and returns slurm.conf.
+def write(
+    folder: Path, controller: Host, nodes: Sequence[Host], settings: Mapping[str, object]
+) -> None:
+    """Writes all files that the daemons read, and makes their folders.
 
-    The controller's host name must be the one that the system gives there. Each node claims to have
-    `cpus` and `gpus`; `settings` are lines of slurm.conf that differ from those here.
+    The controller's host name must be the one that the system gives there; `settings` are lines of
+    slurm.conf that differ from those here.
     """
     names = [node.name for node in nodes]
     longest = max(len(f"{folder}/spool/{name}/{name}_0000000.4294967291") for name in names)
@@ -38,12 +40,11 @@ def write(folder: Path, controller: Host, nodes: Sequence[Host], *, cpus: int, g
         (folder / name).mkdir(parents=True, exist_ok=True)
     # Only a link to a device is given to jobs in CUDA_VISIBLE_DEVICES; a GPU without a file makes
     # its node invalid.
-    for number in range(gpus):
+    for number in range(_GPUS):
         link = folder / f"gpus/gpu{number}"
         link.unlink(missing_ok=True)
         link.symlink_to("/dev/null")
-    gres = f"Name=gpu File={folder}/gpus/gpu[0-{gpus - 1}]\n" if gpus else ""
-    (folder / "gres.conf").write_text(gres)
+    (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpus/gpu[0-{_GPUS - 1}]\n")
     # Named, because finding it out fails where /sys/fs/cgroup is not mounted.
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     lines = [f"{name}={value}" for name, value in {**_settings(folder), **settings}.items()]
@@ -51,17 +52,15 @@ def write(folder: Path, controller: Host, nodes: Sequence[Host], *, cpus: int, g
               f"SlurmctldPort={controller.port}",
               # Jobs take a port for their ranks by their number: not those of another cluster.
               f"FirstJobId={controller.port * 100}"]  # fmt: skip
-    size = f"Sockets=1 CoresPerSocket={cpus} ThreadsPerCore=1 RealMemory=64000"
+    size = f"Sockets=1 CoresPerSocket={_CPUS} ThreadsPerCore=1 RealMemory=64000"
     lines += [
         f"NodeName={node.name} NodeAddr={node.address} Port={node.port} {size} "
-        f"{f'Gres=gpu:{gpus}' if gpus else ''} State=UNKNOWN"
+        f"Gres=gpu:{_GPUS} State=UNKNOWN"
         for node in nodes
     ]
     every = "Nodes=ALL MaxTime=INFINITE DefaultTime=10 State=UP"
     lines += [f"PartitionName={name} {every} {how}" for name, how in PARTITIONS.items()]
-    path = folder / "slurm.conf"
-    path.write_text("\n".join([*lines, ""]))
-    return path
+    (folder / "slurm.conf").write_text("\n".join([*lines, ""]))
 
 
 def _settings(folder: Path) -> dict[str, object]:

@@ -194,7 +194,7 @@ def _resume_with_stray_variables(run: SlurmRun, _choice: Random) -> Blow:
 
     def strike() -> None:
         run.cancel_with_save()
-        run.resume(variables=_STRAY)
+        run.resume(**_STRAY)
 
     def compare() -> None:
         job = run.cluster.job(run.job)

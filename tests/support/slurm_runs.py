@@ -5,7 +5,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,10 @@ from launch.records import history, script_starts
 from pipeline.data.format import DatasetIndex
 from pipeline.runtime.checkpoints import read_manifest
 from pipeline.runtime.files import read_json_lines
-from tests.support.processes import python, write_program
+from tests.support.processes import ROOT, python, write_program
 from tests.support.ranks import CONFIG, assert_same_bits, records
 from tests.support.slurm import ENDED, SlurmCluster
 
-ROOT = Path(__file__).parents[2]
 PROFILE: dict[str, object] = {"nodes": 2, "gpus_per_node": 0, "ranks_per_node": 1,
                               "cpus_per_rank": 1, "time_limit": "30", "stop_before_end_s": 90,
                               "python": sys.executable, "max_attempts_without_progress": 3,
@@ -34,9 +33,12 @@ def place_of(name: str) -> Place:
     return int(job), int(restart)
 
 
-def launch(cluster: SlurmCluster, *words: object, code: int = 0) -> str:
-    """Return the output of `python -m launch ...`, or its errors where it must fail."""
-    return python("-m", "launch", *words, code=code, env=cluster.environment)
+def launch(cluster: SlurmCluster, *words: object, code: int = 0, **variables: str) -> str:
+    """Return the output of `python -m launch ...`, or its errors where it must fail.
+
+    It has the cluster's variables and some more.
+    """
+    return python("-m", "launch", *words, code=code, env={**cluster.environment, **variables})
 
 
 class SlurmRun:
@@ -46,34 +48,30 @@ class SlurmRun:
                  **profile: object) -> None:  # fmt: skip
         """`profile` are fields of the cluster profile that differ from PROFILE."""
         self.cluster, self.run_dir = cluster, run_dir
-        self._config = run_dir.with_suffix(".yaml")
-        self._config.write_text(CONFIG)
+        config = run_dir.with_suffix(".yaml")
+        config.write_text(CONFIG)
         self.python = run_dir.with_suffix(".bin") / "python"
         """Interpreter of the run, unless `profile` names one: a script that may be lost."""
         self.python.parent.mkdir()
         write_program(self.python, f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
         fields = {**PROFILE, "python": str(self.python), **profile}
-        self._profile = run_dir.with_suffix(".cluster.yaml")
-        self._profile.write_text(json.dumps(fields))
+        profile_path = run_dir.with_suffix(".cluster.yaml")
+        profile_path.write_text(json.dumps(fields))
         self.ranks = 2 * int(str(fields["ranks_per_node"]))
-        self._overrides = [f"run_dir={run_dir}", f"data.dir={dataset.folder}", *overrides]
-        self.launch("submit", str(self._config), *self._overrides, "--cluster", str(self._profile))
+        given = [f"run_dir={run_dir}", f"data.dir={dataset.folder}", *overrides]
+        self.launch("submit", str(config), *given, "--cluster", str(profile_path))
 
-    def start(
-        self, *words: str, variables: Mapping[str, str] | None = None
-    ) -> subprocess.Popen[str]:
-        """Starts `python -m launch ...`, with variables beside those of the cluster."""
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        """Starts `python -m launch ...` with the variables of the cluster."""
         return subprocess.Popen([sys.executable, "-m", "launch", *words], cwd=ROOT, text=True,
                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                env={**self.cluster.environment, **(variables or {})})  # fmt: skip
+                                env=self.cluster.environment)  # fmt: skip
 
-    def launch(self, *words: str, code: int = 0, variables: Mapping[str, str] | None = None) -> str:
-        """Output of `python -m launch ...`, which must end with an exit code."""
-        environment = {**self.cluster.environment, **(variables or {})}
-        return python("-m", "launch", *words, code=code, env=environment)
+    def launch(self, *words: str, **variables: str) -> str:
+        return launch(self.cluster, *words, **variables)
 
-    def resume(self, *overrides: str, variables: Mapping[str, str] | None = None) -> None:
-        self.launch("resume", str(self.run_dir), *overrides, variables=variables)
+    def resume(self, **variables: str) -> None:
+        self.launch("resume", str(self.run_dir), **variables)
 
     def cancel_with_save(self) -> None:
         """Cancels the job, which may save first, and waits for its end."""

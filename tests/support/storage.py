@@ -8,11 +8,6 @@ from typing import Any
 
 from pipeline.runtime import files
 
-CALLS = {
-    "fsync": os, "replace": os, "mkdir": os, "link": os, "write": os, "open": io, "os_open": os,
-}  # fmt: skip
-"""What can be made to fail, and where it is looked up."""
-
 
 class FailingStorage:
     """The next calls of one kind fail; pauses are noted and not made."""
@@ -24,8 +19,11 @@ class FailingStorage:
         set_attribute(files.time, "sleep", self.pauses.append)
 
     def fail(self, call: str, number: int, times: int, where: str = "") -> None:
-        """Calls of a name fail `times` times; of `open` those that write below `where`."""
-        owner, name = CALLS[call], call.removeprefix("os_")
+        """Calls of a name fail `times` times; of `open` those that write below `where`.
+
+        `open` is Python's; the others are functions of `os`, its `open` by the name `os_open`.
+        """
+        owner, name = io if call == "open" else os, call.removeprefix("os_")
         real, left = getattr(owner, name), [times]
 
         def failing(*args: Any, **named: Any) -> Any:

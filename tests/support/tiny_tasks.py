@@ -78,11 +78,10 @@ def write_task(folder: Path, kind: str, **sections: dict[str, Any]) -> Path:
     """Write a task whose dev and test are its train."""
     write_rows(folder / f"{kind}.jsonl", rows_of(kind))
     files = [f"{kind}.jsonl"]
-    fields = {"text": "text", "text_b": "text_b", "choices": "choices", "target": "target"}
-    kinds = {"classify": ("text",), "pair": ("text", "text_b"), "choice": tuple(fields)[:3],
+    kinds = {"pair": ("text", "text_b"), "choice": ("text", "text_b", "choices"),
              "rank": ("text", "choices"), "qa": ("text", "text_b"), "cloze": ("text", "choices"),
              "coref": ("text", "target")}  # fmt: skip
-    used = {name: fields[name] for name in kinds.get(kind, ("text",))}
+    used = {name: name for name in kinds.get(kind, ("text",))}
     body: dict[str, dict[str, Any]] = {
         "task": {"kind": kind},
         "data": {"train": files, "dev": files, "test": files, "fields": used},

@@ -112,13 +112,6 @@ def _words(tokenizer: WordPieceTokenizer, row: TokenRow) -> str:
     return tokenizer.decode(row.ids.tolist())
 
 
-def test_pairs_are_cut_longest_first(wordpiece: WordPieceTokenizer) -> None:
-    config = _config("pair", max_length=9)
-    [row], counts = _encode(wordpiece, config, text=CHINESE, text_b="五道", gold="a")
-    assert _words(wordpiece, row) == "[CLS] 浙 商 银 行 [SEP] 五 道 [SEP]"
-    assert counts == {"rows that were cut": 1}
-
-
 class _Letters:
     """A codec whose tokens are characters."""
 
@@ -250,15 +243,6 @@ def test_windows_cover_the_passage_and_find_the_answer(tokenizer: Any) -> None:
     answers = [text_spans(row, row.spans) for row in rows if row.spans]
     assert answers
     assert all(span == [Span("answer", start, start + 2)] for span in answers)
-
-
-def test_windows_by_default(wordpiece: WordPieceTokenizer) -> None:
-    text = (CHINESE * 9)[:500]
-    rows, _ = _encode(wordpiece, _config("qa"), text=text, text_b=CHINESE * 9)
-    assert max(len(row.ids) for row in rows) == 128
-    assert {int(place) for row in rows for place in row.offsets[:, 0]} >= {
-        place for place, char in enumerate(text) if char != " "
-    }
 
 
 @pytest.mark.parametrize("length", [5, 9, 10, 14, 23, 33])

@@ -16,9 +16,8 @@ from pipeline.tasks.intervals import (
     judged,
     row_draws,
     row_variance,
-    score_interval,
 )
-from pipeline.tasks.scores import Table, accuracy
+from pipeline.tasks.scores import Table
 
 RANDOM = np.random.default_rng(7)
 Floats = npt.NDArray[np.float64]
@@ -48,17 +47,6 @@ def test_interval_of_one_value_and_of_equal_ones() -> None:
     assert (found.is_decided, found.p) == (False, 1.0)
 
 
-def test_interval_of_one_seed_is_that_of_the_rows() -> None:
-    rows = RANDOM.normal(0.1, 1.0, 400)
-    table = Table(np.stack([rows, np.ones(400)], axis=1), lambda sums: sums[..., 0] / sums[..., 1])
-    found = interval_of([table.score], row_variance(row_draws([table]), 400))
-    low, high = scipy.stats.ttest_1samp(rows, 0.0).confidence_interval(0.95)
-    assert found.method == "rows"
-    # A thousand draws know a deviation to 2.2%.
-    assert found.high - found.low == pytest.approx(high - low, rel=0.09)
-    assert found.mean == pytest.approx(rows.mean())
-
-
 def test_draws_of_rows_are_the_same_for_all_seeds_and_models() -> None:
     lines = [np.stack([RANDOM.random(50), np.ones(50)], axis=1) for _ in range(3)]
     tables = [Table(each, lambda sums: sums[..., 0] / sums[..., 1]) for each in lines]
@@ -66,21 +54,6 @@ def test_draws_of_rows_are_the_same_for_all_seeds_and_models() -> None:
     assert draws.shape == (1000, 3)
     for number, table in enumerate(tables):
         np.testing.assert_array_equal(draws[:, number], row_draws([table])[:, 0])
-
-
-def test_difference_of_two_models_is_paired() -> None:
-    golds = RANDOM.choice(["a", "b"], 400).tolist()
-    first = RANDOM.choice(["a", "b"], 400).tolist()
-    # Better in 12 rows and worse in none: the interval of each is wide, that of both is not.
-    wrong = [row for row in range(400) if first[row] != golds[row]][:12]
-    second = [golds[row] if row in wrong else label for row, label in enumerate(first)]
-    tables = [accuracy(golds, answers) for answers in (first, second)]
-    own = [score_interval([table]) for table in tables]
-    assert own[0].high > own[1].low
-    draws = row_draws([tables[1]]) - row_draws([tables[0]])
-    paired = interval_of([tables[1].score - tables[0].score], row_variance(draws, 400))
-    assert paired.mean == pytest.approx(12 / 400)
-    assert 0.01 < paired.low < 12 / 400 < paired.high < 0.06
 
 
 def _simulated(seeds: int, rows: int, spread: tuple[float, float, float]) -> tuple[float, float]:

@@ -18,6 +18,7 @@ from pipeline.tasks.kinds.table import KINDS
 from pipeline.tasks.readers import TaskData, read_task
 from pipeline.tasks.task import load_task
 from pipeline.tasks.types import HeadSpec
+from tests.support.tiny_tasks import write_rows
 
 ROWS = [
     {"id": 7, "query": "苹果 价格", "title": "苹果多少钱", "label": "2"},
@@ -29,8 +30,7 @@ ROWS = [
 
 
 def _read(folder: Path, rows: list[dict[str, Any]], fields: str, **data: Any) -> TaskData:
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    (folder / "a.json").write_text(text)
+    write_rows(folder / "a.json", rows)
     more = "".join(f", {name}: {json.dumps(value)}" for name, value in data.items())
     path = folder / "task.yaml"
     path.write_text(f"task: {{kind: rank}}\ndata: {{train: [a.json], fields: {{{fields}}}{more}}}")

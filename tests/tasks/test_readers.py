@@ -582,8 +582,6 @@ def test_other_forms_of_squad(folder: Folder) -> None:
     whole = json.dumps({"version": "1", "data": [{"paragraphs": [{"context": "x", "qas": qas}]}]})
     rows = folder.rows("qa", whole.replace(', "data"', ',\n"data"'))
     assert [(row.id, row.text_b) for row in rows] == [("0-0-0", "0？"), ("0-0-1", "1？")]
-    lines = [{"sentence": "x", "label": "a", "data": [1]}] * 2
-    assert len(folder.rows("classify", lines, **SENTENCE)) == 2, "a key of JSON lines"
     question = {"query_id": "Q1", "query_text": "何时？", "answers": ["九年", "七年"]}
     rows = [{"context_id": "C", "context_text": "八年，九年。", "qas": [question]}]
     [row] = folder.rows("qa", json.dumps(rows))

@@ -10,7 +10,6 @@ import yaml
 from pipeline.config.load import build, load, to_yaml
 from pipeline.config.train import TrainConfig
 from pipeline.errors import ConfigError
-from pipeline.tasks.kinds.table import KINDS
 from pipeline.tasks.task import SuiteConfig, TaskConfig, load_task
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -29,9 +28,6 @@ def test_defaults_of_the_kinds_and_forms_of_labels(tmp_path: Path) -> None:
     assert config.metric == "accuracy"
     assert config.data.root == str(tmp_path), "the folder of the file"
     assert _task(tmp_path, PAIR, "data.root=/else").data.root == "/else"
-    assert [KINDS[kind].metrics[0] for kind in ("tag", "spans", "qa", "regress")] == [
-        "f1", "f1", "f1", "spearman",
-    ]  # fmt: skip
     assert _task(tmp_path, PAIR, "data.labels=auto").data.labels == "auto"
     assert _task(tmp_path, PAIR, "data.labels=['0', '1']").data.labels == ("0", "1")
     with pytest.raises(ConfigError, match=r"data\.labels = 'yes'.*expected one of auto"):

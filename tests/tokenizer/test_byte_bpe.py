@@ -107,35 +107,12 @@ def test_a_token_without_a_merge_is_in_no_text(tmp_path: Path) -> None:
     assert absent == {*range(5), 400, 401, *(body["model"]["vocab"][c] for c in "ÀÁõö÷øùúûüýþÿ")}
 
 
-def _words(tokenizer: ByteBpeTokenizer, text: str) -> list[str]:
-    ids, spelling = tokenizer.spell(text)
-    starts = word_starts(spelling, ids)
-    surface, offsets = spelling.surface(ids)
-    return [surface[a:b] for a, b in itertools.pairwise([*offsets[starts].tolist(), len(surface)])]
-
-
-def test_words_by_hand(loaded: Any) -> None:
-    kind, tokenizer, _ = loaded
-    text = "我们在北京大学学习计算机, the Xylophones don't run.\nA 龘的训练!"
-    expected = ["我们", "在", "北京大学", "学习", "计算机", ",", " the", " Xylophones", " don", "'",
-                "t", " run", ".", "\n", "A", " ", "龘", "的", "训练", "!"]  # fmt: skip
-    words = _words(tokenizer, text)
-    assert "".join(words).strip() == (text.lower() if kind == "lower" else text)
-    found = "|".join(word.strip(" ") for word in words if word != " ")
-    right = "|".join(word.strip(" ") for word in expected if word != " ")
-    if kind == "lower":
-        right = right.lower()
-    # A token that reaches from one word into the next joins them: Chinese has no merges here that
-    # do, "'t" is a token.
-    assert found.replace("'t", "'|t") == right
-    assert len(word_starts(tokenizer.spell("")[1], np.zeros(0, dtype=np.uint16))) == 0
-
-
 def test_words_of_random_text_are_those_of_its_characters(loaded: Any) -> None:
     _, tokenizer, _ = loaded
+    assert len(word_starts(tokenizer.spell("")[1], np.zeros(0, dtype=np.uint16))) == 0
     draw = random.Random(2)
-    pool = [*"今天天气很好我们在北京大学学习计算机他喜欢喝咖啡模型训练数据语言的是和龘é,。", " the"]
-    pool += [" Mod", "el", "\n", " x"]
+    pool = [*"今天天气很好我们在北京大学学习计算机他喜欢喝咖啡模型训练数据语言的是和龘é,。.!'"]
+    pool += [" the", " Mod", "el", "\n", " x"]
     chinese = others = 0
     for _ in range(300):
         ids, spelling = tokenizer.spell("".join(draw.choices(pool, k=draw.randint(1, 40))))

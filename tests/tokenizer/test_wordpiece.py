@@ -32,6 +32,8 @@ TEXTS = [
     "Crème Brûlée, ÀÉÎ naïve ﬁ", "用 PyTorch 2.0 训练BERT-base模型,效果(很)好;don't ##x",
     "emoji 😀 tabs\tand\r\nlines\u2028 \u3000\u00a0x" + "b" * 200,
 ]  # fmt: skip
+OPTIONS = [BertOptions(), BertOptions(do_lower_case=False), BertOptions(strip_accents=False),
+           BertOptions(tokenize_chinese_chars=False)]  # fmt: skip
 
 
 def _tokenizer(folder: Path, options: BertOptions) -> WordPieceTokenizer:
@@ -48,10 +50,7 @@ def uncased(tmp_path_factory: pytest.TempPathFactory) -> WordPieceTokenizer:
     return _tokenizer(tmp_path_factory.mktemp("uncased"), BertOptions())
 
 
-@pytest.mark.parametrize("options", [
-    BertOptions(), BertOptions(do_lower_case=False), BertOptions(strip_accents=False),
-    BertOptions(tokenize_chinese_chars=False),
-])  # fmt: skip
+@pytest.mark.parametrize("options", OPTIONS)
 def test_ids_are_those_of_transformers(tmp_path: Path, options: BertOptions) -> None:
     tokenizer = _tokenizer(tmp_path, options)
     (tmp_path / "reference").mkdir()
@@ -85,10 +84,7 @@ _MARKS = [
 _PLANES = ((0, 0x3000), (0x3000, 0xD800), (0xE000, 0x110000))
 
 
-@pytest.mark.parametrize("options", [
-    BertOptions(), BertOptions(do_lower_case=False), BertOptions(strip_accents=False),
-    BertOptions(tokenize_chinese_chars=False),
-])  # fmt: skip
+@pytest.mark.parametrize("options", OPTIONS)
 def test_ids_and_places_of_random_text_are_those_of_the_package(
     tmp_path: Path, options: BertOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,28 +156,11 @@ def test_texts_and_random_tokens_have_possible_pieces(uncased: WordPieceTokenize
     assert (masked[selected] == 103).all()
 
 
-def _words(tokenizer: WordPieceTokenizer, text: str) -> list[str]:
-    ids, spelling = tokenizer.spell(text)
-    starts = word_starts(spelling, np.array(ids, dtype=np.uint16))
-    places = spelling.surface(np.array(ids))[1][starts].tolist()
-    return [text[a:b] for a, b in itertools.pairwise([*places, len(text)])]
-
-
-def test_words_by_hand(uncased: WordPieceTokenizer) -> None:
-    # An unknown character is one token [UNK] and keeps its place in the text: 龘.
-    assert uncased.unk_id in uncased.encode("龘")
-    text = "我们在北京大学学习计算机,the Xylophones 龘的训练!"
-    expected = ["我们", "在", "北京大学", "学习", "计算机", ",", "the", "Xylophones", "龘", "的",
-                "训练", "!"]  # fmt: skip
-    assert [word.strip() for word in _words(uncased, text)] == expected
-    # A space ends a Chinese word, though no token stands for it.
-    assert [w.strip() for w in _words(uncased, "计算 机")] == ["计算", "机"]
-    assert len(word_starts(uncased.spell("")[1], np.zeros(0, dtype=np.uint16))) == 0
-
-
 def test_random_text_as_jieba_and_transformers(uncased: WordPieceTokenizer) -> None:
+    """An unknown character, 龘, is one token; a space, for which none stands, ends a word."""
+    assert len(word_starts(uncased.spell("")[1], np.zeros(0, dtype=np.uint16))) == 0
     rng = random.Random(1)
-    pool = "今天天气很好我们在北京大学学习计算机他喜欢喝咖啡模型训练数据语言的是和龘 the MODEL."
+    pool = "今天天气很好我们在北京大学学习计算机他喜欢喝咖啡模型训练数据语言的是和龘 the MODEL.,!"
     unknown = 0
     for _ in range(300):
         text = "".join(rng.choices(pool, k=rng.randint(1, 40)))
@@ -217,9 +196,8 @@ def test_published_forms_are_read_alike(uncased: WordPieceTokenizer, tmp_path: P
     assert "200" in found
     assert repr(pieces[201]) in found
     path.write_text(build(pieces[:-1], options, path), encoding="utf-8")
-    assert "pieces there" in wordpiece.difference_of_ids(
-        FastTokenizer(path).pieces(), uncased.pieces()
-    )
+    found = wordpiece.difference_of_ids(FastTokenizer(path).pieces(), uncased.pieces())
+    assert "pieces there" in found
 
 
 @pytest.mark.parametrize(("content", "message"), [

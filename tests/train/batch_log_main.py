@@ -1,4 +1,4 @@
-"""One rank of a group that logs batches: RANK WORLD_SIZE RENDEZVOUS RUN_DIR CURSOR STOP [CHANGED].
+"""One rank of a group that logs batches: RUN_DIR CURSOR STOP [CHANGED].
 
 Batches of 8 sequences are logged from CURSOR to STOP and written by fours; every third is skipped.
 At the batch CHANGED the last rank sees another hash.
@@ -20,13 +20,12 @@ def part_of_hash(batch: int, rank: int) -> int:
 
 
 def main() -> int:
-    rank, world_size = int(sys.argv[1]), int(sys.argv[2])
-    run_dir, cursor, stop = Path(sys.argv[4]), int(sys.argv[5]), int(sys.argv[6])
-    changed = int(sys.argv[7]) if len(sys.argv) > 7 else -1
-    meeting = f"file://{sys.argv[3]}"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size)
+    cursor, stop, *more = map(int, sys.argv[2:])
+    changed = more[0] if more else -1
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     try:
-        log = BatchLog(run_dir, cursor, rank == 0)
+        log = BatchLog(Path(sys.argv[1]), cursor, rank == 0)
         for batch in range(cursor // 8, stop // 8):
             step = None if batch % 3 == 2 else batch - batch // 3 + 1
             part = part_of_hash(batch, rank) + (batch == changed and rank == world_size - 1)

@@ -25,8 +25,7 @@ def test_losses_are_the_same(
         if name == "fused":
             monkeypatch.setenv("TRITON_INTERPRET", "1")
         asked = [f"kernels.{part}={name}" for part in PARTS]
-        run = start_ranks(tmp_path / name, dataset, *SETTINGS, *asked, world_size=1)
-        assert run.wait() == [0], run.output
+        run = start_ranks(tmp_path / name, dataset, *SETTINGS, *asked, world_size=1).ended()
         for part, title in PARTS.items():
             assert f"{title}: {said} (kernels.{part}={name})" in run.output
         found[name] = losses(tmp_path / name)

@@ -59,7 +59,6 @@ def test_what_deepspeed_reports_is_heard(tmp_path: Path) -> None:
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "grad_accum_dtype"),
         ({"checkpoint": {"load_universal": True}}, r"checkpoint\.load_universal = true"),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, r'device = "cpu"'),
-        ({"zero_optimization": {"elastic_checkpoint": True}}, r"elastic_checkpoint = true"),
         ({"zero_optimization": {"zero_hpz_partition_size": 2}}, "zero_hpz_partition_size = 2"),
         ({"flops_profiler": {"enabled": True}}, "flops_profiler"),
         ({"zero_optimization": {"overlap_com": True}}, r"overlap_com = .*n\.overlap_comm'\?"),
@@ -73,7 +72,7 @@ def test_what_deepspeed_reports_is_heard(tmp_path: Path) -> None:
         ("{]", "not JSON"),
         ("[1]", r"got \[1\]"),
     ],
-    ids=range(23),
+    ids=range(22),
 )
 def test_what_is_wrong_is_named(tmp_path: Path, text: str | dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(str(tmp_path / "ds.json"))) as caught:

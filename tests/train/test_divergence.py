@@ -3,29 +3,22 @@
 import json
 import math
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from pipeline.checkpoints.state import LossHistory
-from pipeline.config.data import DataConfig
-from pipeline.config.model import ModelConfig
-from pipeline.config.runs import PretrainConfig
-from pipeline.config.train import MonitorConfig, SpikeConfig, TrainConfig
+from pipeline.config.train import SpikeConfig
 from pipeline.train.doctor import Divergence, Doctor, LastStep, Plateau
+from tests.train.test_plateau import Floats, make_doctor
 
 CONFIG = SpikeConfig()
-Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
 def _doctor(entropy: float | None, guess: float | None, **train: Any) -> Doctor:
-    given = {"num_steps": 1000, "lr": 3e-4, "warmup_steps": 50} | train
-    config = PretrainConfig(run_dir="mine", model=ModelConfig(), data=DataConfig(dir="nowhere"),
-                            train=TrainConfig(**given),
-                            monitor=MonitorConfig(log_every_steps=5))  # fmt: skip
-    return Doctor(config, "nowhere", unigram_entropy=entropy, uniform_guess=guess)
+    given = {"num_steps": 1000, "lr": 3e-4, "alpha_warmup_steps": 0} | train
+    return make_doctor(entropy=entropy, guess=guess, **given)
 
 
 def _told(
@@ -126,10 +119,11 @@ def test_likely_causes_come_in_order() -> None:
 
 def test_a_history_stays_small_and_goes_on_where_it_was_saved() -> None:
     losses = np.concatenate([_curve(8.3, 3.0, 300, 0.1), np.full(5000, 20.0)])
+    losses[250:256] += 3.0
     straight, saved = LossHistory(), LossHistory()
     for batch, loss in enumerate(losses.tolist()):
         straight.add(batch, loss, CONFIG, 8.3)
-        if batch in (5, 290, 305, 900, 5000):
+        if batch in (5, 253, 290, 305, 900, 5000):
             saved = LossHistory.from_dict(json.loads(json.dumps(asdict(saved))))
         saved.add(batch, loss, CONFIG, 8.3)
     assert straight == saved
@@ -143,7 +137,7 @@ def test_a_history_stays_small_and_goes_on_where_it_was_saved() -> None:
     assert (old.best, old.start) == (3.0, 3.0)
 
 
-def test_the_patience_fits_short_runs(tmp_path: Path) -> None:
+def test_the_patience_fits_short_runs() -> None:
     assert _doctor(6.3, 8.3, num_steps=300, warmup_steps=100).patience_steps == 100
     assert _doctor(6.3, 8.3, num_steps=150, warmup_steps=10).patience_steps == 70
     assert _doctor(6.3, 8.3, num_steps=100, warmup_steps=10).patience_steps == 50

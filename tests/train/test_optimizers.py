@@ -12,12 +12,8 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.objective import ObjectiveConfig
 from pipeline.config.train import Optimizer, TrainConfig
 from pipeline.model.encoder import MaskedLanguageModel
-from pipeline.model.layers import SelfAttention
 from pipeline.objectives.choose import make_objective
-from pipeline.runtime import env
-from pipeline.train.engine import init_process_group
 from pipeline.train.optimizers import muon
-from pipeline.train.optimizers.base import PartitionedOptimizer
 from pipeline.train.optimizers.muon import orthogonal
 from pipeline.train.optimizers.slices import (
     TensorSlice,
@@ -25,9 +21,7 @@ from pipeline.train.optimizers.slices import (
     matrix_slices,
     squared_norm,
 )
-from pipeline.train.optimizers.table import OPTIMIZERS, make_optimizer, parameter_groups
-from pipeline.train.zero0_engine import Replicated
-from pipeline.use.pretrain import own_process
+from pipeline.train.optimizers.table import OPTIMIZERS, make_optimizer
 
 MODEL = ModelConfig(vocab_size=50, num_layers=2, hidden_size=8, num_heads=2, ffn_size=12,
                     activation="swiglu", bias=True, norm_affine=True, mlm_head="bert")  # fmt: skip
@@ -79,18 +73,6 @@ def test_hidden_are_the_linear_maps_of_layers_alone(kind: str) -> None:
     assert len(expected) == (16 if kind == "rtd" else 8)
 
 
-def test_rates_by_layer_make_groups_of_hidden_matrices() -> None:
-    model = MaskedLanguageModel(MODEL)
-    scales = {"encoder.layers.0": 0.25, "encoder.layers.1": 0.5}
-    hidden = hidden_matrices(model)
-    groups = parameter_groups(model, 0.1, lambda name: scales.get(name[:16], 1.0), apart=hidden)
-    found = [
-        (each.get("lr_scale", 1.0), each.get("is_apart", False), each["decays"]) for each in groups
-    ]
-    whole = [(1.0, False, True), (1.0, False, False)]
-    assert found == [*whole, *((s, each, each) for s in (0.5, 0.25) for each in (True, False))]
-
-
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
@@ -133,45 +115,6 @@ def test_pieces_cut_anywhere_cover_each_element_once(length: int) -> None:
         assert [each.start for each in mine] == ends[:-1]
 
 
-class _Maps(nn.Module):
-    """Linear maps of one input, stored as one matrix or apart."""
-
-    def __init__(self, num: int, stored: int) -> None:
-        super().__init__()
-        self.maps = nn.ModuleList(nn.Linear(8, 8 * stored, bias=False) for _ in range(num))
-        torch.manual_seed(1)
-        values = torch.randn(8 * num * stored, 8)
-        for each, own in zip(self.maps, values.chunk(num), strict=True):
-            each.weight.data = own.clone()
-        self.hidden_matrices = {f"maps.{n}.weight": stored for n in range(num)}
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([each(x) for each in self.maps], dim=-1)
-
-
-def _trained(maps: _Maps) -> Tensor:
-    """Two steps of one process."""
-    config = TrainConfig(optimizer="muon", zero_stage=0, precision="fp32", warmup_steps=0)
-    engine = Replicated(maps, make_optimizer(maps, config), config, 1, torch.device("cpu"))
-    matrices, pieces = matrix_slices(maps, _shapes(maps), engine.slices(_shapes(maps)))
-    assert isinstance(engine.optimizer, PartitionedOptimizer)
-    engine.optimizer.bind(matrices, pieces, is_divided=False)
-    for step in range(2):
-        x = torch.randn(5, 8, generator=torch.Generator().manual_seed(step))
-        engine.backward(engine(x).square().sum())
-        engine.step()
-    return torch.cat([each.weight for each in maps.maps]).detach()
-
-
-def test_queries_keys_and_values_are_updated_as_three_linear_maps() -> None:
-    assert SelfAttention(MODEL).hidden_matrices["qkv.weight"] == 3
-    with env.restored(), own_process():
-        init_process_group(env.process_info_or_alone())
-        found = [_trained(_Maps(num, stored)) for num, stored in ((1, 3), (3, 1))]
-    # One product of gradients rounds other than three.
-    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize("shape", [(24, 8), (8, 24), (16, 16), (1, 7), (7, 1)])
 @pytest.mark.parametrize("size", [1e-25, 1.0, 1e25])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -209,10 +152,6 @@ def test_matrices_together_are_as_each_alone(monkeypatch: pytest.MonkeyPatch) ->
     for one, other, shape in zip(alone, together, shapes, strict=True):
         assert one.shape == shape
         torch.testing.assert_close(one, other)
-
-
-def test_zero_stays_zero() -> None:
-    assert not orthogonal(torch.zeros(1, 3, 4), 5).any()
 
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 4097, 30_000_001])

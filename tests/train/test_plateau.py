@@ -22,16 +22,21 @@ ENTROPY, GUESS = 6.3, math.log(4096)
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
-def _doctor(data: str = "nowhere", **changes: Any) -> Doctor:
+def make_doctor(
+    data: str = "nowhere",
+    entropy: float | None = ENTROPY,
+    guess: float | None = GUESS,
+    **changes: Any,
+) -> Doctor:
     """Fields of the training section go there, all others to the model."""
     names = {field.name for field in fields(TrainConfig)}
     train = {"num_steps": 2000, "lr": 2e-4, "alpha_warmup_steps": 200, "warmup_steps": 50}
     train |= {name: value for name, value in changes.items() if name in names}
     model = {name: value for name, value in changes.items() if name not in names}
-    config = PretrainConfig(run_dir="unused", model=ModelConfig(**model), data=DataConfig(dir=data),
+    config = PretrainConfig(run_dir="mine", model=ModelConfig(**model), data=DataConfig(dir=data),
                             train=TrainConfig(**train),
                             monitor=MonitorConfig(log_every_steps=5))  # fmt: skip
-    return Doctor(config, config.data.dir, unigram_entropy=ENTROPY, uniform_guess=GUESS)
+    return Doctor(config, config.data.dir, unigram_entropy=entropy, uniform_guess=guess)
 
 
 def _step(step: int, tokens: float = 4096.0, reach: float = 1.0) -> LastStep:
@@ -42,12 +47,12 @@ def _step(step: int, tokens: float = 4096.0, reach: float = 1.0) -> LastStep:
 
 def _told(doctor: Doctor, losses: Floats, accuracies: Floats | None = None,
           held_out: dict[int, float] | None = None, tokens: float = 4096.0,
-          reach: float | Floats = 1.0) -> dict[int, str]:  # fmt: skip
+          reach: float | Floats = 1.0, begin: int = 0) -> dict[int, str]:  # fmt: skip
     """Give the doctor a log line every five steps, and return what it says by step."""
     told = {}
     reaches = np.broadcast_to(reach, losses.shape).tolist()
     for place, loss in enumerate(losses.tolist()):
-        step = 5 * (place + 1)
+        step = begin + 5 * (place + 1)
         accuracy = 0.05 if accuracies is None else float(accuracies[place])
         values = {"loss": loss, "accuracy": accuracy}
         if plateau := doctor.look(values, _step(step, tokens, reaches[place]), LossHistory()):
@@ -58,26 +63,19 @@ def _told(doctor: Doctor, losses: Floats, accuracies: Floats | None = None,
 
 
 def test_it_is_told_once_after_the_warm_ups_and_the_patience() -> None:
-    doctor = _doctor()
-    assert doctor.patience_steps == 100
     # Alpha's warm-up ends with step 200; the last of 100 further steps is the first that can tell.
-    assert list(_told(doctor, np.full(400, ENTROPY * 1.04))) == [300]
-    assert _doctor(num_steps=100_000).patience_steps == 2000
-    assert not _told(_doctor(), np.full(400, ENTROPY * 0.94))
-    assert not _told(_doctor(), np.full(400, math.nan))
+    assert list(_told(make_doctor(), np.full(400, ENTROPY * 1.04))) == [300]
+    assert not _told(make_doctor(), np.full(400, ENTROPY * 0.94))
+    assert not _told(make_doctor(), np.full(400, math.nan))
 
 
 def test_an_attempt_that_resumes_waits_for_lines_of_its_own() -> None:
-    doctor = _doctor()
-    loss = {"loss": ENTROPY, "accuracy": 0.05}
-    assert [
-        step for step in range(1005, 2000, 5) if doctor.look(loss, _step(step), LossHistory())
-    ] == [1100]
+    assert list(_told(make_doctor(), np.full(199, ENTROPY), begin=1000)) == [1100]
 
 
 def test_intervals_without_an_applied_step_are_no_evidence() -> None:
     """One line of ten has a loss, and an evaluation is given again after a resume."""
-    doctor, told = _doctor(), []
+    doctor, told = make_doctor(), []
     for step in range(1005, 4000, 5):
         loss = ENTROPY if step % 50 == 0 else math.nan
         if doctor.look({"loss": loss, "accuracy": 0.05}, _step(step), LossHistory()):
@@ -96,8 +94,8 @@ def test_a_slow_run_that_still_learns_is_not_told() -> None:
         noise = np.random.default_rng(seed).normal(0, 0.08, 60)
         curve = np.interp(np.arange(5, 305, 5), steps, losses) + noise
         held_out = dict(zip(steps.tolist(), losses.tolist(), strict=True))
-        assert not _told(_doctor(alpha_warmup_steps=0), curve, held_out=held_out)
-        assert not _told(_doctor(alpha_warmup_steps=0), curve)
+        assert not _told(make_doctor(alpha_warmup_steps=0), curve, held_out=held_out)
+        assert not _told(make_doctor(alpha_warmup_steps=0), curve)
 
 
 def test_two_evaluations_that_hardly_differ_are_no_plateau() -> None:
@@ -113,7 +111,7 @@ def test_two_evaluations_that_hardly_differ_are_no_plateau() -> None:
         for seed in range(50):
             noise = np.random.default_rng(seed).normal(0, 0.12, 120)
             curve = np.interp(np.arange(5, 605, 5), steps, held_out) + noise
-            doctor = _doctor(num_steps=600, alpha_warmup_steps=0)
+            doctor = make_doctor(num_steps=600, alpha_warmup_steps=0)
             told += bool(_told(doctor, curve, held_out=evaluations))
     # Noise alone makes one in 200 look flat beyond three standard errors at some of its 100 lines.
     assert told <= 3
@@ -126,7 +124,7 @@ def test_a_stuck_run_with_small_batches_is_told_in_spite_of_noise() -> None:
         noise = np.random.default_rng(seed).normal(0, 0.12, 800)
         held_out = {step: 6.62 + 0.003 * (step % 100 == 0) for step in range(50, 4000, 50)}
         for reach, steps in told_at.items():
-            told = _told(_doctor(), 6.625 + noise, held_out=held_out, reach=reach)
+            told = _told(make_doctor(), 6.625 + noise, held_out=held_out, reach=reach)
             assert len(told) == 1
             steps += list(told)
     assert np.median(told_at[1.0]) < 2000
@@ -141,13 +139,13 @@ def test_a_falling_loss_is_no_comfort_where_lower_layers_are_cut_off() -> None:
     for seed in range(20):
         noise = np.random.default_rng(seed).normal(0, 0.12, 120)
         curve = np.interp(np.arange(5, 605, 5), steps, losses) + noise
-        doctors = [_doctor(num_steps=600, alpha_warmup_steps=0) for _ in range(3)]
+        doctors = [make_doctor(num_steps=600, alpha_warmup_steps=0) for _ in range(3)]
         assert list(_told(doctors[0], curve, reach=0.0)) == [250]
         assert not _told(doctors[1], curve[:90], reach=0.15)
         # What a deep one that learns would show.
         assert not _told(doctors[2], curve, accuracies=np.linspace(0.02, 0.1, 120), reach=0.0)
     below = np.full(400, ENTROPY * 0.94)
-    assert not _told(_doctor(), below, reach=0.0)
+    assert not _told(make_doctor(), below, reach=0.0)
 
 
 def test_lower_layers_that_come_back_are_no_reason_to_tell() -> None:
@@ -159,15 +157,15 @@ def test_lower_layers_that_come_back_are_no_reason_to_tell() -> None:
     reach = np.exp(np.interp(at, steps, np.log(reaches)))
     for seed in range(20):
         curve = np.interp(at, steps, losses) + np.random.default_rng(seed).normal(0, 0.12, 120)
-        assert not _told(_doctor(num_steps=600, alpha_warmup_steps=0), curve, reach=reach)
+        assert not _told(make_doctor(num_steps=600, alpha_warmup_steps=0), curve, reach=reach)
         # The same without the way back.
         stays = np.minimum.accumulate(reach)
-        assert _told(_doctor(num_steps=600, alpha_warmup_steps=0), curve, reach=stays)
+        assert _told(make_doctor(num_steps=600, alpha_warmup_steps=0), curve, reach=stays)
 
 
 def test_without_norms_of_layers_the_other_signs_decide() -> None:
     for layers in ({}, {"embeddings": GroupNorms(0.5, 1e-3)}):
-        doctor = _doctor()
+        doctor = make_doctor()
         told = []
         for step in range(5, 600, 5):
             last = LastStep(step, step - 1, 1.0, 1e-7, 0.51, layers, 4096.0)
@@ -179,10 +177,10 @@ def test_without_norms_of_layers_the_other_signs_decide() -> None:
 
 def test_what_still_rises_or_falls_is_no_plateau() -> None:
     flat = np.full(400, ENTROPY)
-    assert not _told(_doctor(), flat, accuracies=np.linspace(0.03, 0.30, 400))
+    assert not _told(make_doctor(), flat, accuracies=np.linspace(0.03, 0.30, 400))
     held_out = {step: 7.0 - step * 1e-3 for step in range(210, 2000, 40)}
-    assert not _told(_doctor(), flat, held_out=held_out)
-    assert _told(_doctor(), flat, held_out=dict.fromkeys(held_out, 6.4))
+    assert not _told(make_doctor(), flat, held_out=held_out)
+    assert _told(make_doctor(), flat, held_out=dict.fromkeys(held_out, 6.4))
 
 
 def test_a_trend_and_its_error_are_those_of_scipy() -> None:
@@ -196,21 +194,21 @@ def test_a_trend_and_its_error_are_those_of_scipy() -> None:
 
 
 def test_the_text_names_causes_with_numbers(dataset: DatasetIndex, tmp_path: Path) -> None:
-    text = _told(_doctor(str(dataset.folder)), np.full(200, 6.4))[300]
+    text = _told(make_doctor(data=str(dataset.folder)), np.full(200, 6.4))[300]
     for part in (
         "6.400 from step 205 to 300", "6.300 nats", "train.alpha_warmup_steps=200", "24 layers",
         "train.lr=0.0002, 0.0004 is usual at width 384", "4,096 tokens a step", "norm 0.51",
         "embeddings 0.5, layer_00 0.2, layer_01 0.01, layer_02 0.2", "dropped by stage dedup",
     ):  # fmt: skip
         assert part in text
-    elsewhere = _told(_doctor(str(tmp_path)), np.full(200, 7.0), reach=0.05)[300]
+    elsewhere = _told(make_doctor(data=str(tmp_path)), np.full(200, 7.0), reach=0.05)[300]
     assert "0.05 of the last layer's" in elsewhere
     assert str(tmp_path / "report.json") in elsewhere
 
 
 def test_the_likeliest_change_comes_first() -> None:
     def first(tokens: float = 4096.0, **settings: object) -> str:
-        doctor = _doctor(**settings)  # type: ignore[arg-type]
+        doctor = make_doctor(**settings)  # type: ignore[arg-type]
         return _told(doctor, np.full(200, 6.4), tokens=tokens)[300].split("\n1. ")[1].split("\n")[0]
 
     deep = first(num_layers=24, init="unit")

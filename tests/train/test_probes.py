@@ -110,6 +110,8 @@ def test_tasks_are_found_from_the_working_folder_and_by_name(folder: Path) -> No
     for name in ("train.json", "dev.json"):
         (data / name).write_text(LINE)
     assert _tasks(folder, "tnews", root=data.parents[1])["tnews"].data.root == str(data.parents[1])
+    (folder / "mine.yaml").write_text(TASK.replace("dev: [dev.jsonl]", "hold_out: 0.5"))
+    assert _tasks(folder, "mine.yaml")["mine"].data.hold_out == 0.5
 
 
 @pytest.mark.parametrize(
@@ -132,8 +134,3 @@ def test_missing_task_file_and_equal_names_are_refused(folder: Path) -> None:
         _tasks(folder, "gone.yaml")
     with pytest.raises(ConfigError, match="second task named mine"):
         _tasks(folder, "mine.yaml", str(folder / "mine.yaml"))
-
-
-def test_dev_may_be_held_out_of_train(folder: Path) -> None:
-    (folder / "mine.yaml").write_text(TASK.replace("dev: [dev.jsonl]", "hold_out: 0.5"))
-    assert _tasks(folder, "mine.yaml")["mine"].data.hold_out == 0.5

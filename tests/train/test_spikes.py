@@ -1,8 +1,6 @@
 """When a loss is a spike, and when it is noise."""
 
-import json
 import math
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +17,12 @@ from tests.support.grids import first_in_ci
 CONFIG = SpikeConfig()
 
 
-def _follow(losses: list[float], config: SpikeConfig = CONFIG) -> int | None:
+def _follow(losses: list[float]) -> int | None:
     """The batch at which a spike is seen."""
     history = LossHistory()
     for batch, loss in enumerate(losses):
-        history.add(batch, loss, config)
-        if history.is_spike(config):
+        history.add(batch, loss, CONFIG)
+        if history.is_spike(CONFIG):
             return batch
     return None
 
@@ -79,23 +77,6 @@ def test_too_little_history_and_no_loss() -> None:
     assert history.limit(CONFIG) == 4.0
     history.add(199, math.nan, CONFIG)
     assert len(history.usual) == 199
-
-
-def test_a_history_goes_on_as_it_was_when_it_is_saved_at_any_step() -> None:
-    losses = _learning(600, 0.3, seed=3)
-    losses[400:406] += 3.0
-    losses[500:520] += 3.0
-    config = SpikeConfig(window_steps=50)
-    straight = LossHistory()
-    for batch, loss in enumerate(losses.tolist()):
-        straight.add(batch, loss, config)
-    for saved in (30, 403, 405, 450, 504, 519):
-        history = LossHistory()
-        for batch, loss in enumerate(losses.tolist()):
-            if batch == saved:
-                history = LossHistory.from_dict(json.loads(json.dumps(asdict(history))))
-            history.add(batch, loss, config)
-        assert history == straight
 
 
 def test_batches_that_were_trained_on_cannot_be_left_out_any_more(tmp_path: Path) -> None:

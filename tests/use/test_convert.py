@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, CheckpointError, ConfigError, DataError
 from pipeline.model.layout import padded
-from pipeline.use.folder import build_model, load_model
+from pipeline.use.folder import load_model
 from pipeline.use.surgery import convert
 from pipeline.use.tf_checkpoint import TfCheckpoint
 from tests.support import warm
@@ -32,14 +33,19 @@ def _source(folder: Path, name: str, **changes: Any) -> Path:
     return folder / name
 
 
+def _refuse(source: Path, message: str, kind: Any = CheckpointError, **options: Any) -> Any:
+    """Expect a refusal that leaves nothing behind; give the error."""
+    out = source.parent / "refused"
+    with pytest.raises(kind, match=message) as caught:
+        convert(source, out, **options)
+    assert not out.exists()
+    return caught.value
+
+
 def _weights(name: str) -> dict[str, np.ndarray[Any, Any]]:
     checkpoint = TfCheckpoint(FIXTURE / name)
     wanted = [n for n in checkpoint.names() if "adam" not in n and n != "global_step"]
     return {n: checkpoint.read(n).astype(np.float64) for n in wanted}
-
-
-def _gelu(x: torch.Tensor, tanh: bool) -> torch.Tensor:
-    return torch.nn.functional.gelu(x, approximate="tanh" if tanh else "none")
 
 
 def _google_bert(w: Any, row: torch.Tensor, *, carry: str) -> torch.Tensor:
@@ -69,10 +75,10 @@ def _google_bert(w: Any, row: torch.Tensor, *, carry: str) -> torch.Tensor:
         scores = scores / (number + 1) if carry == "mean" else scores
         context = (scores.softmax(-1) @ v).transpose(0, 1).reshape(len(row), 8)
         x = norm(x + dense(context, f"{layer}/attention/output/dense"), f"{layer}/attention/output")
-        inner = _gelu(dense(x, f"{layer}/intermediate/dense"), True)
+        inner = F.gelu(dense(x, f"{layer}/intermediate/dense"), approximate="tanh")
         x = norm(x + dense(inner, f"{layer}/output/dense"), f"{layer}/output")
     head = "cls/predictions/transform"
-    x = norm(_gelu(dense(x, f"{head}/dense"), True), head)
+    x = norm(F.gelu(dense(x, f"{head}/dense"), approximate="tanh"), head)
     return x @ w["bert/embeddings/word_embeddings"].T + w["cls/predictions/output_bias"]
 
 
@@ -84,7 +90,7 @@ def _google_bert(w: Any, row: torch.Tensor, *, carry: str) -> torch.Tensor:
 ])  # fmt: skip
 def test_google_s_logits(family: Any, changes: dict[str, Any], carry: str, tmp_path: Path) -> None:
     source = _source(tmp_path, "bert", **changes)
-    report = convert(source, tmp_path / "out", family=family, overrides=[]).read
+    report = convert(source, tmp_path / "out", family=family).read
     *heads, slots = report.left_out
     assert heads == ["cls/seq_relationship/output_bias", "cls/seq_relationship/output_weights"]
     assert slots.startswith("13 tensors of the optimizer, such as bert/embeddings/")
@@ -98,18 +104,17 @@ def test_google_s_logits(family: Any, changes: dict[str, Any], carry: str, tmp_p
 
 
 def test_tensorflow_and_pytorch_forms_of_roformer_agree(tmp_path: Path) -> None:
-    convert(_source(tmp_path, "roformer"), tmp_path / "tf", family="roformer", overrides=[])
+    convert(_source(tmp_path, "roformer"), tmp_path / "tf", family="roformer")
     config = transformers.RoFormerConfig(**CONFIG, embedding_size=8)
     theirs = transformers.RoFormerForMaskedLM(config).eval()
     state = theirs.state_dict()
     for key, value in _as_pytorch("roformer").items():
         assert state[key].shape == value.shape
         state[key].copy_(value)
-    mine = load_model(tmp_path / "tf").model
+    mine, real = load_model(tmp_path / "tf").model, torch.arange(5) < LENGTHS[:, None]
     with torch.no_grad():
-        expected = theirs(IDS, (torch.arange(5) < LENGTHS[:, None]).long()).logits
+        expected = theirs(IDS, real.long()).logits
         found = mine(IDS, padded(LENGTHS, 5), torch.arange(10)).view(2, 5, 20)
-    real = torch.arange(5) < LENGTHS[:, None]
     torch.testing.assert_close(found[real], expected[real], rtol=0, atol=1e-5)
 
 
@@ -143,10 +148,8 @@ def _community_v2(folder: Path, name: str = "roformer_v2", **changes: Any) -> Pa
 
 def test_both_forms_of_roformer_v2_agree(tmp_path: Path) -> None:
     source = _source(tmp_path, "roformer_v2", hidden_act="relu")
-    assert convert(source, tmp_path / "tf", family=None, overrides=[]).read.family == "roformer_v2"
-    report = convert(
-        _community_v2(tmp_path / "pt"), tmp_path / "out", family=None, overrides=[]
-    ).read
+    assert convert(source, tmp_path / "tf").read.family == "roformer_v2"
+    report = convert(_community_v2(tmp_path / "pt"), tmp_path / "out").read
     assert report.family == "roformer_v2"
     one, two = load_model(tmp_path / "tf").model, load_model(tmp_path / "out").model
     assert one.config == two.config
@@ -158,32 +161,25 @@ def test_both_forms_of_roformer_v2_agree(tmp_path: Path) -> None:
 def test_roformer_v2_is_no_layernorm_model(tmp_path: Path) -> None:
     # Without its norm_type it would load into RoFormer, as it does in transformers, and be garbage.
     source = _community_v2(tmp_path / "pt", norm_type=None, use_bias=None)
-    with pytest.raises(CheckpointError, match=r"missing: .*cls\.predictions.*and \d+ more"):
-        convert(source, tmp_path / "out", family=None, overrides=[])
+    _refuse(source, r"missing: .*cls\.predictions.*and \d+ more")
     good, layernorm = _community_v2(tmp_path / "good"), ["norm=layernorm", "norm_affine=true"]
-    with pytest.raises(CheckpointError, match=r"missing: roformer\.\S*LayerNorm\.bias"):
-        convert(good, tmp_path / "out", family=None, overrides=layernorm)
-    assert not (tmp_path / "out").exists()
+    _refuse(good, r"missing: roformer\.\S*LayerNorm\.bias", overrides=layernorm)
 
 
 def test_vocabularies_and_families_must_fit(tmp_path: Path) -> None:
     source = _community_v2(tmp_path / "pt", vocab_size=21128)
-    with pytest.raises(CheckpointError, match=r"word_embeddings\.weight .*\(20, 8\).*\(21128, 8\)"):
-        convert(source, tmp_path / "out", family=None, overrides=[])
+    _refuse(source, r"word_embeddings\.weight .*\(20, 8\).*\(21128, 8\)")
     source = _source(tmp_path, "bert")
-    with pytest.raises(CheckpointError, match=r"bert and of realformer.*--family"):
-        convert(source, tmp_path / "out", family=None, overrides=[])
-    with pytest.raises(CheckpointError, match="is bert or realformer, not roformer"):
-        convert(source, tmp_path / "out", family="roformer", overrides=[])
+    _refuse(source, r"bert and of realformer.*--family")
+    _refuse(source, "is bert or realformer, not roformer", family="roformer")
     # NEZHA has RoFormer's tensors, and relative positions besides.
     source = _source(tmp_path, "roformer")
-    with pytest.raises(CheckpointError, match=r"of roformer and of NEZHA.*--family roformer"):
-        convert(source, tmp_path / "out")
+    _refuse(source, r"of roformer and of NEZHA.*--family roformer")
     config = source / "bert_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"use_relative_position": True}))
     for ignored in ((), ("use_relative_position",)):
-        with pytest.raises(CheckpointError, match="use_relative_position is True; only False"):
-            convert(source, tmp_path / "out", family="roformer", ignored=ignored)
+        said = "use_relative_position is True; only False"
+        _refuse(source, said, family="roformer", ignored=ignored)
 
 
 @pytest.mark.parametrize(("changes", "message"), [
@@ -198,15 +194,15 @@ def test_vocabularies_and_families_must_fit(tmp_path: Path) -> None:
     ({"hidden_size": 10**18}, "hidden_size.*1000000000000000000"),
     ({"num_hidden_layers": 10**7}, "num_layers.*10000000"),
     ({"position_embedding_type": "relative_key"}, "only 'absolute'"),
-    ({"model_type": "t5"}, "model_type 't5'"), ({"num_hidden_layers": None}, "num_hidden_layers"),
+    ({"model_type": "t5"}, "model_type 't5' .*one of bert"),
+    ({"num_hidden_layers": None}, "num_hidden_layers"),
     ({"num_hidden_layers": 3}, r"missing: roformer\.encoder\.layer\.2"),
     ({"num_hidden_layers": 1}, r"not expected: roformer\.encoder\.layer\.1"),
     ({"num_attention_heads": 3}, "multiple"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_named(changes: Any, message: str, tmp_path: Path) -> None:
     source = _community_v2(tmp_path / "pt", **changes)
-    with pytest.raises((CheckpointError, ConfigError), match=message):
-        convert(source, tmp_path / "out", family=None, overrides=[])
+    _refuse(source, message, (CheckpointError, ConfigError))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pt"]
 
 
@@ -236,10 +232,7 @@ def test_damaged_tensors_are_named_before_any_is_joined(
 ) -> None:
     source = _community_v2(tmp_path / "pt")
     _rewrite(source, change)
-    with pytest.raises(CheckpointError, match=message) as caught:
-        convert(source, tmp_path / "out", family=None, overrides=[])
-    assert caught.value.exit_code == EXIT_FAILED_DO_NOT_RETRY
-    assert not (tmp_path / "out").exists()
+    assert _refuse(source, message).exit_code == EXIT_FAILED_DO_NOT_RETRY
 
 
 _MAP = "pytorch_model.bin.index.json"
@@ -260,18 +253,15 @@ def test_damaged_files_are_named(name: str, content: Any, message: str, tmp_path
         (source / name).write_text(json.dumps(content))
     if name == _MAP:
         (source / "pytorch_model.bin").rename(tmp_path / "x.bin")  # where `../` would find it
-    with pytest.raises(CheckpointError, match=message):
-        convert(source, tmp_path / "out", family=None, overrides=[])
+    _refuse(source, message)
 
 
 def test_every_key_is_accounted_for_and_every_assumption_told(tmp_path: Path) -> None:
     source = _source(tmp_path, "bert", hidden_dropout_prob=0.0, label2id={"a": 0}, odd=[1])
-    out, family = tmp_path / "out", "bert"
-    with pytest.raises(CheckpointError, match=r"odd=\[1\]: not known"):
-        convert(source, out, family="bert", overrides=[])
-    with pytest.raises(ConfigError, match=r"--ignore even: .* has no such key"):
-        convert(source, out, family="bert", overrides=[], ignored=["odd", "even"])
-    report = convert(source, out, family="bert", overrides=[], ignored=["odd"]).read
+    bert, out = {"family": "bert"}, tmp_path / "out"
+    _refuse(source, r"odd=\[1\]: not known", **bert)
+    _refuse(source, r"--ignore even: .* no such key", ConfigError, **bert, ignored=["odd", "even"])
+    report = convert(source, out, family="bert", ignored=["odd"]).read
     assert report.keys == {"used": [*CONFIG, "hidden_dropout_prob"], "no effect": ["label2id"],
                            "ignored": ["odd"]}  # fmt: skip
     told = {text.partition("=")[0]: text for text in report.assumed}
@@ -280,14 +270,11 @@ def test_every_key_is_accounted_for_and_every_assumption_told(tmp_path: Path) ->
     assert "gelu_tanh: Google's gelu" in told["activation"]
     assert json.loads((out / "config.json").read_text())["converted_from"]["assumed"]
     overrides = ["norm_eps=1e-7", "activation=gelu", "attention_dropout=0.0"]
-    report = convert(
-        source, tmp_path / "said", family=family, overrides=overrides, ignored=["odd"]
-    ).read
+    out = tmp_path / "said"
+    report = convert(source, out, family="bert", overrides=overrides, ignored=["odd"]).read
     assert report.assumed == []
-    assert load_model(tmp_path / "said").model.config.norm_eps == 1e-7
-    guessed = convert(
-        _community_v2(tmp_path / "pt"), tmp_path / "v2", family=None, overrides=[]
-    ).read
+    assert load_model(out).model.config.norm_eps == 1e-7
+    guessed = convert(_community_v2(tmp_path / "pt"), tmp_path / "v2").read
     assert [text.partition(":")[0] for text in guessed.assumed] == [
         "dropout=0.1", "attention_dropout=0.1", "score_residual=none"
     ]  # fmt: skip
@@ -325,22 +312,17 @@ def test_a_message_names_what_is_in_the_file(tmp_path: Path) -> None:
     source = _community_v2(tmp_path / "pt")
     torch.save({f"module.{name}": each for name, each in {**state, **odd}.items()},
                source / "pytorch_model.bin")  # fmt: skip
-    with pytest.raises(CheckpointError) as caught:
-        convert(source, tmp_path / "out")
-    assert "not expected: module.roformer.encoder.layer.0.adapter.weight" in str(caught.value)
+    _refuse(source, r"not expected: module\.roformer\.encoder\.layer\.0\.adapter\.weight")
     torch.save({"weights": state, "args": 1}, source / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"holds 'weights', 'args', expected .*state_dict"):
-        convert(source, tmp_path / "out")
+    _refuse(source, r"holds 'weights', 'args', expected .*state_dict")
     (source / "pytorch_model.bin").write_text(
         "version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 2\n"
     )
-    with pytest.raises(DataError, match=r"pytorch_model\.bin is a git-lfs pointer.*git lfs pull"):
-        convert(source, tmp_path / "out")
+    _refuse(source, r"pytorch_model\.bin is a git-lfs pointer.*git lfs pull", DataError)
     bare = {name.removeprefix("roformer."): each for name, each in state.items()}
     (source / "config.json").write_text(json.dumps(CONFIG))
     torch.save(bare, source / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"has no model_type.*encoder\.layer.*--family"):
-        convert(source, tmp_path / "out")
+    _refuse(source, r"has no model_type.*encoder\.layer.*--family")
     convert(source, tmp_path / "out", family="roformer_v2")
 
 
@@ -351,43 +333,38 @@ def test_tables_and_vocabularies_that_would_be_lost(tmp_path: Path) -> None:
     table = transformers.models.roformer.modeling_roformer.RoFormerSinusoidalPositionalEmbedding
     name = "roformer.encoder.embed_positions.weight"
     state[name] = table(16, 4)._init_weight() if name not in state else state[name]
-    theirs.config.save_pretrained(tmp_path)
-    torch.save(state, tmp_path / "pytorch_model.bin")
-    convert(tmp_path, tmp_path / "good")
+    hf = tmp_path / "hf"
+    theirs.config.save_pretrained(hf)
+    torch.save(state, hf / "pytorch_model.bin")
+    convert(hf, tmp_path / "good")
     state[name] = state[name] + 0.1
-    torch.save(state, tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"embed_positions\.weight differs from .* by 0\.1"):
-        convert(tmp_path, tmp_path / "out")
+    torch.save(state, hf / "pytorch_model.bin")
+    _refuse(hf, r"embed_positions\.weight differs from .* by 0\.1")
     source = _community_v2(tmp_path / "pt")
     specials = "[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n"
     (source / "vocab.txt").write_text(specials + "".join(f"p{i}\n" for i in range(16)))
-    with pytest.raises(CheckpointError, match="tokenizer has 21 tokens, the embedding 20 rows"):
-        convert(source, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    _refuse(source, "tokenizer has 21 tokens, the embedding 20 rows")
 
 
 def test_a_model_without_a_head_is_converted_as_one(tmp_path: Path) -> None:
     config = transformers.BertConfig(**CONFIG)
     transformers.BertModel(config).save_pretrained(tmp_path / "hf")
-    report = convert(tmp_path / "hf", tmp_path / "out", family=None, overrides=[]).read
+    report = convert(tmp_path / "hf", tmp_path / "out").read
     assert "head_dense.weight" in report.made_new
     assert "mlm_head=linear" in report.assumed[-1]
-    linear = convert(
-        tmp_path / "hf", tmp_path / "lin", family=None, overrides=["mlm_head=linear"]
-    ).read
+    linear = convert(tmp_path / "hf", tmp_path / "lin", overrides=["mlm_head=linear"]).read
     assert linear.made_new == []
     state = transformers.BertForMaskedLM(config).state_dict()
     del state["cls.predictions.transform.dense.weight"]
     (tmp_path / "hf/model.safetensors").unlink()
     torch.save(state, tmp_path / "hf/pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"cls\.predictions\.transform.*mlm_head=lin"):
-        convert(tmp_path / "hf", tmp_path / "half", family=None, overrides=[])
+    _refuse(tmp_path / "hf", r"cls\.predictions\.transform.*mlm_head=lin")
 
 
 def test_a_model_without_segments_gets_a_row_of_zeros(tmp_path: Path) -> None:
     source = _community_v2(tmp_path / "pt", type_vocab_size=0)
     _rewrite(source, lambda state: state.pop("roformer.embeddings.token_type_embeddings.weight"))
-    report = convert(source, tmp_path / "out", family=None, overrides=[]).read
+    report = convert(source, tmp_path / "out").read
     assert report.assumed[-1].startswith("type_vocab_size=1: the config has no segments")
     weight = load_model(tmp_path / "out").model.encoder.segment_embedding.weight
     assert torch.equal(weight, torch.zeros(1, 8))
@@ -418,19 +395,9 @@ def test_pickled_code_is_not_run(tmp_path: Path) -> None:
             return Path.touch, (tmp_path / "exploded",)
 
     torch.save({"x": Bomb()}, source / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"cannot be read.*never run") as caught:
-        convert(source, tmp_path / "out", family=None, overrides=[])
-    assert "weights_only" not in str(caught.value)  # torch's advice to run it
+    error = _refuse(source, r"cannot be read.*never run")
+    assert "weights_only" not in str(error)  # torch's advice to run it
     assert not (tmp_path / "exploded").exists()
-
-
-def test_model_that_misses_a_tensor_is_refused(tmp_path: Path) -> None:
-    convert(_community_v2(tmp_path / "pt"), tmp_path / "out", family=None, overrides=[])
-    model = load_model(tmp_path / "out").model
-    weights = dict(model.state_dict())
-    weights["surprise"] = weights.pop("encoder.segment_embedding.weight")
-    with pytest.raises(CheckpointError, match=r"encoder\.segment_emb.* surprise"):
-        build_model(model.config, weights, "here")
 
 
 @pytest.mark.usefixtures("processes")
@@ -456,6 +423,3 @@ def test_command_and_encode(tmp_path: Path) -> None:
     np.testing.assert_allclose(saved[1], vectors[1], rtol=1e-4, atol=1e-5)
     done = warm.run("pipeline", "fill-mask", tmp_path / "out", "the [MASK] sat")
     assert done.stdout.startswith("[MASK] 1: "), done.stdout + done.stderr
-    done = warm.run(*encode)
-    assert done.returncode == 2
-    assert "no text to encode" in done.stderr

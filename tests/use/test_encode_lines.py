@@ -9,35 +9,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from pipeline.commands import VERBS
-from pipeline.config.model import ModelConfig
 from pipeline.errors import DataError
-from pipeline.model.encoder import MaskedLanguageModel
-from pipeline.runtime import cli
-from pipeline.tokenizer.fast import build_tokenizer_json
-from pipeline.use.folder import write_model
 from pipeline.use.model import Model, batches_of, load
 from pipeline.use.vectors import TextLines, encode_lines
+from tests.support.tiny_tasks import write_tiny_model
+from tests.use.test_sts import run_verb
 
-WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "two", "dogs"]
+WORDS = ["the", "film", "is", "good", "a", "book", "and", "poor", "red", "zebras"]
 BAD = 9
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "model"
-    path.mkdir()
-    specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    (path / "vocab.txt").write_text("\n".join([*specials, *WORDS]) + "\n")
-    tokenizer = build_tokenizer_json(path, "BertTokenizer")
-    assert tokenizer is not None
-    (path / "tokenizer.json").write_text(tokenizer)
-    torch.manual_seed(0)
-    config = ModelConfig(vocab_size=15, num_layers=1, hidden_size=16, num_heads=2, ffn_size=24)
-    write_model(path, config, dict(MaskedLanguageModel(config).state_dict()), {})
-    return path
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -130,12 +115,11 @@ def test_lines_as_json_keep_their_order(
 ) -> None:
     stream = b"\xef\xbb\xbf" + b"".join(_stream())
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stream)))
-    arguments = cli.parse(cli.parser_of("pipeline", "", {"": VERBS}), ["encode", str(folder)])
-    arguments.run(arguments)
+    run_verb("encode", folder)
     shown = capsys.readouterr()
     rows = [json.loads(line) for line in shown.out.splitlines()]
     assert len(rows) == 100
     assert [number for number, row in enumerate(rows) if row is None] == [BAD]
     first = model.encode([_stream()[0].decode().rstrip()])[0]
     np.testing.assert_allclose(rows[0], first, rtol=1e-4, atol=1e-5)
-    assert "100 texts, vectors of 16; 0 were cut at 512 tokens; 1 lines were not UTF" in shown.err
+    assert "100 texts, vectors of 32; 0 were cut at 512 tokens; 1 lines were not UTF" in shown.err

@@ -1,7 +1,6 @@
 """Evaluation apart from training: the trainer's numbers, on other ranks, and what is refused."""
 
 import fcntl
-import hashlib
 import json
 import shutil
 import signal
@@ -13,25 +12,22 @@ from typing import Any
 import pytest
 import torch
 
-from data_prep.config import PrepConfig
 from data_prep.run import run as prepare
 from pipeline import errors
 from pipeline.commands import VERBS
-from pipeline.config.load import load
-from pipeline.config.model import ModelConfig
 from pipeline.data.counts import sequences_at
-from pipeline.data.format import DatasetIndex
+from pipeline.data.format import DatasetIndex, _fingerprint
 from pipeline.errors import CheckpointError, ConfigError, DataError
-from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.runtime import cli, stop
 from pipeline.runtime.stop import StopRequest
 from pipeline.train.evaluate import EvalResult, EvalScore
 from pipeline.use.evaluate import Report, TextEvaluation
 from pipeline.use.export import export
-from pipeline.use.folder import write_model
 from tests.support.damage import flip
+from tests.support.prepare import config_of
 from tests.support.processes import wait_until
 from tests.support.ranks import Ranks, records, start
+from tests.use.test_model import write
 
 Command = Callable[..., list[dict[str, Any]]]
 _STEPS = [4, 8, 12]
@@ -45,11 +41,9 @@ def trained(
 ) -> Path:
     """A run of two ranks with an evaluation at each checkpoint; at the first one alpha is 0.5."""
     run_dir = tmp_path_factory.mktemp("evaluate") / "run"
-    ranks = start_ranks(run_dir, two_sources, "train.num_steps=12", "train.alpha_warmup_steps=8",
-                        "checkpoint.every_steps=4", "checkpoint.keep=3",
-                        "monitor.eval_every_steps=4", "monitor.eval_sequences=20",
-                        "train.precision=bf16")  # fmt: skip
-    assert ranks.wait() == [0, 0], ranks.output
+    start_ranks(run_dir, two_sources, "train.num_steps=12", "train.alpha_warmup_steps=8",
+                "checkpoint.every_steps=4", "checkpoint.keep=3", "monitor.eval_every_steps=4",
+                "monitor.eval_sequences=20", "train.precision=bf16").ended()  # fmt: skip
     return run_dir
 
 
@@ -113,8 +107,7 @@ def _without_held_out_text(dataset: Path, folder: Path) -> Path:
     body = json.loads((folder / "index.json").read_bytes())
     body = {name: value for name, value in body.items() if name != "fingerprint"}
     body["shards"] = [{**shard, "split": "train"} for shard in body["shards"]]
-    text = json.dumps(body, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
-    body["fingerprint"] = hashlib.sha256(text.encode()).hexdigest()
+    body["fingerprint"] = _fingerprint(body)
     (folder / "index.json").write_text(json.dumps(body))
     return folder
 
@@ -168,13 +161,11 @@ def test_a_run_is_evaluated_with_its_own_objective(
     tmp_path: Path, two_sources: DatasetIndex, start_ranks: type[Ranks], evaluate: Command
 ) -> None:
     run_dir = tmp_path / "run"
-    ranks = start_ranks(run_dir, two_sources, "objective.kind=rtd", "objective.generator_size=0.5",
-                        "data.masking=token", "data.mask_selection=exact",
-                        "data.replace_mask_prob=0.85", "data.replace_random_prob=0",
-                        "train.num_steps=4", "train.warmup_steps=2", "train.alpha_warmup_steps=2",
-                        "monitor.eval_every_steps=4", "monitor.eval_sequences=20",
-                        world_size=1)  # fmt: skip
-    assert ranks.wait() == [0], ranks.output
+    start_ranks(run_dir, two_sources, "objective.kind=rtd", "objective.generator_size=0.5",
+                "data.masking=token", "data.mask_selection=exact", "data.replace_mask_prob=0.85",
+                "data.replace_random_prob=0", "train.num_steps=4", "train.warmup_steps=2",
+                "train.alpha_warmup_steps=2", "monitor.eval_every_steps=4",
+                "monitor.eval_sequences=20", world_size=1).ended()  # fmt: skip
     [record] = evaluate(run_dir, "--sequences", 20)
     logged = records(run_dir, "eval")[-1]
     for name in ("loss", "accuracy"):
@@ -286,12 +277,10 @@ def test_other_data(run: Path, two_sources: DatasetIndex, dataset: DatasetIndex,
     with pytest.raises(DataError, match=r"made with another tokenizer than .*step-00000012 has"):
         evaluate(run, "--data", dataset.folder)
     tokenizer = two_sources.folder / two_sources.tokenizer_file
-    overrides = [f"output_dir={tmp_path / 'other'}", f"tokenizer={{file: {tokenizer}}}",
-                 f"sources=[{{name: one, inputs: [{corpus}]}}]",
-                 "shards.eval_fraction=0.2"]  # fmt: skip
-    prepare(load(PrepConfig, prep_config, overrides).config)
+    changes = (f"tokenizer={{file: {tokenizer}}}", "shards.eval_fraction=0.2")
+    prepare(config_of(prep_config, tmp_path / "other", corpus, *changes))
     [record] = evaluate(run, "--data", tmp_path / "other", "--sequences", 10)
-    assert (list(record["sources"]), record["setting"]["sequences"]) == (["one"], 10)
+    assert (list(record["sources"]), record["setting"]["sequences"]) == (["topics"], 10)
     with pytest.raises(DataError, match="has no blocks of the split 'eval'; prepare it again"):
         evaluate(run, "--data", _without_held_out_text(tmp_path / "other", tmp_path / "none"))
     # The same folder, but not what the run was trained on: nobody has said that this is meant.
@@ -303,13 +292,7 @@ def test_other_data(run: Path, two_sources: DatasetIndex, dataset: DatasetIndex,
 
 
 def test_too_long_sequences(tmp_path: Path, two_sources: DatasetIndex, evaluate: Command) -> None:
-    config = ModelConfig(vocab_size=1000, num_layers=1, hidden_size=32, num_heads=2, ffn_size=32,
-                         positions="learned", max_positions=48)  # fmt: skip
-    folder = tmp_path / "model"
-    folder.mkdir()
-    write_model(folder, config, dict(MaskedLanguageModel(config).state_dict()), {})
-    tokenizer = two_sources.folder / two_sources.tokenizer_file
-    shutil.copyfile(tokenizer, folder / tokenizer.name)
+    folder = write(tmp_path / "model", two_sources, positions="learned", max_positions=48)
     data = ("--data", two_sources.folder, "--sequences", 8)
     [record] = evaluate(folder, *data)
     assert (record["step"], record["setting"]["seq_len"]) == (None, 48)

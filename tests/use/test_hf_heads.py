@@ -16,23 +16,20 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from benchmarks.hf_common_tests import load_modeling
+from benchmarks.hf_common_tests import ARCHITECTURES, load_modeling
 from pipeline.config.model import ModelConfig
 from pipeline.model.architecture import WEIGHTS_FILE
 from pipeline.model.encoder import MaskedLanguageModel
-from pipeline.model.layout import rows
+from pipeline.model.layout import Layout, rows
 from pipeline.use.convert import load_own_hf
 from pipeline.use.hf import HEADS
+from tests.parity.test_hugging_face import randomised
 
 SIZES = {"vocab_size": 40, "num_layers": 3, "hidden_size": 16, "num_heads": 2, "ffn_size": 24}
 KINDS: dict[str, dict[str, Any]] = {
-    "roformer_v2": {},
-    "carried": {"score_residual": "mean", "residual": "deepnorm", "init": "deepnorm"},
+    **ARCHITECTURES,
     "all else": {
-        "norm_placement": "pre", "norm_affine": True, "activation": "swiglu", "bias": True,
-        "residual": "rezero", "attention_scale": "entropy_invariant", "mlm_head": "bert",
-        "positions": "learned", "max_positions": 12, "position_offset": 2, "pooler": True,
-        "embedding_size": 12,
+        **ARCHITECTURES["all else"], "max_positions": 12, "position_offset": 2, "embedding_size": 12
     },
 }  # fmt: skip
 
@@ -54,15 +51,15 @@ def _config(modeling: ModuleType, kind: str = "roformer_v2", **changes: Any) -> 
 
 
 def _model(modeling: ModuleType, name: str, config: Any, *, train: bool = False) -> Any:
-    model = getattr(modeling, f"Postnorm{name}")(config).train(train)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(0.1 * torch.randn_like(weight))
-    return model
+    return randomised(getattr(modeling, f"Postnorm{name}")(config)).train(train)
 
 
 def _ids(*shape: int) -> Tensor:
     return torch.randint(5, 40, shape)
+
+
+def _layout(ids: Tensor) -> Layout:
+    return rows(torch.ones_like(ids), torch.arange(ids.shape[1]).expand_as(ids))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -71,9 +68,9 @@ def test_logits_are_those_of_the_trainer_s_model(modeling: ModuleType, kind: str
     theirs = _model(modeling, "ForMaskedLM", _config(modeling, kind))
     names = {name.removeprefix("postnorm."): each for name, each in theirs.state_dict().items()}
     ours.load_state_dict(names)
-    ids, every = _ids(2, 7), torch.arange(14)
-    layout = rows(torch.ones_like(ids), torch.arange(7).expand(2, 7))
-    assert torch.allclose(ours(ids, layout, every), theirs(ids).logits.flatten(0, 1), atol=1e-6)
+    ids = _ids(2, 7)
+    found = ours(ids, _layout(ids), torch.arange(14))
+    assert torch.allclose(found, theirs(ids).logits.flatten(0, 1), atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -126,12 +123,8 @@ def test_adapters_on_all_linear_layers(modeling: ModuleType, kind: str, tmp_path
     adapted.merge_and_unload().save_pretrained(tmp_path)
     merged = modeling.PostnormForSequenceClassification.from_pretrained(tmp_path).eval()
     assert torch.allclose(merged(ids).logits, expected, atol=1e-5)
-    own, layout = (
-        load_own_hf(tmp_path).model,
-        rows(torch.ones_like(ids), torch.arange(7).repeat(2, 1)),
-    )
-    states = merged.postnorm(ids).last_hidden_state
-    assert torch.allclose(own.encoder(ids, layout), states, atol=1e-5)
+    own = load_own_hf(tmp_path).model.encoder(ids, _layout(ids))
+    assert torch.allclose(own, merged.postnorm(ids).last_hidden_state, atol=1e-5)
 
 
 def test_a_config_without_arguments_is_the_default(modeling: ModuleType, tmp_path: Path) -> None:
@@ -153,8 +146,7 @@ def test_a_config_without_arguments_is_the_default(modeling: ModuleType, tmp_pat
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_embeddings_and_positions_may_be_given(modeling: ModuleType, kind: str) -> None:
-    model = _model(modeling, "Model", _config(modeling, kind))
-    ids = _ids(2, 7)
+    model, ids = _model(modeling, "Model", _config(modeling, kind)), _ids(2, 7)
     expected = model(ids).last_hidden_state
     embeds, positions = model.get_input_embeddings()(ids), torch.arange(7)[None]
     given = model(inputs_embeds=embeds, position_ids=positions).last_hidden_state
@@ -253,9 +245,8 @@ def test_resized_vocabulary_is_read_back(modeling: ModuleType, kind: str, tmp_pa
     again = modeling.PostnormForMaskedLM.from_pretrained(tmp_path).eval()
     assert again.config.vocab_size == 45
     assert torch.equal(again(ids).logits, after)
-    own = load_own_hf(tmp_path).model.eval()
-    layout = rows(torch.ones_like(ids), torch.arange(7).expand(2, 7))
-    assert torch.allclose(own(ids, layout, torch.arange(14)), after.flatten(0, 1), atol=1e-6)
+    own = load_own_hf(tmp_path).model.eval()(ids, _layout(ids), torch.arange(14))
+    assert torch.allclose(own, after.flatten(0, 1), atol=1e-6)
     model.resize_token_embeddings(38)
     assert model(ids % 38).logits.shape == (2, 7, 38)
 

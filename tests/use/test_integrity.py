@@ -15,24 +15,17 @@ from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, CheckpointError
 from pipeline.model.architecture import read_architecture
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.runtime.tensors import write_file
-from pipeline.use.export import export
-from pipeline.use.folder import load_model, newest, write_config, write_model
-from pipeline.use.grow import grow
-from pipeline.use.model import load
-from pipeline.use.source import initial_weights, load_source
+from pipeline.use.folder import build_model, load_model, newest, write_config, write_model
+from pipeline.use.source import load_source
 from tests.support.checkpoints import make_checkpoint
 from tests.support.damage import flip
+from tests.use.test_wrong_folder import COMMANDS
 
 CONFIG = ModelConfig(
     vocab_size=40, num_layers=1, hidden_size=16, num_heads=2, ffn_size=24, score_residual="sum"
 )
 READERS: dict[str, Callable[[Path], object]] = {
-    "load": load,
-    "export": lambda folder: export(folder, folder.with_name("out")),
-    "grow": lambda folder: grow(
-        folder, folder.with_name("out"), width=2, depth=None, noise=0.0, seed=0
-    ),
-    "init_from": initial_weights,
+    **{name: COMMANDS[name][0] for name in ("load", "export", "grow", "init_from")},
     "evaluate": load_source,
 }
 
@@ -70,6 +63,13 @@ def test_a_changed_config_and_a_missing_file_are_named(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"model\.safetensors is missing"):
         load_model(folder)
+
+
+def test_a_missing_and_a_surplus_weight_are_named() -> None:
+    weights = _weights()
+    weights["surprise"] = weights.pop("encoder.segment_embedding.weight")
+    with pytest.raises(CheckpointError, match=r"encoder\.segment_emb.* surprise"):
+        build_model(CONFIG, weights, "here")
 
 
 def test_other_logits_of_the_fixed_input_are_named(folder: Path) -> None:
@@ -116,6 +116,9 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path, caplog: pytest.LogCapture
     assert newest(tmp_path) == earlier
     assert "state/rank-00000-of-00001.safetensors is damaged, its sha256 differs" in caplog.text
     assert "step-00000010 is taken in its place" in caplog.text
+    flip(earlier / state_file(0, 1), -5)
+    with pytest.raises(CheckpointError, match=r"no good checkpoint.*rank-00000-of-00001"):
+        newest(tmp_path)
 
 
 def test_finite_weights_with_logits_that_overflow_are_not_written(tmp_path: Path) -> None:

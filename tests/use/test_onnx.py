@@ -16,6 +16,7 @@ from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.use.folder import TrainedModel
 from pipeline.use.model import load
 from pipeline.use.onnx import compare_graph, write_graph
+from tests.parity.test_hugging_face import randomised
 from tests.support import warm
 from tests.use.test_hf import KINDS
 
@@ -25,10 +26,7 @@ pytestmark = pytest.mark.usefixtures("processes")
 def _trained(**changes: Any) -> TrainedModel:
     sizes = ModelConfig(vocab_size=60, num_layers=2, hidden_size=32, num_heads=2, ffn_size=48)
     torch.manual_seed(0)
-    model = MaskedLanguageModel(replace(sizes, **changes)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
+    model = randomised(MaskedLanguageModel(replace(sizes, **changes)))
     return TrainedModel(model, None, {})
 
 

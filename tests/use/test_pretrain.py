@@ -66,8 +66,7 @@ def test_runs_in_sequence(dataset: DatasetIndex, tmp_path: Path, start_ranks: ty
     assert "model" in found["refused"]
     # The same numbers as the command has, which is a process of its own.
     steps = ("train.num_steps=12", "checkpoint.every_steps=6")
-    ranks = start_ranks(tmp_path / "command", dataset, *steps, world_size=1)
-    assert ranks.wait() == [0], ranks.output
+    start_ranks(tmp_path / "command", dataset, *steps, world_size=1).ended()
     expected = losses(tmp_path / "command")
     first = {step: loss for step, loss in losses(tmp_path / "first").items() if step <= 12}
     assert first == expected

@@ -31,6 +31,7 @@ from pipeline.use.source import initial_weights
 from pipeline.use.surgery import Surgery, convert
 from tests.distributed import rtd_main as case
 from tests.distributed.engine_main import MODEL
+from tests.parity.test_hugging_face import randomised
 from tests.support.checkpoints import write_manifest
 
 CONFIG = replace(MODEL, mlm_head="bert", max_positions=64)
@@ -109,10 +110,7 @@ def test_generator_and_discriminator_go_on_in_another_vocabulary(
     old = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{x}" for x in letters)]
     new = [*old[:5], *reversed(old[5:]), "abc"]
     torch.manual_seed(1)
-    model = case.OBJECTIVE.make_model(config).eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(0.1 * torch.randn_like(weight))
+    model = randomised(case.OBJECTIVE.make_model(config))
     checkpoint = _run(tmp_path / "run", model, config, **OF_RTD)
     (checkpoint / "tokenizer.json").write_text(word_piece(old, BertOptions(), tmp_path))
     (tmp_path / "new.json").write_text(word_piece(new, BertOptions(), tmp_path))

@@ -6,14 +6,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from pipeline.commands import VERBS
 from pipeline.data.format import DatasetIndex
 from pipeline.errors import ConfigError
 from pipeline.model.heads import Pool
-from pipeline.runtime import cli
 from pipeline.use.model import load
 from pipeline.use.sentences import export_sentence_transformers
 from tests.use.test_model import BERT, TEXTS, write
+from tests.use.test_sts import run_verb
 
 LONG = [*TEXTS, " ".join(TEXTS) * 9]
 CASES: dict[str, tuple[dict[str, Any], Pool, int, int | None]] = {
@@ -75,8 +74,6 @@ def test_what_it_cannot_express_is_refused(dataset: DatasetIndex, tmp_path: Path
         export_sentence_transformers(source, tmp_path / "st", "first_last_avg")
     with pytest.raises(ConfigError, match="this model has no pooler"):
         export_sentence_transformers(source, tmp_path / "st", "pooler")
-    line = ["export", str(source), str(tmp_path / "hf"), "--format", "hf", "--pooling", "mean"]
-    arguments = cli.parse(cli.parser_of("pipeline", "", {"": VERBS}), line)
     with pytest.raises(ConfigError, match=r"leave them out of --format hf"):
-        arguments.run(arguments)
+        run_verb("export", source, tmp_path / "hf", "--format", "hf", "--pooling", "mean")
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]

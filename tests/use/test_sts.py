@@ -56,7 +56,8 @@ def _write(path: Path, form: str, label: str = "label", rows: list[Any] = ROWS) 
     return path
 
 
-def _run(*words: object) -> None:
+def run_verb(*words: object) -> None:
+    """As `postnorm` with these words, in this process."""
     arguments = cli.parse(cli.parser_of("pipeline", "", {"": VERBS}), [str(word) for word in words])
     arguments.run(arguments)
 
@@ -176,12 +177,12 @@ def test_the_commands(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     more = [" ".join(side[at : at + 3]) for side in (first, second) for at in range(6)]
     more += [f"{text} {n}" for n in range(3) for text in more]
     texts.write_text("\n".join([*first, "", *second, *more]) + "\n")
-    _run("whiten", folder, "--texts", texts, "--size", 99, "--out", tmp_path / "w.npz")
+    run_verb("whiten", folder, "--texts", texts, "--size", 99, "--out", tmp_path / "w.npz")
     printed = capsys.readouterr()
     # A layer norm leaves 31 dimensions of 32.
     assert "32 to 31 dimensions, fit on 64 texts, pooling mean" in printed.out
     assert "size 99 was cut to 31" in printed.err
-    _run("sts", folder, pairs, "--whiten", tmp_path / "w.npz", "--pooling", "all", "--json")
+    run_verb("sts", folder, pairs, "--whiten", tmp_path / "w.npz", "--pooling", "all", "--json")
     found = json.loads(capsys.readouterr().out)
     assert (found["model"], found["num_pairs"], found["notes"]) == (str(folder), 8, [])
     poolings = ["cls", "pooler", "mean", "mean", "first_last_avg"]
@@ -191,7 +192,7 @@ def test_the_commands(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     model, whitening = load(folder), Whitening.load(tmp_path / "w.npz")
     expected = cosines(*[model.encode(side, whitening=whitening) for side in (first, second)])[0]
     assert whitened["auc"] == pytest.approx(roc_auc_score(gold, expected.round(6)), abs=1e-9)
-    _run("sts", folder, pairs, "--whiten-on-pairs", 20)
+    run_verb("sts", folder, pairs, "--whiten-on-pairs", 20)
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == ["pooling", "whitening", "size", "spearman", "auc"]
     assert lines[2].split()[:3] == ["mean", "-", "32"]
@@ -199,4 +200,4 @@ def test_the_commands(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "20" in lines[4] and "12" in lines[4]  # noqa: PT018
     assert "transductive" in lines[5]
     with pytest.raises(PostnormError, match="pooling=cls, but the whitening was fit with mean"):
-        _run("sts", folder, pairs, "--whiten", tmp_path / "w.npz", "--pooling", "cls")
+        run_verb("sts", folder, pairs, "--whiten", tmp_path / "w.npz", "--pooling", "cls")

@@ -19,6 +19,7 @@ from pipeline.use.folder import TrainedModel
 from pipeline.use.hf import export_hf
 from pipeline.use.model import load
 from pipeline.use.surgery import AnyTokenizer, Surgery, operate, with_vocabulary
+from tests.parity.test_hugging_face import randomised
 from tests.support import byte_bpe
 
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -43,11 +44,7 @@ def _model(tokenizer: AnyTokenizer, padding: int = 0, **changes: Any) -> Trained
         vocab_size=tokenizer.vocab_size + padding, **changes,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = MaskedLanguageModel(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return TrainedModel(model, tokenizer, {})
+    return TrainedModel(randomised(MaskedLanguageModel(config)), tokenizer, {})
 
 
 def _logits(trained: TrainedModel, ids: list[int]) -> Tensor:

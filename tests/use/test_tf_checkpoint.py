@@ -8,7 +8,6 @@ import itertools
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -140,6 +139,8 @@ def test_every_flipped_byte_of_the_index_is_refused_or_harmless(mixed: Path) -> 
         except CheckpointError as error:
             messages.append(str(error))
     assert all(message.startswith(f"{path}: ") for message in messages)
+    assert "block at byte 0 has masked crc32c" in messages[0]
+    assert "57fb808b247547cb" in messages[-1]
     # An empty block of 8 bytes, its trailer and handle, and the rest of the footer are unused.
     assert len(harmless) < 8 + 5 + 40
     assert min(harmless) > 1800
@@ -187,17 +188,6 @@ def test_data_files_cut_short_or_missing_fail_what_they_hold(mixed: Path) -> Non
     assert "int64/scalar" in messages
     assert "float32/special" not in messages
     assert f"{path}, which holds tensor float32/scalar, cannot" in messages["float32/scalar"]
-
-
-@pytest.mark.parametrize(("spoil", "message"), [
-    (lambda good: good[:-1] + b"\xdc", "57fb808b247547dc"),
-    (lambda good: b"\1" + good[1:], "block at byte 0 has masked crc32c"),
-])  # fmt: skip
-def test_bad_magic_and_crc_of_a_block_are_refused(mixed: Path, spoil: Any, message: str) -> None:
-    path = mixed / "mixed.ckpt-12.index"
-    path.write_bytes(spoil(path.read_bytes()))
-    with pytest.raises(CheckpointError, match=message):
-        TfCheckpoint(mixed)
 
 
 @pytest.mark.parametrize(("header", "entry", "message"), [

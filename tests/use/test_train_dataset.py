@@ -184,8 +184,3 @@ def test_mistakes_are_named(
 ) -> None:
     with pytest.raises(error, match=message):
         _data(dataset, **changes)
-
-
-def test_a_folder_without_a_dataset_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="nothing"):
-        TrainDataset(tmp_path / "nothing")
