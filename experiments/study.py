@@ -563,10 +563,15 @@ class _Layout:
         config = replace(self._configs[cell], seed=of_run)
         key = digest((config, start, arm.grow)) if start else digest(config)
         if key not in self._names:
-            name = safe_name(self._shown(cell))
-            if f"{name}/seed-{seed}" in self.runs:
-                name = f"{name}-{key[:6]}"
-            name = self._names[key] = f"{name}/seed-{seed}"
+            name = f"{safe_name(self._shown(cell))}/seed-{seed}"
+            if name in self.runs:  # of a part with other settings of its own
+                name = f"{safe_name(f'{self._shown(cell)}-{cell.part}')}/seed-{seed}"
+            if name in self.runs:  # a hash is not the same with another data.dir or revision
+                raise ConfigError(
+                    f"parts.{cell.part}: {self._shown(cell)} has the folder of another run, "
+                    f"{name}; give one of their arms or levels another name"
+                )
+            self._names[key] = name
             self.runs[name] = StudyRun(name, cell, seed, config, start, arm.grow)
         return self.runs[self._names[key]]
 

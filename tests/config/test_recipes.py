@@ -17,7 +17,7 @@ from tests.config.test_stages import save
 
 FOLDER = Path(__file__).parents[2] / "configs/train"
 RECIPES = sorted(FOLDER.glob("*.yaml"))
-ON_TWO_CORES = {"speedrun-small"}
+ON_TWO_CORES = {"speedrun-small", "small-zh"}
 
 
 def _read(path: Path) -> PretrainConfig:

@@ -34,7 +34,7 @@ from tests.support.tiny_tasks import write_rows
 NAMES = sorted(path.stem for path in HOME.glob("*.yaml"))
 OF_RUNS = [name for name in NAMES if name != "speed"]
 _HOURS = {"many_classes": 3.0, "corruption": 2.2, "deep_start": 2.5, "half": 3.9, "positions": 3.9,
-          "objectives": 2.1, "rates": 8.3, "speedrun": 20.0, "starts": 2.3,
+          "objectives": 2.1, "rates": 4.2, "speedrun": 20.0, "starts": 2.3,
           "structure": 3.0}  # fmt: skip
 """Of two shared cores, that a small preset may take; others take 1.3."""
 
@@ -144,6 +144,19 @@ def test_equal_configs_are_one_run_whichever_part_asks() -> None:
     alone = plan_of(study, parts=["alone"])
     assert set(alone.runs) < set(made.runs)
     assert len(alone.runs) == 4
+
+
+def test_an_arm_with_other_settings_in_another_part_is_named_by_the_part() -> None:
+    parts = {
+        "low": {"asks": "?", "arms": ["plain"]},
+        "high": {"asks": "?", "arms": ["plain"], "set": {"train.lr": 0.1}},
+    }
+    names = set(plan_of(study_of(parts=parts)).runs)
+    # Neither the place of the data nor new settings of a later revision change them.
+    assert names == {f"plain{part}/seed-{seed}" for part in ("", "-high") for seed in (1, 2)}
+    arms = {f"a{c}b": {"set": {"train.lr": lr}} for c, lr in ((" ", 0.1), ("/", 0.2), (":", 0.3))}
+    with pytest.raises(ConfigError, match="a:b has the folder of another run, a_b-alone/seed-1"):
+        plan_of(study_of(arms=arms, parts={"alone": {"asks": "?", "arms": list(arms)}}))
 
 
 def test_shares_are_of_the_value_below_and_overrides_lie_under_arms() -> None:
