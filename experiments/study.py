@@ -566,7 +566,7 @@ class _Layout:
             name = f"{safe_name(self._shown(cell))}/seed-{seed}"
             if name in self.runs:  # of a part with other settings of its own
                 name = f"{safe_name(f'{self._shown(cell)}-{cell.part}')}/seed-{seed}"
-            if name in self.runs:  # a hash is not the same with another data.dir or revision
+            if name in self.runs:  # no hash: another data.dir or revision would change it
                 raise ConfigError(
                     f"parts.{cell.part}: {self._shown(cell)} has the folder of another run, "
                     f"{name}; give one of their arms or levels another name"
