@@ -41,7 +41,7 @@ def _record(run_dir: Path) -> str:
 def test_exit_code_is_the_program_s(rank: Rank, tmp_path: Path, script: str, code: int) -> None:
     """A program that does not exist is a mistake of the user, which is not tried again."""
     started = rank("bash", "-c", script) if script else rank("no-such-program")
-    said = started.communicate(timeout=30)[0]
+    said = started.communicate(timeout=120)[0]
     assert ("no-such-program cannot be started" in said) == (not script)
     assert started.returncode == code
     assert _record(tmp_path) == str(code)
@@ -53,7 +53,7 @@ def test_signals_reach_the_program(rank: Rank, tmp_path: Path, number: signal.Si
     started = rank("bash", "-c", script)
     wait_until((tmp_path / "ready").exists)
     started.send_signal(number)
-    assert started.wait(30) == 75
+    assert started.wait(120) == 75
     assert _record(tmp_path) == "75"
 
 
