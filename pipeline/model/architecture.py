@@ -78,7 +78,10 @@ def read_architecture(folder: Path) -> tuple[ModelConfig, dict[str, Any]]:
             )
         return read_config(body.pop("model"), str(folder / CONFIG_FILE)), body
     except (OSError, ValueError, KeyError, AttributeError, ConfigError) as error:
-        raise CheckpointError(f"{folder} is not a complete model folder: {error}") from error
+        raise CheckpointError(
+            f"{folder / CONFIG_FILE} cannot be read as that of a model folder: {error}; copy or "
+            "export the model again"
+        ) from error
 
 
 def read_config(values: dict[str, Any], origin: str) -> ModelConfig:
