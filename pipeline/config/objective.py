@@ -45,7 +45,8 @@ class ObjectiveConfig:
             if kinds and self.kind not in kinds and value != field.default:
                 raise ConfigError(
                     f"objective.{field.name}={value} has no meaning with objective.kind="
-                    f"{self.kind}; leave it out, or set objective.kind={kinds[0]}"
+                    f"{self.kind}; leave it out (objective.{field.name}=null on the command line), "
+                    f"or set objective.kind={kinds[0]}"
                 )
 
     @property
