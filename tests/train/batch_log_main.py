@@ -34,7 +34,9 @@ def main() -> int:
                 log.flush()
         log.flush()
     except PostnormError as error:
-        print(f"rank {rank}: {error}", flush=True)
+        # One write: `print` without a buffer makes two, and the other rank's may come between.
+        sys.stdout.write(f"rank {rank}: {error}\n")
+        sys.stdout.flush()
         return error.exit_code
     finally:
         dist.destroy_process_group()
