@@ -24,6 +24,7 @@ from launch.decide import (
     read_end,
     storage_failed,
 )
+from launch.preflight.check import CheckedConfig
 from launch.preflight.judge import gather, judge_nodes
 from launch.records import (
     EXCLUDED_FILE,
@@ -35,9 +36,7 @@ from launch.records import (
     progress,
     script_starts,
 )
-from pipeline.config.runs import PretrainConfig
 from pipeline.errors import EXIT_FAILED_RETRY, PostnormError
-from pipeline.multitask.config import MultiTaskConfig
 from pipeline.runtime import env
 from pipeline.runtime.notify import notify_end
 
@@ -48,7 +47,7 @@ CHECK, MEASURE, RANKS, REQUEUE = "check", "measure", "ranks", "requeue"
 STEPS = (START, STORAGE, CHECK, MEASURE, RANKS)
 """What an order may follow. STORAGE: the first node waited for it in vain, and asks another one."""
 
-Inputs = Callable[[], tuple[PretrainConfig | MultiTaskConfig, ClusterConfig]]
+Inputs = Callable[[], tuple[CheckedConfig, ClusterConfig]]
 """Loads the config of a run and its cluster profile."""
 
 

@@ -19,18 +19,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import ClassVar, Literal, Protocol, TypeVar
 
 from launch.cluster import ClusterConfig, PreflightConfig
 from pipeline.config.data import DataConfig
-from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import DatasetIndex
 from pipeline.data.objects import open_index
 from pipeline.data.reader import BlockReader
 from pipeline.errors import ConfigError, DataError, PostnormError
-from pipeline.multitask.config import MultiTaskConfig
 from pipeline.runtime import env
 from pipeline.runtime.files import temporary_beside, write_json_atomic
+from pipeline.runtime.run_folder import RunFolder
 
 _R = TypeVar("_R")
 
@@ -51,6 +50,21 @@ _LEAST = {
     ),
 }
 """By the expectation that a value is compared with: the name of the check, and what to change."""
+
+
+class CheckedConfig(Protocol):
+    """What preflight asks of a run's config: of pre-training, or of training on many tasks."""
+
+    IN_MANIFESTS: ClassVar[bool]
+
+    @property
+    def folder(self) -> RunFolder:
+        """The run's folder."""
+
+    @property
+    def data(self) -> DataConfig | None:
+        """The dataset; None if the run reads no text."""
+
 
 Blame = Literal["node", "all"]
 """Whose fault a finding is if the job has one node: the node's, such as a broken GPU, or that of
@@ -136,9 +150,7 @@ def _read(path: Path, kind: type[_R], items: str, item: type) -> _R | None:
         return None
 
 
-def check_node(
-    config: PretrainConfig | MultiTaskConfig, cluster: ClusterConfig, folder: Path, node: str
-) -> Record:
+def check_node(config: CheckedConfig, cluster: ClusterConfig, folder: Path, node: str) -> Record:
     """Run all checks, for at most `preflight.timeout_s`, and write the record into its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     record = Record(node)
@@ -173,7 +185,7 @@ def check_node(
 
 def _parts(
     record: Record,
-    config: PretrainConfig | MultiTaskConfig,
+    config: CheckedConfig,
     cluster: ClusterConfig,
     folder: Path,
 ) -> dict[str, Callable[[], list[Finding]]]:

@@ -13,11 +13,17 @@ from pathlib import Path
 from statistics import median
 
 from launch.cluster import ClusterConfig, PreflightConfig
-from launch.preflight.check import Bandwidth, Record, read_bandwidth, read_block, read_record
+from launch.preflight.check import (
+    Bandwidth,
+    CheckedConfig,
+    Record,
+    read_bandwidth,
+    read_block,
+    read_record,
+)
 from launch.records import append_history, exclude_nodes, excluded_nodes, newest_checkpoint
 from pipeline.checkpoints.manifest import newest_readable
 from pipeline.config.data import DataConfig
-from pipeline.config.runs import PretrainConfig
 from pipeline.data.objects import open_index
 from pipeline.errors import (
     EXIT_FAILED_DO_NOT_RETRY,
@@ -26,7 +32,6 @@ from pipeline.errors import (
     DataError,
     PostnormError,
 )
-from pipeline.multitask.config import MultiTaskConfig
 from pipeline.runtime.summary import table
 
 
@@ -115,7 +120,7 @@ def _row(evidence: Evidence, verdict: Verdict, node: str) -> tuple[str, ...]:
 def gather(
     folder: Path,
     nodes: Sequence[str],
-    config: PretrainConfig | MultiTaskConfig,
+    config: CheckedConfig,
     *,
     with_bandwidth: bool,
 ) -> Evidence:
@@ -124,8 +129,7 @@ def gather(
     records = {node: record for node, record in left.items() if record.is_finished}
     measured = {node: report for node in nodes if (report := read_bandwidth(folder, node))}
     # That of a multi-task run has the fingerprint of the whole mix.
-    is_one = isinstance(config, PretrainConfig)
-    newest = newest_readable(config.folder.checkpoints) if is_one else None
+    newest = newest_readable(config.folder.checkpoints) if config.IN_MANIFESTS else None
     return Evidence(
         nodes=nodes,
         records=records,
@@ -152,7 +156,7 @@ def _confirmed(data: DataConfig, records: Iterable[Record]) -> set[int]:
 
 
 def judge_nodes(
-    config: PretrainConfig | MultiTaskConfig,
+    config: CheckedConfig,
     cluster: ClusterConfig,
     evidence: Evidence,
     *,
