@@ -8,7 +8,7 @@ import numpy as np
 
 from pipeline.finetune.prepare import Prepared, prepare
 from pipeline.finetune.run import run_config
-from pipeline.model.cost import KNOWN, flops_per_token
+from pipeline.model.cost import KNOWN, flops_per_token, update_flops
 from pipeline.runtime.summary import Line, table
 from pipeline.tasks.task import TaskConfig
 
@@ -70,6 +70,7 @@ def _cost(prepared: Prepared, folder: Path) -> TaskCost:
     mean_length = sum(int((of * of).sum()) for of in lengths.values()) / max(1, sum(sums.values()))
     each = flops_per_token(settings.model, config.input.max_length, 0.0, mean_length)
     flops = each.total * train_tokens + each.forward * scored
+    flops += steps * update_flops(settings.model, settings.train, 1).total
     rows = len(lengths["train"])
     return TaskCost(prepared.name, rows, steps, train_tokens, scored, flops, 0.0)
 

@@ -22,7 +22,7 @@ from pipeline.tasks.types import PredictionRow
 
 SPLITS = ("dev", "test")
 RESULT = "result.json"
-ADAM = {"beta2": TaskTrainConfig.beta2, "eps": TaskTrainConfig.eps}
+BEFORE = {name: getattr(TaskTrainConfig, name) for name in ("optimizer", "beta2", "eps")}
 """Settings that the protocol of older runs does not name."""
 
 
@@ -338,7 +338,7 @@ def read_result(folder: Path) -> dict[str, Any]:
         raise DataError(f"{path}: expected a JSON object; get the file again")
     protocol = body.get("protocol")
     if isinstance(protocol, dict) and "weight_decay" in protocol:
-        body["protocol"] = {**ADAM, **protocol}
+        body["protocol"] = {**BEFORE, **protocol}
     return body
 
 

@@ -39,7 +39,7 @@ from pipeline.finetune.model import TaskModel, TaskObjective, head_weights
 from pipeline.finetune.predict import DTYPES, Predictor, predictions
 from pipeline.finetune.prepare import Prepared, hash_of, prepare
 from pipeline.finetune.result import (
-    ADAM,
+    BEFORE,
     RESULT,
     SPLITS,
     combine,
@@ -71,7 +71,9 @@ from pipeline.train.engine import Engine
 from pipeline.train.run import HeldOutResult
 from pipeline.use.folder import (
     MADE_NEW,
+    OPTIMIZER,
     publishing,
+    warn_of_optimizer,
     write_model,
 )
 from pipeline.use.pretrain import own_process
@@ -150,7 +152,10 @@ def _searched(
         raise ConfigError("search chooses on dev, and data.dev names no file; see data.hold_out")
     tried = []
     for point in prepared.config.search.points:
-        name = ",".join(f"{field}={value:g}" for field, value in point.items())
+        name = ",".join(
+            f"{field}={value if isinstance(value, str) else format(value, 'g')}"
+            for field, value in point.items()
+        )
         trial = replace(prepared, config=prepared.config.at(point))
         folder = out / "search" / name
         _finetune_seed(trial, seed, folder, [])
@@ -224,6 +229,7 @@ def run_config(prepared: Prepared, seed: int, folder: Path, world_size: int) -> 
             lr=train.lr,
             warmup_steps=min(steps - 1, round(train.warmup * steps)),
             min_lr_ratio=1.0 if train.decay == "none" else 0.0,
+            optimizer=train.optimizer,
             adam_beta2=train.beta2,
             adam_eps=train.eps,
             weight_decay=train.weight_decay,
@@ -264,7 +270,7 @@ class TaskWork:
             "task": prepared.name,
             "rows_sha256": {name: rows.digest for name, rows in prepared.rows.items()},
             # So that a run is not continued with another model or other settings.
-            "protocol": {name: it for name, it in protocol.items() if it != ADAM.get(name, ...)},
+            "protocol": {name: it for name, it in protocol.items() if it != BEFORE.get(name, ...)},
         }
         identity = TaskIdentity(
             folder,
@@ -290,9 +296,11 @@ class TaskWork:
         if self._prepared.is_random:
             logger.info("random weights in the architecture of %s", self._prepared.source)
             return
-        model.encoder.load_state_dict(self._prepared.trained.model.encoder.state_dict())
+        trained, source = self._prepared.trained, self._prepared.source
+        warn_of_optimizer(trained, source, self._config.train.optimizer)
+        model.encoder.load_state_dict(trained.model.encoder.state_dict())
         text = "all %d tensors of the encoder are those of %s; new: %s"
-        logger.info(text, len(own), self._prepared.source, ", ".join(new))
+        logger.info(text, len(own), source, ", ".join(new))
 
     def flops_per_token(self, masked_share: float, document_len: float) -> float:
         """Count FLOPs as of masked language modelling, whose head is the larger."""
@@ -543,7 +551,11 @@ def _write_folder(
     if out.exists():  # of an attempt that was killed before it had a result
         shutil.rmtree(out)
     with publishing(out) as new:
-        task = {"task": prepared.spec.to_dict(), "from": prepared.source}
+        task = {
+            "task": prepared.spec.to_dict(),
+            "from": prepared.source,
+            OPTIMIZER: config.train.optimizer,
+        }
         if MADE_NEW in prepared.trained.facts:
             task[MADE_NEW] = prepared.trained.facts[MADE_NEW]
         tensors.write_file(head_weights(weights), new / HEAD_FILE)

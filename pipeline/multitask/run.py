@@ -58,7 +58,7 @@ from pipeline.train.evaluate import evaluate
 from pipeline.train.initial import tokenizer_differences
 from pipeline.train.look import heat_map
 from pipeline.train.run import HeldOutResult
-from pipeline.use.folder import TrainedModel, require_full_alpha
+from pipeline.use.folder import TrainedModel, require_full_alpha, warn_of_optimizer
 from pipeline.use.source import load_source
 
 logger = logging.getLogger(__name__)
@@ -300,6 +300,7 @@ class MultiTaskWork:
         if source.startswith(RANDOM):
             logger.info("random weights in the architecture of %s", source)
             return
+        warn_of_optimizer(self._trained, source, self._config.train.optimizer)
         weights = self._trained.model.state_dict()
         missing, unexpected = model.load_state_dict(weights, strict=False)
         assert not unexpected, unexpected

@@ -131,6 +131,9 @@ class TaskTrainConfig:
     layer_decay: float = param(1.0, "rate of a layer over that of the one above it", gt=0, le=1)
     warmup: float = param(0.1, "share of the steps that the rate rises in", ge=0, lt=1)
     decay: Literal["linear", "none"] = param("linear", "of the rate after the warm-up, to zero")
+    optimizer: Literal["adamw", "muon"] = param(
+        "adamw", "as of pre-training; an encoder that muon trained may need muon"
+    )
     weight_decay: float = param(0.01, "of matrices", ge=0, usual=(0, 0.5))
     beta2: float = param(
         TrainConfig.adam_beta2, "Adam's decay of its squares' mean", ge=0, lt=1, usual=(0.9, 1)
@@ -165,13 +168,14 @@ class TaskTrainConfig:
 class SearchConfig:
     """Values to try on dev; the runs are their product. An empty list keeps train's value."""
 
+    optimizer: tuple[Literal["adamw", "muon"], ...] = param((), "values of train.optimizer")
     lr: tuple[float, ...] = param((), "values of train.lr")
     batch: tuple[int, ...] = param((), "values of train.batch")
     epochs: tuple[float, ...] = param((), "values of train.epochs")
     dropout: tuple[float, ...] = param((), "values of head.dropout")
 
     @property
-    def points(self) -> list[dict[str, float]]:
+    def points(self) -> list[dict[str, float | str]]:
         """Every combination of the values; none without values."""
         given = {
             field.name: values for field in fields(self) if (values := getattr(self, field.name))

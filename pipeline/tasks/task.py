@@ -96,7 +96,7 @@ class TaskConfig:
             )
         kind.check(self.input, self.head)
 
-    def at(self, point: Mapping[str, float]) -> "TaskConfig":
+    def at(self, point: Mapping[str, float | str]) -> "TaskConfig":
         """Return the task with the values of a point of `search`, and without a search."""
         head: dict[str, Any] = {n: value for n, value in point.items() if n == "dropout"}
         train: dict[str, Any] = {n: value for n, value in point.items() if n != "dropout"}

@@ -22,6 +22,7 @@ from pipeline.tokenizer.wordpiece import difference_of_ids
 from pipeline.use.export import load_for_export
 from pipeline.use.folder import (
     MADE_NEW,
+    OPTIMIZER,
     TrainedModel,
     fine_tuned,
     publishing,
@@ -77,7 +78,7 @@ def average(sources: Sequence[str | Path], out: Path, *, last: int | None = None
     assert first is not None
     means = {key: total / len(names) for key, total in sums.items()}
     norm = sum(float(mean.square().sum()) for mean in means.values())
-    facts: dict[str, Any] = {"averaged_from": made_of}
+    facts: dict[str, Any] = {"averaged_from": made_of, OPTIMIZER: first.facts.get(OPTIMIZER)}
     if made_new:
         facts[MADE_NEW] = sorted(made_new)
     with publishing(out) as folder:

@@ -311,6 +311,8 @@ def _filled(model: EncoderModel, weights: dict[str, Tensor], origin: str) -> Enc
     return model.eval()
 
 
+OPTIMIZER = "optimizer"
+"""Fact: the optimizer of its last updates."""
 MADE_NEW = "made_new"
 """The fact that names parameters of the MLM head that came with no file: logits mean nothing."""
 
@@ -376,6 +378,7 @@ def load_run(run: Path, step: Step | None = None) -> TrainedModel:
         "data_sources": _sources(path),
         "scores": _scores(run, manifest.step),
         "trained_with": manifest.provenance,
+        OPTIMIZER: manifest.identity.get("train", {}).get("optimizer"),
     }
     if made_new:
         facts[MADE_NEW] = made_new
@@ -386,6 +389,17 @@ def fine_tuned(source: Path) -> Path:
     """Return the model's folder of a finished fine-tuning, and any other folder as it is."""
     folders = (source / "model", *sorted(source.glob("seed-*/model"))[:1])
     return next((folder for folder in folders if is_model_folder(folder)), source)
+
+
+def warn_of_optimizer(trained: TrainedModel, source: str, optimizer: str) -> None:
+    """Warn where AdamW is to tune what Muon trained, which costs much of what it has learnt."""
+    if trained.facts.get(OPTIMIZER) == "muon" and optimizer != "muon":
+        logger.warning(
+            "%s was trained with muon, and train.optimizer=%s is to tune it: small encoders lost a "
+            "third of their score by that; set train.optimizer=muon, with a rate of its own",
+            source,
+            optimizer,
+        )
 
 
 def require_full_alpha(trained: TrainedModel, source: Path | str, why: str) -> None:

@@ -25,6 +25,7 @@ from pipeline.errors import ConfigError
 from pipeline.use.convert import HEAD_BIAS
 from pipeline.use.folder import (
     MADE_NEW,
+    OPTIMIZER,
     build_model,
     probe_logits,
     publishing,
@@ -103,7 +104,8 @@ def grow(
             "model": asdict(trained.model.config),
             "noise": noise,
             "seed": seed,
-        }
+        },
+        OPTIMIZER: trained.facts.get(OPTIMIZER),
     }
     if MADE_NEW in trained.facts:
         facts[MADE_NEW] = trained.facts[MADE_NEW]

@@ -1,6 +1,7 @@
 """Fine-tuning: every kind learns, runs continue and repeat, results say what they come from."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -32,6 +33,7 @@ from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.runtime.checkpoints import published
 from pipeline.tasks.kinds.table import KINDS
 from pipeline.tasks.task import load_task
+from pipeline.use.export import export
 from pipeline.use.folder import load_model, write_model
 from pipeline.use.model import load
 from pipeline.use.pretrain import pretrain
@@ -160,6 +162,26 @@ def test_adam_is_the_task_file_s(task_file: Make, tiny_model: Path, tmp_path: Pa
     assert "weight_decay" in protocol
 
 
+def test_muon_tunes_the_matrices_inside_layers(
+    task_file: Make, tiny_model: Path, tmp_path: Path
+) -> None:
+    train = {"steps": 1, "optimizer": "muon", "lr": 1e-2, "warmup": 0, "decay": "none",
+             "weight_decay": 0}  # fmt: skip
+    _run(task_file("classify", train=train), tiny_model, tmp_path / "out", seeds=[1])
+    before, after = (
+        load_model(folder).model.encoder.state_dict()
+        for folder in (tiny_model, tmp_path / "out/model")
+    )
+    change = {name: (after[name] - before[name]) / 1e-2 for name in before}
+    matrix = change["layers.0.feed_forward.inner.weight"]
+    size = torch.linalg.svdvals(matrix) / (0.2 * math.sqrt(max(matrix.shape)))
+    assert size.median() > 0.6  # near 1, and not 28 times that, as signs would have
+    assert size.max() < 1.3
+    table = change["token_embedding.weight"]
+    touched = table[table.abs().amax(1) > 0]
+    assert (touched.abs() - 1).abs().median() < 1e-3  # Adam's first update is the sign
+
+
 def test_a_result_that_lacks_adam_s_settings(tuned: Path, tiny_model: Path, tmp_path: Path) -> None:
     shutil.copytree(tuned / "out", tmp_path / "out")
     body = json.loads((tmp_path / "out/result.json").read_text())
@@ -270,11 +292,18 @@ def test_sentencepiece_is_a_start(dataset: DatasetIndex, task_file: Make, tmp_pa
     (tmp_path / "train.yaml").write_text(CONFIG)
     words = [f"run_dir={tmp_path}/run", f"data.dir={dataset.folder}", "train.num_steps=3",
              "train.warmup_steps=1", "train.alpha_warmup_steps=0",
-             "train.zero_stage=0"]  # fmt: skip
+             "train.zero_stage=0", "train.optimizer=muon"]  # fmt: skip
     assert pretrain(tmp_path / "train.yaml", words).finished
     path = task_file("tag", train={"epochs": 1, "precision": "bf16"})
     _run(path, tmp_path / "run", tmp_path / "out")
     assert (tmp_path / "out/model/tokenizer.model").is_file()
+    # What Muon trained, AdamW tunes badly: that is said of a run and of what was made of it.
+    export(tmp_path / "run", tmp_path / "model")
+    _run(path, tmp_path / "model", tmp_path / "again")
+    _run(path, tmp_path / "model", tmp_path / "muon", overrides=["train.optimizer=muon"])
+    for name, is_warned in (("out", True), ("again", True), ("muon", False)):
+        text = (tmp_path / name / "logs/rank-00000.log").read_text()
+        assert ("set train.optimizer=muon" in text) == is_warned, name
     # In the run's precision: the same answers, not nearly the same.
     predict(tmp_path / "out", tmp_path / "tag.jsonl", tmp_path / "answers.jsonl")
     stored = tmp_path / "out/predictions-test.jsonl"
@@ -361,21 +390,23 @@ def test_best_epoch_is_reported(task_file: Make, tiny_model: Path, tmp_path: Pat
 
 @pytest.mark.long
 def test_search_takes_the_best_on_dev(task_file: Make, tiny_model: Path, tmp_path: Path) -> None:
-    path = task_file("classify", train={"steps": 4}, search={"lr": [1e-6, 1e-2], "batch": [16]})
+    search = {"optimizer": ["muon"], "lr": [1e-6, 1e-2], "batch": [16]}
+    path = task_file("classify", train={"steps": 4}, search=search)
     body = _run(path, tiny_model, tmp_path / "out", seeds=[1, 2])
     assert len(body["search"]) == 2
     best = max(body["search"], key=lambda each: each["dev"])
-    assert best["values"] == {"lr": 1e-2, "batch": 16}
-    assert {name: body["protocol"][name] for name in ("lr", "batch")} == best["values"]
+    assert best["values"] == {"optimizer": "muon", "lr": 1e-2, "batch": 16}
+    assert {name: body["protocol"][name] for name in best["values"]} == best["values"]
     for number, seed in enumerate((1, 2)):
         own = json.loads((tmp_path / f"out/seed-{seed}/result.json").read_text())
         assert own["scores"] == [body["scores"][number]]
     # The best trial is the first seed's run: nothing is trained twice, and it is what it would be.
-    trial, first = tmp_path / "out/search/lr=0.01,batch=16", tmp_path / "out/seed-1"
+    trial, first = tmp_path / "out/search/optimizer=muon,lr=0.01,batch=16", tmp_path / "out/seed-1"
     assert json.loads((trial / "result.json").read_text())["seeds"] == [1]
     assert (first / "metrics.jsonl").read_bytes() == (trial / "metrics.jsonl").read_bytes()
     assert json.loads((first / "result.json").read_text())["search"] == body["search"]
-    overrides = ["search.lr=[]", "search.batch=[]", "train.lr=1e-2", "train.batch=16"]
+    overrides = ["search.optimizer=[]", "search.lr=[]", "search.batch=[]", "train.lr=1e-2",
+                 "train.batch=16", "train.optimizer=muon"]  # fmt: skip
     alone = _run(path, tiny_model, tmp_path / "alone", seeds=[1], overrides=overrides)
     assert alone["scores"] == body["scores"][:1]
 
