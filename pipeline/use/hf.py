@@ -33,6 +33,7 @@ from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.use.convert import OWN_TYPE, Style, hugging_face
 from pipeline.use.export import ExportReport, compare, load_for_export
 from pipeline.use.folder import (
+    OPTIMIZER,
     TrainedModel,
     publishing,
 )
@@ -46,6 +47,10 @@ NO_LICENSE = "unknown"
 _INTENDED = (
     "To be fine-tuned on tasks of understanding, or for vectors of texts, in the languages of its "
     "training text. It writes no text, states no facts, and repeats what its text was biased to."
+)
+_TUNED_BY_MUON = (
+    " Muon trained it, so let Muon tune it: AdamW loses much of what it has learnt "
+    "(`postnorm finetune`, `train.optimizer: muon`)."
 )
 _LOADING = """\
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
@@ -91,6 +96,7 @@ def masked_card(trained: TrainedModel, name: str) -> Card:
     facts, family = trained.facts, native_family(trained.model.config)
     scores = facts.get("scores") or {}
     rows = {
+        "optimizer": facts.get(OPTIMIZER) or "unknown",
         "optimizer steps": facts.get("step", "unknown"),
         "training text": ", ".join(facts.get("data_sources", ())) or "unknown",
         "data fingerprint": facts.get("data_fingerprint", "unknown"),
@@ -99,7 +105,9 @@ def masked_card(trained: TrainedModel, name: str) -> Card:
         "converted from": facts.get("converted_from", {}).get("path", "no other format"),
     }
     text = "A bidirectional encoder, pre-trained with masked language modelling."
-    return Card(METADATA.format("fill-mask"), text, rows, _LOADING.format(loading(name, family)))
+    intended = _INTENDED + _TUNED_BY_MUON * (facts.get(OPTIMIZER) == "muon")
+    usage = _LOADING.format(loading(name, family))
+    return Card(METADATA.format("fill-mask"), text, rows, usage, intended)
 
 
 def model_card(

@@ -35,6 +35,7 @@ from pipeline.tasks.kinds.table import KINDS
 from pipeline.tasks.task import load_task
 from pipeline.use.export import export
 from pipeline.use.folder import load_model, write_model
+from pipeline.use.hf import masked_card
 from pipeline.use.model import load
 from pipeline.use.pretrain import pretrain
 from tests.support import warm
@@ -299,6 +300,7 @@ def test_sentencepiece_is_a_start(dataset: DatasetIndex, task_file: Make, tmp_pa
     assert (tmp_path / "out/model/tokenizer.model").is_file()
     # What Muon trained, AdamW tunes badly: that is said of a run and of what was made of it.
     export(tmp_path / "run", tmp_path / "model")
+    assert "let Muon tune it" in masked_card(load_model(tmp_path / "model"), "model").intended
     _run(path, tmp_path / "model", tmp_path / "again")
     _run(path, tmp_path / "model", tmp_path / "muon", overrides=["train.optimizer=muon"])
     for name, is_warned in (("out", True), ("again", True), ("muon", False)):

@@ -138,6 +138,7 @@ def test_folder_alone_computes_the_same(
     assert f'"num_layers": {trained.model.config.num_layers}' in card
     if kind == "run":
         assert trained.facts["data_fingerprint"] in card
+        assert "| optimizer | adamw |" in card
         assert f"| training text | {', '.join(trained.facts['data_sources'])} |" in card
         assert f"{trained.facts['scores']['loss']:.4f} nats" in card
 
