@@ -392,11 +392,11 @@ def fine_tuned(source: Path) -> Path:
 
 
 def warn_of_optimizer(trained: TrainedModel, source: str, optimizer: str) -> None:
-    """Warn where AdamW is to tune what Muon trained, which costs much of what it has learnt."""
+    """Warn where AdamW is to tune what Muon trained; see `docs/tasks.md`, "Choosing settings"."""
     if trained.facts.get(OPTIMIZER) == "muon" and optimizer != "muon":
         logger.warning(
-            "%s was trained with muon, and train.optimizer=%s is to tune it: small encoders lost a "
-            "third of their score by that; set train.optimizer=muon, with a rate of its own",
+            "%s was trained with muon, and train.optimizer=%s is to tune it: small encoders had up to "
+            "a third less of their score by that; set train.optimizer=muon, with a rate of its own",
             source,
             optimizer,
         )

@@ -49,7 +49,7 @@ _INTENDED = (
     "training text. It writes no text, states no facts, and repeats what its text was biased to."
 )
 _TUNED_BY_MUON = (
-    " Muon trained it, so let Muon tune it: AdamW loses much of what it has learnt "
+    " Muon trained it, so let Muon tune it, too: AdamW was far behind on small encoders "
     "(`postnorm finetune`, `train.optimizer: muon`)."
 )
 _LOADING = """\
