@@ -395,8 +395,8 @@ def warn_of_optimizer(trained: TrainedModel, source: str, optimizer: str) -> Non
     """Warn where AdamW is to tune what Muon trained; see `docs/tasks.md`, "Choosing settings"."""
     if trained.facts.get(OPTIMIZER) == "muon" and optimizer != "muon":
         logger.warning(
-            "%s was trained with muon, and train.optimizer=%s is to tune it: a small encoder had up "
-            "to a third less of its score by that; set train.optimizer=muon and a rate for it",
+            "%s was trained with muon, and train.optimizer=%s is to tune it: a small encoder had "
+            "up to a third less of its score by that; set train.optimizer=muon and a rate for it",
             source,
             optimizer,
         )
