@@ -56,6 +56,7 @@ class CheckedConfig(Protocol):
     """What preflight asks of a run's config: of pre-training, or of training on many tasks."""
 
     IN_MANIFESTS: ClassVar[bool]
+    """Whether checkpoints hold this config; those of a mix of tasks do not."""
 
     @property
     def folder(self) -> RunFolder:

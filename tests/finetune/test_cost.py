@@ -52,3 +52,21 @@ def test_cost_of_search(task_file: Callable[..., Path], tiny_model: Path, tmp_pa
     assert "3 seed(s) and the search: " in text
     hours = (2 + 2) * cost.hours("A100")
     assert f"{hours * 3600:.3g} s on one A100" in text
+
+
+def test_products_of_muon_are_counted(
+    task_file: Callable[..., Path], tiny_model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "suite.yaml").write_text("tasks: [my-classify.yaml]")
+    task_file("classify", train={"epochs": 3, "batch": 8})
+    found = []
+    for optimizer in ("adamw", "muon"):
+        plan = read_plan(str(tmp_path / "suite.yaml"), [], tmp_path / "out", (),
+                         [f"train.optimizer={optimizer}"], with_ngrams=False)  # fmt: skip
+        found += costs(plan.tasks, str(tiny_model), plan.out)
+    config = load(tiny_model).config
+    width, inner = config.hidden_size, config.ffn_size
+    # By iteration X X' (2 m m n), its square (2 m m m) and its product with X (2 m m n).
+    square, oblong = 6 * width**3, 4 * width**2 * inner + 2 * width**3
+    update = 5 * config.num_layers * (4 * square + 2 * oblong)
+    assert found[1].flops - found[0].flops == pytest.approx(found[0].steps * update, rel=1e-6)

@@ -26,6 +26,7 @@ def test_last_checkpoints_of_a_run(straight_run: Path, tmp_path: Path) -> None:
         mean = (one[name].double() + two[name].double()) / 2
         assert torch.equal(tensor, mean.float()), name
     assert [of["step"] for of in found.facts["averaged_from"]] == [30, 40]
+    assert found.facts["optimizer"] == "adamw"
     assert (
         found.require_tokenizer().content == load_source(straight_run).require_tokenizer().content
     )
