@@ -404,7 +404,8 @@ def plan(
 ) -> StudyPlan:
     """Lay a study out.
 
-    Overrides are of all runs, `tasks.section.key=value` of all tasks; parts and arms win over them.
+    Overrides are of all runs, `tasks.section.key=value` of all tasks; over them win parts, arms and
+    levels, in this order.
 
     Raises:
         ConfigError: an override, or a run that follows, is wrong; names the run.
@@ -473,10 +474,11 @@ def _base(
 def _changed(config: PretrainConfig, layers: Sequence[Values]) -> dict[str, Any]:
     """Lay overrides over a config, one layer after the other; return plain values."""
     tree = asdict(config)
-    for values in layers:
-        for path, value in values.items():
-            place, last = _place(tree, path, f"{path} = {value!r}")
-            place[last] = _computed(tree, path, value, place[last])
+    every = [item for values in layers for item in values.items()]
+    # Shares of other values come last, when these are what they will be.
+    for path, value in sorted(every, key=lambda item: bool(_SHARE.fullmatch(str(item[1])))):
+        place, last = _place(tree, path, f"{path} = {value!r}")
+        place[last] = _computed(tree, path, value, place[last])
     plain: dict[str, Any] = json.loads(json.dumps(tree))  # lists in place of tuples
     return plain
 
@@ -583,7 +585,7 @@ class _Layout:
     def _config(self, cell: StudyCell, seed: int) -> PretrainConfig:
         study, part, arm = self._study, self._study.parts[cell.part], self._study.arms[cell.arm]
         levels = zip(part.grid, cell.levels, strict=True)
-        layers = [part.set, *(study.factors[factor][level] for factor, level in levels), arm.set]
+        layers = [part.set, arm.set, *(study.factors[factor][level] for factor, level in levels)]
         values = _changed(self._base, layers)
         config = build(PretrainConfig, values, f"{cell.part}, {self._shown(cell)}")
         if config.checkpoint.keep < (arm.mean or 1):

@@ -178,6 +178,33 @@ def test_shares_are_of_the_value_below_and_overrides_lie_under_arms() -> None:
     assert (config("plain").model.num_layers, config("fixed").model.num_layers) == (2, 3)
 
 
+def test_levels_win_over_arms_and_shares_are_computed_last() -> None:
+    """An arm has its best rate for parts without a sweep, and a sweep's levels replace it."""
+    study = study_of(
+        arms={
+            "plain": {"set": {"train.lr": 1e-3}},
+            "alpha": {"set": {"train.alpha_warmup_steps": "0.25 of train.num_steps"}},
+        },
+        factors={
+            "rate": {"lr 2e-3": {"train.lr": 2e-3}},
+            "length": {"x2": {"train.num_steps": "*2"}},
+        },
+        parts={
+            "alone": {"asks": "?", "arms": ["plain"]},
+            "swept": {"asks": "?", "arms": ["plain", "alpha"], "grid": ["rate", "length"]},
+        },
+    )
+    made = plan_of(study, "train.num_steps=200")
+
+    def train(part: str, arm: str, *levels: str) -> Any:
+        return made.runs[made.of_cells[StudyCell(part, arm, levels)][1]].config.train
+
+    assert train("alone", "plain").lr == 1e-3
+    assert train("swept", "plain", "lr 2e-3", "x2").lr == 2e-3
+    # Of the 400 steps that the level makes, though the level lies above the arm.
+    assert train("swept", "alpha", "lr 2e-3", "x2").alpha_warmup_steps == 100
+
+
 def test_equal_flops_count_the_start_too() -> None:
     made = _made("growth", "small")
     flops = {name: run_plan(run.config).flops for name, run in made.runs.items()}
