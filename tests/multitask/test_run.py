@@ -19,6 +19,7 @@ from pipeline.multitask.run import multitask, step_lines
 from pipeline.runtime import env
 from pipeline.runtime.checkpoints import FOLDER, published
 from pipeline.runtime.rank import Rank
+from pipeline.use.folder import load_model, write_config
 from pipeline.use.model import load
 from pipeline.use.pretrain import own_process
 from tests.support.grids import first_in_ci
@@ -246,6 +247,17 @@ def test_other_draws_are_another_run(tmp_path: Path, tiny_model: Path) -> None:
     (tmp_path / "run/done.json").unlink()
     with pytest.raises(Exception, match=r"draws\.tasks\.tag .*checkpoint None, now 3\.0"):
         run(path, "tasks.tag.share=3")
+
+
+def test_adamw_on_what_muon_trained_is_warned_of(tmp_path: Path, tiny_model: Path) -> None:
+    source, trained, found = tmp_path / "model", load_model(tiny_model), []
+    shutil.copytree(tiny_model, source)
+    for optimizer in ("adamw", "muon"):
+        write_config(source, trained.model.config, {"optimizer": optimizer}, trained.model)
+        path = write_mix(tmp_path, source, ("classify",), run_dir=str(tmp_path / optimizer))
+        text = (run(path, "train.num_steps=1") / "logs/rank-00000.log").read_text()
+        found.append("set train.optimizer=muon" in text)
+    assert found == [False, True]
 
 
 def test_rows_that_are_evaluated_are_left_out(tmp_path: Path, tiny_model: Path) -> None:

@@ -120,6 +120,7 @@ def test_gradients_of_the_wider_model_differ_by_noise(straight_run: Path, tmp_pa
     exact = grow(straight_run, tmp_path / "exact", width=2, depth=None, noise=0.0, seed=0)
     noisy = grow(straight_run, tmp_path / "noisy", width=2, depth=None, noise=0.01, seed=0)
     assert exact.num_parameters == noisy.num_parameters > 2 * exact.num_parameters_before
+    assert load_model(tmp_path / "exact").facts["optimizer"] == "adamw"
     first, second = load_model(tmp_path / "exact").model, load_model(tmp_path / "noisy").model
     name = "encoder.layers.0.feed_forward.inner.weight"
     weight, other = first.state_dict()[name], second.state_dict()[name]
