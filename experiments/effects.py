@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from experiments.read import Reading
-from experiments.study import MEAN_SCORE, StudyCell, StudyPlan
+from experiments.study import MEAN_SCORE, PartConfig, StudyCell, StudyPlan
 from pipeline.tasks.intervals import (
     LEVEL,
     Interval,
@@ -103,6 +103,8 @@ def effects(
     """
     compared = []
     for name, part in plan.parts.items():
+        if plan.is_sweep(name):
+            continue
         for metric, levels, arm in product(part.metrics, plan.levels(name), part.arms[1:]):
             cells = [StudyCell(name, which, levels) for which in (arm, part.arms[0])]
             mine, first = (values_by_seed(plan, readings, cell, metric) for cell in cells)
@@ -312,13 +314,21 @@ def summaries(plan: StudyPlan, readings: Mapping[str, Reading]) -> list[CellSumm
     return cells
 
 
-def verdicts(plan: StudyPlan, compared: Sequence[Effect], fits: Sequence[Slope]) -> list[str]:
+def verdicts(
+    plan: StudyPlan,
+    compared: Sequence[Effect],
+    fits: Sequence[Slope],
+    cells: Sequence[CellSummary],
+) -> list[str]:
     """Name for each part the better arm in its first metric, at all X of a NAME@X.
 
-    `!` marks what stands after Holm's correction.
+    `!` marks what stands after Holm's correction. A sweep names the best levels of each arm.
     """
     lines = []
     for name, part in plan.parts.items():
+        if plan.is_sweep(name):
+            lines += _best_levels(name, part, cells)
+            continue
         metric = part.metrics[0].partition("@")[0]
         mine = [e for e in compared if e.part == name and e.metric.partition("@")[0] == metric]
         for arm in part.arms[1:]:
@@ -345,6 +355,20 @@ def verdicts(plan: StudyPlan, compared: Sequence[Effect], fits: Sequence[Slope])
                 if each.levels == POOLED and each.interval is not None
             ]
     return lines + [f"{fit.part}: {fit.text}" for fit in fits]
+
+
+def _best_levels(name: str, part: PartConfig, cells: Sequence[CellSummary]) -> list[str]:
+    """Name the level of a sweep's last factor at which each arm is best, by those of the others."""
+    metric, found = part.metrics[0], dict[tuple[str, ...], tuple[float, str]]()
+    sign = direction(metric)
+    for summary in cells:
+        if summary.cell.part == name and metric in summary.means:
+            *others, level = summary.cell.levels
+            key, value = (summary.cell.arm, *others), summary.means[metric]
+            if key not in found or sign * value > sign * found[key][0]:
+                found[key] = value, level
+    said = [f"{', '.join(key)} at {level} ({value:.4f})" for key, (value, level) in found.items()]
+    return [f"{name}: by single runs, best {metric} of {'; of '.join(said)}"] if said else []
 
 
 def _where(those: Sequence[Effect]) -> str:

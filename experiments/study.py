@@ -368,6 +368,10 @@ class StudyPlan:
         """Combinations of levels of a part."""
         return list(dict.fromkeys(cell.levels for cell in self.of_cells if cell.part == part))
 
+    def is_sweep(self, part: str) -> bool:
+        """Return whether a part looks for the best levels by single runs, and compares no arms."""
+        return len(self.parts[part].seeds) == 1 and len(self.levels(part)) > 1
+
     @property
     def fine_tunings(self) -> list[tuple[str, str, int]]:
         """Runs with the tasks that they are fine-tuned on, and the number of the classes' draw."""

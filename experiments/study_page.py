@@ -88,7 +88,7 @@ def write(
         "level": LEVEL,
         "seeds": list(plan.seeds),
         "batches": batches,
-        "verdicts": verdicts(plan, compared, fits) + budgets.sentences(needed),
+        "verdicts": verdicts(plan, compared, fits, cells) + budgets.sentences(needed),
         "how_sure": how_sure,
         "effects": [asdict(effect) | {"verdict": effect.verdict} for effect in compared],
         "cells": [asdict(cell) for cell in cells],
@@ -165,8 +165,9 @@ def _page(
             yield f"![{name}]({plan.name}-{name}.svg)"
         yield ""
         yield from _table([cell for cell in cells if cell.cell.part == name], part.metrics)
-        yield ""
-        yield from _difference_table([effect for effect in compared if effect.part == name])
+        if of_name := [effect for effect in compared if effect.part == name]:
+            yield ""
+            yield from _difference_table(of_name)
         if of_part := [each for each in needed if each.part == name]:
             yield ""
             yield from budgets.table(of_part)
@@ -265,6 +266,8 @@ def figure(
             for panel, points in zip(row, (values, differences), strict=True):
                 draw_points(panel, points, list(values), places)
             _name_axes(row, plan, part, title, places)
+            if not differences:
+                row[1].set_axis_off()
         rest = [panel for row in axes[len(drawn) :] for panel in row]
         for panel, name in zip(rest, profiles, strict=False):
             _draw_profile(panel, plan, part, name, readings)

@@ -268,6 +268,29 @@ def test_page_and_json_say_what_the_runs_say(tmp_path: Path) -> None:
         assert fact in text
 
 
+def test_a_sweep_names_the_best_rate_of_each_arm_and_compares_none(tmp_path: Path) -> None:
+    factors = {
+        "layers": {"2": {}, "3": {"model.num_layers": 3}},
+        "rate": {f"lr {rate}": {"train.lr": rate} for rate in (1e-3, 2e-3, 4e-3)},
+    }
+    part = {"asks": "?", "arms": ["plain", "sum"], "grid": ["layers", "rate"], "seeds": [1]}
+    made = plan_of(study_of(factors=factors, parts={"rate": part}))
+    losses = {("plain", "2"): (5.0, 4.5, 4.75), ("plain", "3"): (4.0, 4.25, 6.5),
+              ("sum", "2"): (5.5, 5.25, 5.125), ("sum", "3"): (None, 4.875, None)}  # fmt: skip
+    found = {}
+    for cell, runs in made.of_cells.items():
+        loss = losses[cell.arm, cell.levels[0]][list(factors["rate"]).index(cell.levels[1])]
+        values = {} if loss is None else {"held_out_loss": loss}
+        found[runs[1]] = read.Reading("finished" if values else "missing", values=values)
+    body = study_page.write(made, found, "-", tmp_path)
+    assert body["verdicts"] == [
+        "rate: by single runs, best held_out_loss of plain, 2 at lr 0.002 (4.5000); of sum, 2 at "
+        "lr 0.004 (5.1250); of plain, 3 at lr 0.001 (4.0000); of sum, 3 at lr 0.002 (4.8750)"
+    ]
+    assert body["effects"] == []
+    assert "arm - against" not in (tmp_path / "mine.md").read_text()
+
+
 def test_a_score_is_the_mean_of_all_draws_and_of_all_tasks_or_none(tmp_path: Path) -> None:
     part = {"asks": "?", "arms": list(ARMS), "tasks": ["a", "b"], "metrics": ["mean_score", "a"]}
     draws = {"number": 3, "rows": 9, "draws": 2}
