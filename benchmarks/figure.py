@@ -1,9 +1,9 @@
-"""The figure of README.md: 24 layers of Post-LN with and without what makes them converge.
+"""The figure of README.md: starts of 24 layers of Post-LN, each at its own best rate.
 
     python -m benchmarks.figure [--study FOLDER]
 
 Draws `docs/figures/post_ln.svg` from `experiments/results/post_ln.json`. With `--study`, the
-`--out` of `postnorm study deep_start`, first takes the curves of its first seed from there.
+`--out` of `postnorm study starts`, first takes the curves of all seeds from there.
 """
 
 import argparse
@@ -22,40 +22,49 @@ FIGURE = _ROOT / "docs" / "figures" / "post_ln.svg"
 _SHOWN_NATS = 0.4
 """Curves begin this much above the unigram entropy."""
 _RUNS = {
-    "branches as large as x (init: unit), stuck": "no_carry+alpha=alpha_0_",
-    "the same with the alpha warm-up": "no_carry+start=unit_alpha_50_+rate=lr_x1",
-    "roformer_v2 (branches times N^-1/2)": "no_carry+start=rsqrt_depth+rate=lr_x1",
-    "realformer_v2 (DeepNorm, mean of carried scores)": "mean+start=deepnorm+rate=lr_x1",
+    "branches as large as x, lr 5e-4": "unit+layers=24_layers",
+    "the same, alpha warm-up, lr 2e-3": "alpha_50_+layers=24_layers",
+    "BERT's start, lr 4e-3": "BERT_s+layers=24_layers+rate=lr_4e-3",
+    "branches times N^-1/2, lr 4e-3": "N_-1_2_+layers=24_layers+rate=lr_4e-3",
+    "ReZero, lr 8e-3": "ReZero+layers=24_layers+rate=lr_8e-3",
+    "DeepNorm, lr 8e-3": "DeepNorm+layers=24_layers+rate=lr_8e-3",
 }
+_SEEDS = ("seed-2", "seed-3", "seed-4")
 
 
-def run_of(label: str) -> str:
-    """Name the run of a curve, its first seed."""
-    return f"{_RUNS[label]}/seed-1"
+def run_of(label: str, seed: str) -> str:
+    """Name the run of a curve."""
+    return f"{_RUNS[label]}/{seed}"
 
 
 def collect(out: Path) -> dict[str, Any]:
     """Take what the figure needs from the runs of the study."""
     found: dict[str, Any] = {"held_out_loss": {}, "curves": {}}
     for label in _RUNS:
-        records = read_json_lines(RunFolder(runs_folder(out) / run_of(label)).metrics)
-        last = [record for record in records if record["kind"] == "eval"][-1]
-        found["unigram_entropy"] = last["unigram_entropy"]
-        found["held_out_loss"][label] = last["loss"]
-        train = [record for record in records if record["kind"] == "train"]
-        found["curves"][label] = [[each["step"], round(each["loss"], 4)] for each in train]
+        held_out: dict[str, float] = {}
+        curves: dict[str, list[list[float]]] = {}
+        found["held_out_loss"][label], found["curves"][label] = held_out, curves
+        for seed in _SEEDS:
+            records = read_json_lines(RunFolder(runs_folder(out) / run_of(label, seed)).metrics)
+            last = [record for record in records if record["kind"] == "eval"][-1]
+            found["unigram_entropy"] = last["unigram_entropy"]
+            held_out[seed] = last["loss"]
+            train = [record for record in records if record["kind"] == "train"]
+            curves[seed] = [[each["step"], round(each["loss"], 4)] for each in train]
     return found
 
 
 def figure(data: dict[str, Any]) -> str:
-    """Draw the curves as SVG."""
+    """Draw the curves as SVG, one line for each seed."""
     entropy = data["unigram_entropy"]
-    lines = [Line(label, points) for label, points in data["curves"].items()]
+    lines = [
+        Line(label, points) for label, seeds in data["curves"].items() for points in seeds.values()
+    ]
     steps = max(line.points[-1][0] for line in lines)
     # A line like the others: its name stands in the legend, where no curve crosses it.
     lines.append(Line("unigram entropy", [(0, entropy), (steps, entropy)]))
     return draw(
-        [Panel("24 layers of Post-LN, width 48, one seed", lines, x_name="updates")],
+        [Panel("24 layers of Post-LN, width 48, three seeds each", lines, x_name="updates")],
         y_name="training loss, nats",
         dotted={},
         top=entropy + _SHOWN_NATS,
@@ -67,7 +76,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--study", type=Path, help="--out of `postnorm study deep_start`")
+    parser.add_argument("--study", type=Path, help="--out of `postnorm study starts`")
     arguments = parser.parse_args()
     if arguments.study:
         DATA.write_text(json.dumps(collect(arguments.study)) + "\n")
