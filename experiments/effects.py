@@ -361,15 +361,14 @@ def _best_levels(name: str, part: PartConfig, cells: Sequence[CellSummary]) -> l
     """Name the level of a sweep's last factor at which each arm is best, by those of the others."""
     metric, found = part.metrics[0], dict[tuple[str, ...], tuple[float, str]]()
     sign = direction(metric)
-    mine = [each for each in cells if each.cell.part == name and metric in each.means]
-    for summary in mine:
-        *others, level = summary.cell.levels
-        key, value = (summary.cell.arm, *others), summary.means[metric]
-        if key not in found or sign * value > sign * found[key][0]:
-            found[key] = value, level
+    for summary in cells:
+        if summary.cell.part == name and metric in summary.means:
+            *others, level = summary.cell.levels
+            key, value = (summary.cell.arm, *others), summary.means[metric]
+            if key not in found or sign * value > sign * found[key][0]:
+                found[key] = value, level
     said = [f"{', '.join(key)} at {level} ({value:.4f})" for key, (value, level) in found.items()]
-    best = "best " * (len({summary.cell.levels[-1] for summary in mine}) > 1)
-    return [f"{name}: by single runs, {best}{metric} of {'; of '.join(said)}"] if said else []
+    return [f"{name}: by single runs, best {metric} of {'; of '.join(said)}"] if said else []
 
 
 def _where(those: Sequence[Effect]) -> str:

@@ -370,7 +370,7 @@ class StudyPlan:
 
     def is_sweep(self, part: str) -> bool:
         """Return whether a part looks for the best levels by single runs, and compares no arms."""
-        return len(self.parts[part].seeds) == 1 and bool(self.parts[part].grid)
+        return len(self.parts[part].seeds) == 1 and len(self.levels(part)) > 1
 
     @property
     def fine_tunings(self) -> list[tuple[str, str, int]]:

@@ -274,8 +274,7 @@ def test_a_sweep_names_the_best_rate_of_each_arm_and_compares_none(tmp_path: Pat
         "rate": {f"lr {rate}": {"train.lr": rate} for rate in (1e-3, 2e-3, 4e-3)},
     }
     part = {"asks": "?", "arms": ["plain", "sum"], "grid": ["layers", "rate"], "seeds": [1]}
-    high = part | {"levels": {"rate": ["lr 0.004"]}}
-    made = plan_of(study_of(factors=factors, parts={"rate": part, "high": high}))
+    made = plan_of(study_of(factors=factors, parts={"rate": part}))
     losses = {("plain", "2"): (5.0, 4.5, 4.75), ("plain", "3"): (4.0, 4.25, 6.5),
               ("sum", "2"): (5.5, 5.25, 5.125), ("sum", "3"): (None, 4.875, None)}  # fmt: skip
     found = {}
@@ -286,9 +285,7 @@ def test_a_sweep_names_the_best_rate_of_each_arm_and_compares_none(tmp_path: Pat
     body = study_page.write(made, found, "-", tmp_path)
     assert body["verdicts"] == [
         "rate: by single runs, best held_out_loss of plain, 2 at lr 0.002 (4.5000); of sum, 2 at "
-        "lr 0.004 (5.1250); of plain, 3 at lr 0.001 (4.0000); of sum, 3 at lr 0.002 (4.8750)",
-        "high: by single runs, held_out_loss of plain, 2 at lr 0.004 (4.7500); of sum, 2 at "
-        "lr 0.004 (5.1250); of plain, 3 at lr 0.004 (6.5000)",
+        "lr 0.004 (5.1250); of plain, 3 at lr 0.001 (4.0000); of sum, 3 at lr 0.002 (4.8750)"
     ]
     assert body["effects"] == []
     assert "arm - against" not in (tmp_path / "mine.md").read_text()
