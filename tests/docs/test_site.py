@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from benchmarks.figure import DATA, FIGURE, figure, run_of
+from experiments.study import plan, read_study
 from tests.support.browser import Browser
 from tests.support.pages import PAGES
 from tests.support.processes import python
@@ -37,9 +38,16 @@ def test_figure_is_of_its_data_and_of_all_seeds_of_the_study() -> None:
     assert len(drawn) < _LARGEST_BYTES
     data = json.loads(DATA.read_text())
     runs = json.loads(DATA.with_name("starts.json").read_text())["runs"]
+    planned = plan(*read_study("starts"), "small", out=Path("out")).runs
     for label, seeds in data["held_out_loss"].items():
         assert len(seeds) >= 3, label
         for seed, loss in seeds.items():
             assert runs[run_of(label, seed)]["values"]["held_out_loss"] == loss, (label, seed)
+            rate = planned[run_of(label, seed)].config.train.lr
+            assert rate == float(label.rpartition("lr ")[2]), (label, seed)
     ends = {curve[-1][0] for seeds in data["curves"].values() for curve in seeds.values()}
     assert ends == {600}
+    # What README says of it: one start at the unigram entropy, all others below.
+    stuck, *others = data["held_out_loss"].values()
+    assert all(abs(loss - data["unigram_entropy"]) < 0.05 for loss in stuck.values())
+    assert all(max(seeds.values()) < data["unigram_entropy"] - 0.25 for seeds in others)
