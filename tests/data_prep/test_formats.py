@@ -132,6 +132,7 @@ def test_wet_records(tmp_path: Path, name: str) -> None:
         read_source(tmp_path / name, max_bytes=5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["a.wet", "a.wet.gz"])
 def test_wet_cut_anywhere(tmp_path: Path, name: str) -> None:
     data = _warc(name.endswith(".gz"), TEXTS)

@@ -67,6 +67,7 @@ def furthest(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
     return max(float(np.abs(one[name] - other[name]).max()) for name in one)
 
 
+@pytest.mark.long
 def test_stages_that_are_added_are_those_of_one_run(tmp_path: Path, tiny_model: Path) -> None:
     first = {"name": "first", "steps": 3}
     second = {"name": "second", "steps": 3, "model": {"dropout": 0.0},

@@ -128,6 +128,7 @@ def test_index_of_several_blocks_and_a_compressed_one(tmp_path: Path) -> None:
         TfCheckpoint(tmp_path)
 
 
+@pytest.mark.long
 def test_every_flipped_byte_of_the_index_is_refused_or_harmless(mixed: Path) -> None:
     path = mixed / "mixed.ckpt-12.index"
     good, harmless, messages = path.read_bytes(), [], []
@@ -146,6 +147,7 @@ def test_every_flipped_byte_of_the_index_is_refused_or_harmless(mixed: Path) -> 
     assert min(harmless) > 1800
 
 
+@pytest.mark.long
 def test_every_truncated_index_is_refused(mixed: Path) -> None:
     path = mixed / "mixed.ckpt-12.index"
     good = path.read_bytes()
@@ -155,6 +157,7 @@ def test_every_truncated_index_is_refused(mixed: Path) -> None:
             TfCheckpoint(mixed)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shard", [0, 1])
 def test_every_flipped_byte_of_the_data_fails_one_tensor(mixed: Path, shard: int) -> None:
     path = mixed / f"mixed.ckpt-12.data-{shard:05d}-of-00002"
