@@ -93,7 +93,8 @@ def transfer(path: str, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
         PostnormError: of a run.
     """
     config = load(TransferConfig, path, overrides).config
-    file = find_config(config.mix, ("multitask",), Path(path).parent)
+    beside = find_config(path, TransferConfig.SHIPPED).parent
+    file = find_config(config.mix, ("multitask",), beside)
     mix = load_mix(str(file), config.mix_overrides)
     names = list(config.tasks or mix.tasks)
     unknown = [name for name in names if name not in mix.tasks]

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from experiments.transfer import markdown, transfer
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, RunFolderError
 from tests.multitask.test_run import write_mix
 from tests.support.tiny_tasks import write_task
 
@@ -84,3 +84,12 @@ def test_a_mix_that_nothing_can_be_left_out_of(tmp_path: Path, tiny_model: Path)
         transfer(str(path))
     with pytest.raises(ConfigError, match=r"tasks: pair are not of .*which has classify, tag"):
         transfer(str(path), ("tasks=[pair]",))
+
+
+@pytest.mark.parametrize("name", ["small-transfer", "small-rows"])
+def test_a_shipped_config_is_found_by_name_and_so_is_its_mix(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RunFolderError, match=r"runs/(small-zh|structure/runs/.*) does not exist"):
+        transfer(name)
