@@ -1,7 +1,7 @@
 """Makes the task of the study `many_classes`: which cloud service does a sentence describe?
 
-    python -m benchmarks.many_classes runs/many_classes
-    postnorm study many_classes
+    python -m benchmarks.many_classes data/tasks/cloud_services
+    postnorm study many_classes tasks.data.root=data/tasks
 
 The rows are the descriptions of operations, structures and their members that botocore carries
 (pinned in constraints.txt, installed with `make setup`), each once, and none that two services
@@ -50,8 +50,8 @@ def texts_by_service() -> dict[str, list[str]]:
 
 def main() -> None:
     """Write the task and its rows."""
-    parser = argparse.ArgumentParser(description="the task of the study classes")
-    parser.add_argument("out", type=Path, help="folder")
+    parser = argparse.ArgumentParser(description="the task cloud-services")
+    parser.add_argument("out", type=Path, help="folder, new or of an earlier call")
     out: Path = parser.parse_args().out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     rows = {
