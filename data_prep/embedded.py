@@ -7,6 +7,7 @@ It differs from one installation to the next, unless packages are named with the
 
 import ast
 import csv
+import os
 import sysconfig
 import warnings
 from collections.abc import Iterator, Sequence
@@ -85,14 +86,17 @@ def _is_wanted(inner: PurePath) -> bool:
 def _of_installation(patterns: Sequence[str]) -> list[tuple[Path, str]]:
     paths = sysconfig.get_paths()
     names: dict[Path, str] = {}
-    for label in ("stdlib", "purelib", "platlib"):
-        root = Path(paths[label]).resolve()
-        for path in sorted(root.rglob("*")):
-            inner = path.relative_to(root)
-            wanted = _is_wanted(inner) and "site-packages" not in inner.parts
-            if wanted and path.is_file() and path.stat().st_size <= _MAX_FILE_BYTES:
-                prefix = "stdlib" if label == "stdlib" else "packages"
-                names.setdefault(path, f"{prefix}/{inner.as_posix()}")
+    places = {"stdlib": "stdlib", "purelib": "packages", "platlib": "packages"}
+    # Most often one folder has packages of both kinds; the standard library's has them inside it.
+    roots = {Path(paths[label]).resolve(): prefix for label, prefix in places.items()}
+    for root, prefix in roots.items():
+        for folder, inner_folders, files in os.walk(root):
+            inner_folders[:] = set(inner_folders) - _SKIPPED_FOLDERS - {"site-packages"}
+            place = PurePath(folder).relative_to(root)
+            for inner in (place / file for file in files):
+                path = root / inner
+                if _is_wanted(inner) and path.is_file() and path.stat().st_size <= _MAX_FILE_BYTES:
+                    names[path] = f"{prefix}/{inner.as_posix()}"
     files = sorted(names.items(), key=lambda item: item[1])
     stdlib = [file for file in files if file[1].startswith("stdlib/")]
     every = [*files[: len(files) - len(stdlib) : _EVERY], *stdlib]
