@@ -36,6 +36,7 @@ from pipeline.tasks.scores import Floats, Table
 LEVEL = 0.95
 DRAWS, KEY = 1000, 0
 """Draws of rows, and the key of their random numbers: draws of one key take the same rows."""
+_DRAWS_AT_A_TIME = 50
 SETTINGS = {"level": LEVEL, "draws": DRAWS, "key": KEY}
 ROWS_ALONE = "Of one seed, intervals are over rows alone: other seeds may differ by more."
 HOW_SURE = {
@@ -99,9 +100,10 @@ def row_draws(tables: Sequence[Table]) -> Floats:
     # Models with equally many rows are drawn alike, so that differences of draws are paired.
     random, num_rows = np.random.default_rng((KEY, 0)), len(tables[0].lines)
     draws = np.empty((DRAWS, len(tables)))
-    for draw in draws:
-        weights = np.bincount(random.integers(num_rows, size=num_rows), minlength=num_rows)
-        draw[:] = [table.value(weights @ table.lines) for table in tables]
+    for batch in np.split(draws, range(_DRAWS_AT_A_TIME, DRAWS, _DRAWS_AT_A_TIME)):
+        drawn = [random.integers(num_rows, size=num_rows) for _ in batch]
+        weights = np.array([np.bincount(rows, minlength=num_rows) for rows in drawn], np.float64)
+        batch[:] = np.stack([table.value(weights @ table.lines) for table in tables], axis=-1)
     return draws
 
 
