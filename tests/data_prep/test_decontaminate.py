@@ -5,6 +5,7 @@ import gzip
 import json
 import unicodedata
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +73,11 @@ def _letters(text: str) -> str:
 
 def _ngrams(letters: str, length: int, length_cjk: int) -> set[str]:
     found = set()
+    window = min(length, length_cjk)
+    before = [0, *accumulate(each >= "\u2e80" for each in letters)]
     for start, letter in enumerate(letters):
-        num_cjk = sum(each >= "\u2e80" for each in letters[start : start + min(length, length_cjk)])
-        is_cjk = letter >= "\u2e80" or 2 * num_cjk >= min(length, length_cjk)
+        num_cjk = before[min(start + window, len(letters))] - before[start]
+        is_cjk = letter >= "\u2e80" or 2 * num_cjk >= window
         size = length_cjk if is_cjk else length
         if start + size <= len(letters):
             found.add(letters[start : start + size])

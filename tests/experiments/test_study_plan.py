@@ -33,8 +33,8 @@ from tests.support.tiny_tasks import write_rows
 
 NAMES = sorted(path.stem for path in HOME.glob("*.yaml"))
 OF_RUNS = [name for name in NAMES if name != "speed"]
-_HOURS = {"many_classes": 3.0, "deep_start": 2.5, "positions": 3.9, "objectives": 2.1,
-          "rates": 4.2, "speedrun": 20.0, "structure": 1.9}  # fmt: skip
+_HOURS = {"many_classes": 3.0, "deep_start": 2.5, "positions": 3.9, "rates": 4.2,
+          "speedrun": 20.0, "structure": 1.9}  # fmt: skip
 """Of two shared cores, that a small preset may take; others take 1.3."""
 
 BASE: dict[str, Any] = {
