@@ -37,9 +37,7 @@ def test_a_slow_machine_fails_nothing(
 def test_a_folder_that_grew_alone_fails(
     grown: str, slow: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seconds = {folder: slow * s for folder, s in USUAL.items()} | {
-        grown: 2.6 * slow * USUAL[grown]
-    }
+    seconds = {folder: slow * s for folder, s in USUAL.items()} | {grown: 2.6 * slow * USUAL[grown]}
     with pytest.raises(SystemExit, match=rf"^{grown} took \d+ s of \d+ s") as raised:
         _check(seconds, tmp_path, monkeypatch)
     assert str(raised.value).count("took") == 1
