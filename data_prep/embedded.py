@@ -90,10 +90,10 @@ def _of_installation(patterns: Sequence[str]) -> list[tuple[Path, str]]:
     # Most often one folder has packages of both kinds; the standard library's has them inside it.
     roots = {Path(paths[label]).resolve(): prefix for label, prefix in places.items()}
     for root, prefix in roots.items():
-        for folder, inner_folders, files in os.walk(root):
+        for folder, inner_folders, inside in os.walk(root):
             inner_folders[:] = set(inner_folders) - _SKIPPED_FOLDERS - {"site-packages"}
             place = PurePath(folder).relative_to(root)
-            for inner in (place / file for file in files):
+            for inner in (place / file for file in inside):
                 path = root / inner
                 if _is_wanted(inner) and path.is_file() and path.stat().st_size <= _MAX_FILE_BYTES:
                     names[path] = f"{prefix}/{inner.as_posix()}"
