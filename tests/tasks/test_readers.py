@@ -9,52 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from backports import zstd
 
-from pipeline.config.load import build
 from pipeline.errors import ConfigError, DataError
 from pipeline.tasks import formats
-from pipeline.tasks.readers import TaskData, read_file, read_task
-from pipeline.tasks.task import TaskConfig, load_task
-from pipeline.tasks.types import Answer, Example, Span
-
-
-class Folder:
-    """Writes files and reads them as a task."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def write(self, name: str, content: Any) -> None:
-        """Rows become JSON lines; text stays."""
-        if isinstance(content, list):
-            content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in content)
-        (self.path / name).write_bytes(content.encode())
-
-    def task(self, kind: str, **data: Any) -> TaskConfig:
-        body = {"task": {"kind": kind}, "data": {"root": str(self.path), **data}}
-        return build(TaskConfig, {**body, "input": {"max_length": 512}}, "test")
-
-    def read(self, kind: str, content: Any, name: str = "a.json", **data: Any) -> TaskData:
-        """Write train and read it."""
-        self.write(name, content)
-        return read_task(self.task(kind, train=[name], **data))
-
-    def rows(self, kind: str, content: Any, name: str = "a.json", **data: Any) -> list[Example]:
-        return list(self.read(kind, content, name, **data).splits["train"])
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Folder:
-    return Folder(tmp_path)
-
+from pipeline.tasks.readers import read_file, read_task
+from pipeline.tasks.task import load_task
+from tests.support.task_folder import Folder
 
 SENTENCE = {"fields": {"text": "sentence"}}
 NLI = {"fields": {"text": "sentence1", "text_b": "sentence2"}}
 TEXT = {"fields": {"text": "text"}}
-QA = {"fields": {"text": "context", "text_b": "question"}}
 ROW = {"sentence": "x", "label": "a"}
 
 
@@ -326,16 +292,11 @@ def test_a_large_file_is_not_read_to_tell_its_form(folder: Folder) -> None:
     assert formats.detect(folder.path / "a.json.gz", has_words=False) == "cmrc"
 
 
-def _parquet(folder: Folder, name: str, rows: list[dict[str, Any]], **types: Any) -> None:
-    schema = pa.schema(list(types.items())) if types else None
-    pq.write_table(pa.Table.from_pylist(rows, schema), folder.path / name)
-
-
 def test_parquet(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     fields = {"text": "s", "text_b": "q", "choices": "choices", "label": "answerKey"}
     choices = {"text": ["甲", "乙"], "label": ["A", "B"]}
     row = {"s": "一\u2028", "q": b"\xe4\xb8\xad", "choices": choices, "answerKey": "B", "id": "x"}
-    _parquet(folder, "a.parquet", [row, {**row, "id": "y", "answerKey": "a"}] * 300)
+    folder.write_parquet("a.parquet", [row, {**row, "id": "y", "answerKey": "a"}] * 300)
     rows = read_file(folder.task("choice", fields=fields), "a.parquet", needs_gold=True)
     assert [(row.id, row.gold, row.text, row.text_b) for row in rows[:2]] == [
         ("x", 1, "一\u2028", "中"), ("y", 0, "一\u2028", "中"),
@@ -344,7 +305,7 @@ def test_parquet(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match=r"a\.parquet, row 0: no 'label'"):
         read_file(folder.task("choice", fields={**fields, "label": "label"}), "a.parquet",
                   needs_gold=True)  # fmt: skip
-    _parquet(folder, "b.parquet", [{"s": b"\xff", "label": 1}])
+    folder.write_parquet("b.parquet", [{"s": b"\xff", "label": 1}])
     task = folder.task("classify", fields={"text": "s"})
     with pytest.raises(DataError, match=r"b\.parquet is not UTF-8"):
         read_file(task, "b.parquet", needs_gold=True)
@@ -353,7 +314,7 @@ def test_parquet(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
         broken = folder.task(kind, train=["c.parquet"], fields={"text": "s"})
         with pytest.raises(DataError, match=r"c\.parquet is damaged"):
             read_task(broken)
-    _parquet(folder, "d.parquet", [], s=pa.string())
+    folder.write_parquet("d.parquet", [], s=pa.string())
     with pytest.raises(DataError, match=r"d\.parquet holds no row"):
         read_file(task, "d.parquet", needs_gold=True)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
@@ -395,380 +356,6 @@ def test_quotes_are_text_in_tsv_and_quotes_in_csv(
     rows = folder.rows("classify", content, name, **TEXT)
     assert [row.text for row in rows] == texts
     assert rows[-1].where.endswith(f"{name}:{last}"), "where the row begins"
-
-
-# Entities
-
-
-def test_spans_of_cluener_and_in_lists(folder: Folder) -> None:
-    row = {
-        "text": "“金庸”谈金庸，《金庸传》",
-        "label": {"name": {"金庸": [[1, 2], [5, 6]]}, "book": {"《金庸传》": [[8, 12]]}},
-    }
-    data = folder.read("spans", [row], **TEXT)
-    [example] = data.splits["train"]
-    assert example.gold == (Span("name", 1, 3), Span("name", 5, 7), Span("book", 8, 13))
-    assert [example.text[s.start : s.end] for s in example.gold] == ["金庸", "金庸", "《金庸传》"]
-    assert data.labels == ("book", "name")
-    entity = {"type": "name", "start": 1, "end": 3, "text": "金庸"}
-    fields = {"text": "text", "spans": "entities"}
-    rows = [{"text": "“金庸", "entities": x} for x in ([entity], [["name", 1, 3]], [])]
-    golds = [row.gold for row in folder.rows("spans", rows, fields=fields)]
-    assert golds == [(Span("name", 1, 3),), (Span("name", 1, 3),), ()]
-    inclusive = [{"text": "“金庸", "entities": [["name", 1, 2]]}]
-    [row] = folder.rows("spans", inclusive, fields=fields, span_ends="inclusive")
-    assert row.gold == (Span("name", 1, 3),)
-
-
-@pytest.mark.parametrize("key", ["label", "entities"])
-@pytest.mark.parametrize("span", [
-    ["name", 1, 3], [1, 3, "name"], [1, "name", 3], ["name", "1", "3"], ["1", "3", "name"],
-    {"label": "name", "start_offset": 1, "end_offset": 3, "id": 7},
-])  # fmt: skip
-def test_the_type_of_a_span_may_stand_anywhere(folder: Folder, span: Any, key: str) -> None:
-    fields = {"text": "text", "spans": key}
-    rows = [{"text": "“金庸", key: [span]}, {"text": "“", key: [["1", 0, 1]]}]
-    golds = [row.gold for row in folder.rows("spans", rows, fields=fields)]
-    assert golds == [(Span("name", 1, 3),), (Span("1", 0, 1),)]
-    for wrong in ([1, 1, 3], ["a", "b", 1], ["1", "1", "3"], [1, 3], ["name", 1, 3, 4]):
-        with pytest.raises(DataError, match=r"a\.json:1: .* data\.fields\.spans"):
-            folder.read("spans", [{"text": "“金庸", key: [wrong]}], fields=fields)
-
-
-TOKENS = {"fields": {"text": "tokens", "spans": "ner_tags"}}
-TAGS = ["O", "B-LOC", "I-LOC", "B-ORG"]
-
-
-@pytest.mark.parametrize("kind", ["tag", "spans"])
-@pytest.mark.parametrize("numbers", [False, True])
-def test_words_with_a_tag_each(folder: Folder, kind: str, numbers: bool) -> None:
-    rows = [
-        {"tokens": ["New", "York", "is"], "ner_tags": ["B-LOC", "I-LOC", "O"]},
-        {"tokens": ["a", "b"], "ner_tags": ["I-LOC", "B-ORG"]},
-    ]
-    labels = {"labels": TAGS} if numbers else {}
-    if numbers:
-        rows = [{**row, "ner_tags": [TAGS.index(tag) for tag in row["ner_tags"]]} for row in rows]
-    folder.write("b.json", rows[1:])
-    folder.write("c.json", [{"tokens": rows[0]["tokens"]}])
-    _parquet(folder, "d.parquet", rows)
-    files = {"dev": ["b.json"], "test": ["c.json", "d.parquet"]}
-    data = folder.read(kind, rows, **files, **labels, **TOKENS)
-    [first, second], [dev] = data.splits["train"], data.splits["dev"]
-    assert (first.text, first.gold) == ("New York is", (Span("LOC", 0, 8),))
-    assert first.words == ((0, 3), (4, 8), (9, 11))
-    assert (second.text, second.gold) == ("a b", (Span("LOC", 0, 1), Span("ORG", 2, 3)))
-    assert (dev.text, dev.gold) == (second.text, second.gold), "joined as train is"
-    assert (data.labels, data.joiner) == (("LOC", "ORG"), " ")
-    assert data.counts["train"]["tags that continue no entity"] == 1
-    golds = [(row.text, row.gold) for row in data.splits["test"]]
-    assert golds == [("New York is", None), *((row.text, row.gold) for row in (first, second))]
-    rows = [{"tokens": ["北", "京"], "ner_tags": ["B-LOC", "I-LOC"]}]
-    assert folder.rows(kind, rows, **TOKENS)[0].text == "北京"
-    assert folder.rows(kind, rows, joiner="_", **TOKENS)[0].gold == (Span("LOC", 0, 3),)
-
-
-@pytest.mark.parametrize(("tags", "labels", "message"), [
-    ([0, 1], {}, r"tag 0 is a number, .* data\.labels"),
-    ([0, 1], {"labels": ["LOC", "ORG"]}, r"tag 0 is a number, .* data\.labels"),
-    ([0, 4], {"labels": TAGS}, r"tag 4 is a number, .* data\.labels"),
-    (["O", "LOC"], {}, "tag 'LOC' is neither O nor a prefix"), ("O O", {}, "expected a list with"),
-    (["O"], {}, r"a tag for each of the 2 words in 'tokens': .* data\.fields\.spans"),
-])  # fmt: skip
-def test_tags_that_do_not_fit(folder: Folder, tags: Any, labels: Any, message: str) -> None:
-    rows = [{"tokens": ["a", "b"], "ner_tags": tags}]
-    with pytest.raises(DataError, match=rf"a\.json:1: .*{message}"):
-        folder.read("tag", rows, **labels, **TOKENS)
-
-
-@pytest.mark.parametrize(("label", "message"), [
-    ({"name": {"金庸": [[0, 1]]}}, r"a\.json:1: character 0 should start '金庸', but '“金'"),
-    ({"name": {"金庸": [[1, 3]]}}, "has 2 characters, but its place has 3"),
-    ({"name": ["金庸"]}, "is not a list of"),
-    ([["name", 1, 9]], r"name at \[1, 9\) is not inside the text of 3 characters"),
-    ([["name", 1, 1]], "or is empty"),
-    ([{"type": "name", "start": 0, "end": 2, "text": "金庸"}], "should start '金庸'"),
-])  # fmt: skip
-def test_offsets_that_do_not_fit_are_refused(folder: Folder, label: Any, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        folder.read("spans", [{"text": "“金庸", "label": label}], **TEXT)
-
-
-def test_bmes_of_characters_and_conll_of_words(folder: Folder) -> None:
-    # U+3000 is a character of the text, as in files that have every character on a line.
-    text = "吴 B-NAME\n重 M-NAME\n阳 E-NAME\n\u3000 O\nA\tS-ORG\n\n任 O\n董 M-ORG\n事 E-ORG\n"
-    data = folder.read("tag", text, "train.char.bmes")
-    first, second = data.splits["train"]
-    assert (first.text, first.gold) == ("吴重阳\u3000A", (Span("NAME", 0, 3), Span("ORG", 4, 5)))
-    assert (second.text, second.gold) == ("任董事", (Span("ORG", 1, 3),))
-    assert data.counts["train"]["tags that continue no entity"] == 1
-    assert second.where.endswith(":7")
-    text = "-DOCSTART- -X- O\n\nU.N. NNP I-ORG\nofficial NN  O\nEkeus NNP I-PER\n"
-    [row] = folder.rows("tag", text, "a.conll")
-    assert row.text == "U.N. official Ekeus"
-    assert row.words == ((0, 4), (5, 13), (14, 19))
-    assert row.gold == (Span("ORG", 0, 4), Span("PER", 14, 19))
-
-
-# Answers
-
-
-CONTEXT = "它建于一九九八年，一九九九年开放。"
-LOST = {"questions whose answers are not in their text": 1}
-
-
-def _squad(*answers: dict[str, Any], **question: Any) -> str:
-    qas = [{"id": "Q1", "question": "何时？", "answers": list(answers), **question}]
-    whole = {"version": "v1.0", "data": [{"paragraphs": [{"context": CONTEXT, "qas": qas}]}]}
-    return json.dumps(whole, indent=2)
-
-
-@pytest.mark.parametrize(("text", "stated", "start", "count"), [
-    ("一九九九年", 9, 9, {}), ("一九九九年", 10, 9, {"answers moved to where their text is": 1}),
-    ("一九九八年", 9, None, LOST), ("一九九九年", -1, None, LOST), (" 一九九九年 ", 9, 9, {}),
-    ("二〇〇〇年", 3, None, LOST),
-])  # fmt: skip
-def test_answers_and_their_offsets(
-    folder: Folder, text: str, stated: int, start: int | None, count: dict[str, int]
-) -> None:
-    data = folder.read("qa", _squad({"text": text, "answer_start": stated}))
-    [row] = data.splits["train"]
-    assert row.gold == (Answer(text, start),), "gold is the text of the file"
-    assert (row.id, row.text_b) == ("Q1", "何时？")
-    assert data.counts["train"] == {"rows": 1, **count}
-
-
-def test_questions_without_answers(folder: Folder) -> None:
-    squad = _squad(is_impossible=True, plausible_answers=[{"text": "它", "answer_start": 0}])
-    assert folder.rows("qa", squad)[0].gold == (), "none is right"
-    # Test files of CLUE's cmrc2018 fill the place of answers, which would all be missed.
-    fake = [{"text": f"FAKE_ANSWER_{n}", "answer_start": -1} for n in (1, 2, 3)]
-    folder.write("t.json", _squad(*fake))
-    assert read_file(folder.task("qa"), "t.json", needs_gold=False)[0].gold is None
-
-
-@pytest.mark.parametrize("flag", ["false", "False", "0", 0, False, None, "no", ""])
-@pytest.mark.parametrize("other", ["true", "TRUE", 1, True, "yes"])
-def test_a_flag_is_read_by_its_word(folder: Folder, flag: Any, other: Any) -> None:
-    answers = [{"text": "甲", "answer_start": 0}]
-    asked = [{"id": "a", "question": "q", "is_impossible": flag, "answers": answers},
-             {"id": "b", "question": "q", "is_impossible": other, "answers": answers}]  # fmt: skip
-    whole = {"data": [{"paragraphs": [{"context": "甲乙", "qas": asked}]}]}
-    data = folder.read("qa", json.dumps(whole))
-    assert [len(row.gold) for row in data.splits["train"]] == [1, 0]  # type: ignore[arg-type]
-    assert data.counts["train"]["unanswerable questions with answers"] == 1
-    asked[0]["is_impossible"] = "maybe"
-    with pytest.raises(DataError, match=r"question a: is_impossible is 'maybe'"):
-        folder.read("qa", json.dumps(whole))
-
-
-@pytest.mark.parametrize(("answers", "gold"), [
-    ({"text": ["九年"], "answer_start": [3]}, (Answer("九年", 3),)),
-    ({"text": [], "answer_start": []}, ()),
-    (["九年", {"text": "八年"}], (Answer("九年", 3), Answer("八年", 0))), ("九年", None),
-    ({"text": ["九年"]}, None), ([{"answer_start": 3}], None), ([3], None),
-])  # fmt: skip
-def test_forms_of_answers(folder: Folder, answers: Any, gold: Any) -> None:
-    row = {"context": "八年，九年。", "question": "？", "answers": answers}
-    if gold is not None:
-        assert folder.rows("qa", [row], **QA)[0].gold == gold
-        return
-    with pytest.raises(DataError, match=r"a\.json:1: .* is not a list of {text, answer_start}"):
-        folder.read("qa", [row], **QA)
-
-
-def test_other_forms_of_squad(folder: Folder) -> None:
-    qas = [{"question": f"{n}？", "answers": []} for n in range(2)]
-    whole = json.dumps({"version": "1", "data": [{"paragraphs": [{"context": "x", "qas": qas}]}]})
-    rows = folder.rows("qa", whole.replace(', "data"', ',\n"data"'))
-    assert [(row.id, row.text_b) for row in rows] == [("0-0-0", "0？"), ("0-0-1", "1？")]
-    question = {"query_id": "Q1", "query_text": "何时？", "answers": ["九年", "七年"]}
-    rows = [{"context_id": "C", "context_text": "八年，九年。", "qas": [question]}]
-    [row] = folder.rows("qa", json.dumps(rows))
-    assert (row.id, row.gold) == ("Q1", (Answer("九年", 3), Answer("七年", None)))
-
-
-def test_dev_held_out_of_train_shares_no_passage(folder: Folder) -> None:
-    rows = [
-        {"context": f"第{i}段", "question": "？", "answers": ["段"], "id": f"{i}-{n}"}
-        for i in range(10)
-        for n in range(3)
-    ]
-    data = folder.read("qa", rows, hold_out=0.2, **QA)
-    train, dev = data.splits["train"], data.splits["dev"]
-    assert (len(train), len(dev)) == (24, 6)
-    assert not {row.text for row in train} & {row.text for row in dev}
-    again = folder.read("qa", rows[::-1], hold_out=0.2, **QA)
-    assert {row.id for row in again.splits["dev"]} == {row.id for row in dev}
-    with pytest.raises(DataError, match=r"data\.hold_out=0\.2 leaves train without a text"):
-        folder.read("qa", rows[:3], hold_out=0.2, **QA)
-
-
-# Choices
-
-
-def test_c3(folder: Folder) -> None:
-    question = {"question": "几块？", "choice": ["六块", "五块", "五块"], "answer": "五块"}
-    items = [
-        [["男：好。", "女：行。"], [question], "7-65"],
-        [["一段。"], [{"question": "？", "choice": ["甲", "乙"], "answer": "甲", "id": 9}], "m1"],
-    ]
-    first, second = folder.rows("choice", json.dumps(items, ensure_ascii=False, indent=1))
-    assert (first.text, first.text_b, first.id) == ("男：好。||女：行。", "几块？", "7-65-0")
-    assert (first.gold, first.distinct) == (1, (True, True, False)), "the second 五块 is masked"
-    assert (second.id, second.choices, second.gold) == ("9", ("甲", "乙"), 0)
-    for wrong in ("七块", "2"):  # an answer is a text, not an index
-        question["answer"] = wrong
-        with pytest.raises(DataError, match=rf"item 0, question 0: answer '{wrong}' is neither"):
-            folder.read("choice", json.dumps(items))
-
-
-COLUMNS = {"text": "q", "choices": ["A", "B", "C", "D"]}
-
-
-@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.json", "a.parquet"])
-def test_choices_in_columns(folder: Folder, name: str) -> None:
-    answers = [("B", 1), ("d", 3), ("0", 0), ("x3", 2)]
-    rows = [
-        {"q": f"{i}", **{key: f"x{n}" for n, key in enumerate("ABCD", 1)}, "label": answer}
-        for i, (answer, _) in enumerate(answers)
-    ]
-    rows += [{"q": "5", "A": "x", "B": "y", "C": "", "D": "", "label": "B"}]  # of two choices
-    if name == "a.parquet":
-        _parquet(folder, name, rows)
-    elif name == "a.json":
-        folder.write(name, rows)
-    else:
-        apart = "\t" if name == "a.tsv" else ","
-        lines = [apart.join(row.values()) for row in rows]
-        folder.write(name, "\n".join([apart.join(rows[0]), *lines]))
-    found = read_file(folder.task("choice", fields=COLUMNS), name, needs_gold=True)
-    assert [row.gold for row in found] == [gold for _, gold in answers] + [1]
-    assert [row.choices for row in found[-2:]] == [("x1", "x2", "x3", "x4"), ("x", "y")]
-    fields = {**COLUMNS, "choices": ["A", "E"]}
-    with pytest.raises(
-        DataError, match=r"row 0|item 0|:[12]: .*keys: q, A, B.*data\.fields\.choices"
-    ):
-        read_file(folder.task("choice", fields=fields), name, needs_gold=True)
-
-
-NESTED = {"text": "q", "choices": "choices", "label": "answerKey"}
-
-
-@pytest.mark.parametrize(("labels", "texts", "answer", "gold"), [
-    ("ABCD", "wxyz", "C", 2), ("ABCD", "wxyz", "c", 2), ("ABCD", "wxyz", "z", 3),
-    ("1234", "wxyz", "1", 0), ("1234", "wxyz", "4", 3), ("1234", "wxyz", "B", 1),
-    ("1234", "2345", "2", 1), ("BADC", "wxyz", "A", 1), ("ABCD", "BADC", "A", 0),
-    ("ABCD", "wxyz", 3, 3), ("ABCD", "wwyz", "B", 0), ([1, 2, 3, 4], "wxyz", 4, 3),
-    ([1, 2, 3, 4], "wxyz", 1, 0), ("ABCDE", "vwxyz", "e", 4),
-])  # fmt: skip
-def test_choices_by_name(folder: Folder, labels: Any, texts: str, answer: Any, gold: int) -> None:
-    both = {"label": list(labels), "text": list(texts)}
-    pairs = [{"label": one, "text": other} for one, other in zip(labels, texts, strict=True)]
-    rows = [{"q": "?", "choices": choices, "answerKey": answer} for choices in (both, pairs)]
-    found = folder.rows("choice", rows, fields=NESTED)
-    assert [(row.choices, row.gold) for row in found] == [(tuple(texts), gold)] * 2
-
-
-@pytest.mark.parametrize(("choices", "answer", "meant"), [
-    (["B", "A", "C"], "A", "the text of choice 1, and as a name choice 0"),
-    (["B", "A", "C"], "c", None), (["5", "1", "2"], "1", None),
-    ({"label": ["1", "2", "3"], "text": ["x", "y", "z"]}, 1, "as a name choice 0, and as an index"),
-    (["1", "0"], "0", "the text of choice 1, and as an index choice 0"),
-    (["x", "y"], "C", "neither one of the choices"), (["x", "y"], 2, "neither one of the choices"),
-    (["x", "y"], "", None), (["x", "y"], -1, "neither one of the choices"),
-])  # fmt: skip
-def test_answers_that_mean_two_things_or_none(
-    folder: Folder, choices: Any, answer: Any, meant: str | None
-) -> None:
-    rows = [{"q": "?", "choices": choices, "answerKey": answer}]
-    if meant is None and answer:
-        texts = choices if isinstance(choices, list) else choices["text"]
-        gold = texts.index(answer) if answer in texts else 2
-        assert folder.rows("choice", rows, fields=NESTED)[0].gold == gold
-        return
-    pattern = (
-        rf"a\.json:1: answer {answer!r} is {meant}.*data\.fields\.label" if meant else ":1: no"
-    )
-    with pytest.raises(DataError, match=pattern):
-        folder.read("choice", rows, fields=NESTED)
-
-
-@pytest.mark.parametrize(
-    "choices", [None, [], ["x"], "x", {"label": ["A"]}, [["x"], ["y"]], [1, None]]
-)
-def test_choices_that_cannot_be_read(folder: Folder, choices: Any) -> None:
-    rows = [{"q": "?", "choices": choices, "answerKey": "A"}]
-    with pytest.raises(DataError, match=r"a\.json:1: choices is .*data\.fields\.choices"):
-        folder.read("choice", rows, fields=NESTED)
-
-
-CLOZE = {"text": "article", "choices": "options", "label": "answers"}
-
-
-def test_a_row_for_each_blank_of_a_passage(folder: Folder) -> None:
-    row = {"article": "a _ b _ c", "options": ["x", "y", "z"], "answers": [2, "x"], "id": "p"}
-    data = folder.read("cloze", [row, {**row, "id": None}], blank="_", fields=CLOZE)
-    first, second, *others = data.splits["train"]
-    assert [(row.id, row.gold) for row in (first, second)] == [("p-0", 2), ("p-1", 0)]
-    assert first.marks == (Span("blank", 2, 3), Span("blank", 6, 7))
-    assert second.marks == (Span("blank", 6, 7), Span("blank", 2, 3)), "its own is first"
-    assert [row.id for row in others] == ["2", "3"]
-    assert "ids that stand before" not in data.counts["train"]
-    row["options"] = [["x", "y"], ["u", "v"]]
-    row["answers"] = ["B", "A"]
-    rows = folder.rows("cloze", [row], blank="_", fields=CLOZE)
-    assert [(row.choices, row.gold) for row in rows] == [(("x", "y"), 1), (("u", "v"), 0)]
-    del row["answers"]
-    folder.write("b.json", [row])
-    task = folder.task("cloze", blank="_", fields=CLOZE)
-    assert [row.gold for row in read_file(task, "b.json", needs_gold=False)] == [None, None]
-    one = {"article": ["a", "_"], "options": ["x", "y"], "answers": [1], "id": "p"}
-    [example] = folder.rows("cloze", [one], blank="_", fields=CLOZE)
-    assert (example.text, example.id, example.gold) == ("a；_", "p", 1)
-
-
-@pytest.mark.parametrize("change", [
-    {"answers": [1]}, {"answers": 1}, {"answers": [1, 0, 1]}, {"options": [["x", "y"]]},
-])  # fmt: skip
-def test_blanks_without_an_answer_each(folder: Folder, change: dict[str, Any]) -> None:
-    row = {"article": "a _ b _", "options": ["x", "y"], "answers": [1, 0], **change}
-    with pytest.raises(DataError, match=r"a\.json:1: 2 blanks, but '.*in the order .*data\.blank"):
-        folder.read("cloze", [row], blank="_", fields=CLOZE)
-
-
-def test_blanks_of_fewclue_and_chid(folder: Folder) -> None:
-    row = {"id": 1, "content": "他#idiom#地来。", "candidates": ["甲", "乙"], "answer": 1}
-    fields = {"text": "content", "choices": "candidates", "label": "answer"}
-    [example] = folder.rows("cloze", [row], fields=fields)
-    assert (example.marks, example.gold) == ((Span("blank", 1, 8),), 1)
-    with pytest.raises(DataError, match=r"a\.json:1: no blank"):
-        folder.read("cloze", [{**row, "content": "他来。"}], fields=fields)
-    with pytest.raises(DataError, match=r"a\.json:1: answer 2 is neither"):
-        folder.read("cloze", [{**row, "answer": 2}], fields=fields)
-    passages = ["甲#idiom000001#乙#idiom000002#", "#idiom000003#"]
-    folder.write("a_answer.json", '{"#idiom000001#": 2, "#idiom000002#": 0, "#idiom000003#": 1}')
-    rows = folder.rows("cloze", [{"candidates": ["一", "二", "三"], "content": passages}])
-    assert [(row.id, row.gold) for row in rows] == [
-        ("#idiom000001#", 2), ("#idiom000002#", 0), ("#idiom000003#", 1),
-    ]  # fmt: skip
-    assert rows[1].marks == (Span("blank", 15, 28), Span("blank", 1, 14)), "its own is first"
-    assert len({row.group for row in rows}) == 1
-    (folder.path / "a_answer.json").unlink()
-    with pytest.raises(DataError, match=r"answers are missing; expected them in .*a_answer\.json"):
-        folder.read("cloze", [{"candidates": ["一", "二"], "content": passages}])
-
-
-def test_wsc_marks_are_checked_against_the_text(folder: Folder) -> None:
-    target = {"span1_text": "树叶", "span1_index": 0, "span2_text": "他", "span2_index": 4}
-    row = {"target": target, "idx": 7, "label": "false", "text": "树叶落在他身上"}
-    fields = {"text": "text", "id": "idx"}
-    rows = folder.rows("coref", [row, {**row, "label": True}], fields=fields)
-    assert rows[0].marks == (Span("span1", 0, 2), Span("span2", 4, 5))
-    assert [(row.id, row.gold) for row in rows] == [("7", "false"), ("7", "true")]
-    target["span2_index"] = 3
-    with pytest.raises(DataError, match="character 3 should start '他', but '在' is there"):
-        folder.read("coref", [row], fields=fields)
 
 
 # Samples and repeats
