@@ -68,6 +68,7 @@ def load(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> Loade
         _refuse_other_kind(cls, written, path)
         known, strangers = _split(written, _names(cls))
         root = _expand(known, file, (file.resolve(),), kinds, mistakes)
+        _refuse_other_kind(cls, root, path)  # with what it takes `from` others
         for text in overrides:
             if _is_from(text):
                 root = _rebased(root, known, text, file, kinds, mistakes)
@@ -83,22 +84,22 @@ def load(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> Loade
 
 
 _OF_KINDS = {
+    "SuiteConfig": ("a suite of tasks", "postnorm benchmark", "tasks root overrides published"),
     "PretrainConfig": (
         "a config of pre-training",
         "postnorm pretrain",
-        "run_dir model data train objective phases spikes checkpoint monitor",
+        "run_dir init_from model data train objective phases stages spikes checkpoint monitor",
     ),
     "MultiTaskConfig": (
         "a mix of tasks",
         "postnorm multitask",
-        "run_dir tasks sampling balance train root reported corrupt checkpoint monitor",
+        "run_dir init_from data tasks sampling balance train root corrupt checkpoint monitor",
     ),
     "TaskConfig": (
         "a task",
         "postnorm finetune",
         "task data input head train search name model run_dir",
     ),
-    "SuiteConfig": ("a suite of tasks", "postnorm benchmark", "tasks root overrides published"),
     "PrepConfig": (
         "a config of data preparation",
         "postnorm prep run",
@@ -129,10 +130,10 @@ def _refuse_other_kind(cls: type, root: YamlNode, path: str | Path) -> None:
     own = given & _names(cls)
     fits = {name: len(given & set(keys.split())) for name, (_, _, keys) in _OF_KINDS.items()}
     other = max(fits, key=lambda name: fits[name])
-    # More than half of the keys are strangers here, and at home there.
-    is_other = 2 * len(own) < len(given) <= 2 * fits[other]
+    # A misspelt key is a stranger everywhere, so it never makes another kind the better one.
+    is_other = fits[other] > len(own)
     data = root.value["data"].value if "data" in given else None
-    if cls.__name__ == "TaskConfig" and isinstance(data, dict) and "dir" in data:
+    if cls.__name__ == "TaskConfig" and not is_other and isinstance(data, dict) and "dir" in data:
         other, is_other = "PretrainConfig", True  # whose sections have the names of a task's
     if other == cls.__name__ or not is_other:
         return

@@ -358,7 +358,7 @@ TEXTS = {
     "pretrain": "run_dir: r\ndata: {dir: d}\nmodel: {from: bert-small}\ntrain: {num_steps: 9}\n",
     "prep run": "output_dir: o\nsources: [{name: a, inputs: [x]}]\ntokenizer: {vocab_size: 300}\n",
     "finetune": "task: {kind: class}\ndata: {train: [a.tsv]}\nhead: {}\nmodel: m\n",
-    "multitask": "run_dir: r\ntasks: {a: a.yaml}\nsampling: {}\n",
+    "multitask": "init_from: i\ndata: {dir: d}\ntasks: {a: {}}\nbalance: {}\ntrain: {}\n",
     "submit CONFIG --cluster": "nodes: 2\npartition: [p]\ntime_limit: '1:00'\n",
     "submit --sweep": "config: c.yaml\ndir: d\ngrid: {train.lr: [1e-3]}\n",
     "study": "question: q\nbase: b\narms: {}\nfactors: {}\n",
@@ -378,10 +378,24 @@ def test_a_config_of_another_kind_is_named(verb: str, tmp_path: Path) -> None:
         # A mix and a suite are both lists of tasks, and say so by what else they lack.
         if {verb, other} <= {"multitask", "benchmark", "transfer"}:
             continue
-        if (verb, other) in {("finetune", "pretrain"), ("pretrain", "multitask")}:
-            continue  # too many sections have the same names
         assert f"`postnorm {verb} {path}` takes it" in said, (verb, other, said)
         assert said.count("unknown key") == 0
+
+
+@pytest.mark.parametrize(
+    ("folder", "verb"),
+    [("studies", "study"), ("suites", "benchmark"), ("tasks", "finetune"), ("model", "model"),
+     ("prep", "prep run"), ("cluster", "submit CONFIG --cluster"), ("multitask", "")],
+)  # fmt: skip
+def test_no_shipped_config_of_another_kind_is_one_of_pre_training(folder: str, verb: str) -> None:
+    files = sorted((ROOT / "configs" / folder).glob("*.yaml"))
+    assert files
+    for file in files:
+        of_file = verb or ("transfer" if "\nmix: " in file.read_text() else "multitask")
+        with pytest.raises(
+            ConfigError, match=rf"not a config of pre-training: `postnorm {of_file} "
+        ):
+            load(PretrainConfig, file)
 
 
 def test_what_kinds_are_known_by_are_their_fields() -> None:
