@@ -68,7 +68,7 @@ def load(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> Loade
         _refuse_other_kind(cls, written, path)
         known, strangers = _split(written, _names(cls))
         root = _expand(known, file, (file.resolve(),), kinds, mistakes)
-        _refuse_other_kind(cls, root, path)  # with what it takes `from` others
+        _refuse_other_kind(cls, root, path)  # by what `from` brings, too
         for text in overrides:
             if _is_from(text):
                 root = _rebased(root, known, text, file, kinds, mistakes)
