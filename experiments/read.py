@@ -51,13 +51,16 @@ class Reading:
     profiles: dict[str, list[float]] = field(default_factory=dict)
     stuck: bool = False
     """Whether it finished about at the unigram entropy."""
+    told: bool | None = None
+    """Whether its own warning `plateau` said so on the way; None: not read, in older pages."""
     versions: dict[str, Any] = field(default_factory=dict)
     tasks: "dict[str, TaskScores]" = field(default_factory=dict)
     """Its fine-tunings that have predictions, by task; not written into the page's JSON."""
 
     def plain(self) -> dict[str, Any]:
         """Return what a page's JSON says of the run."""
-        return {of.name: getattr(self, of.name) for of in fields(self) if of.name != "tasks"}
+        said = {of.name: getattr(self, of.name) for of in fields(self) if of.name != "tasks"}
+        return {name: value for name, value in said.items() if value is not None}
 
 
 def runs_folder(out: Path) -> Path:
@@ -134,6 +137,7 @@ def read(plan: StudyPlan, run: StudyRun, out: Path) -> Reading:
         {name: float(value) for name, value in values.items() if value is not None},
         {name: of for each in measured for name, of in each.profiles.items()},
         stuck=values["held_out_loss"] is None or values["held_out_loss"] > limit,
+        told=any(record["kind"] == "plateau" for record in records),
         versions=versions,
         tasks=tasks,
     )

@@ -182,6 +182,15 @@ def _counted(body: Mapping[str, Any]) -> str:
     what = {"torch": "torch", "text": "fingerprint", "revision": "git_revision"}
     said = [f"{name} {of}" for name, key in what.items() if (of := _versions(known, key))]
     about = ", ".join([f"{duration(seconds)} of training", *said])
+    # The doctor's limits were set by other runs (benchmarks/doctor.py): each page tries them anew.
+    told = {
+        stuck: [r["told"] for r in runs if "told" in r and r["stuck"] == stuck] for stuck in (1, 0)
+    }
+    if sum(map(len, told.values())):
+        about += ". The warning `plateau` told " + " and ".join(
+            f"{sum(of)} of {len(of)} that {what}"
+            for of, what in zip(told.values(), ("are stuck", "are not"), strict=True)
+        )
     return f"{len(runs)} runs ({counted}), {about}"
 
 

@@ -1,6 +1,6 @@
 """How much each task counts in a step of multi-task training: rules of numbers, without torch.
 
-`weigh.py` has the rules that are computed on the device, from a step's own losses and norms: the
+`balancer.py` has the rules that are computed on the device, from a step's own losses and norms: the
 geometric and the generalised mean, and gradient normalisation.
 
 A step has n tasks with losses L_i, each the mean over its own rows, and gradients g_i. The update

@@ -105,7 +105,7 @@ class SamplingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceConfig:
-    """How much each task of a step counts; formulas in `balance.py` and `weigh.py`."""
+    """How much each task of a step counts; formulas in `balance.py` and `balancer.py`."""
 
     method: Method = param("gradient_norm", "the rule")
     norms: Literal["exact", "late", "output"] = param(

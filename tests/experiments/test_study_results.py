@@ -238,6 +238,10 @@ def test_page_and_json_say_what_the_runs_say(tmp_path: Path) -> None:
                 _give_up(tmp_path, f"{arm}/seed-{seed}", 2, "is not finite")
             else:
                 _finish(tmp_path, f"{arm}/seed-{seed}", loss, first_hash=seed)
+    # The doctor speaks of the stuck run, and of one that learned.
+    for name in ("plain/seed-4", "sum/seed-1"):
+        with (read.runs_folder(tmp_path) / name / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 5, "kind": "plateau"}) + "\n")
     found = _readings(made, tmp_path)
     said = read.check_batches(made, tmp_path)
     assert said.startswith("30 batches of 3 runs")
@@ -264,7 +268,13 @@ def test_page_and_json_say_what_the_runs_say(tmp_path: Path) -> None:
 
     text = (tmp_path / "results" / "mine.md").read_text()
     assert text.startswith("# mine: which?\n")
-    for fact in ("better in 1 of 1 (-0.2167", "|  | sum | 3/4 | 1 | 0 |", "![one](mine-one.svg)"):
+    told = "The warning `plateau` told 1 of 1 that are stuck and 1 of 6 that are not"
+    for fact in (
+        "better in 1 of 1 (-0.2167",
+        "|  | sum | 3/4 | 1 | 0 |",
+        "![one](mine-one.svg)",
+        told,
+    ):
         assert fact in text
 
 
