@@ -184,7 +184,8 @@ def _counted(body: Mapping[str, Any]) -> str:
     about = ", ".join([f"{duration(seconds)} of training", *said])
     # The doctor's limits were set by other runs (benchmarks/doctor.py): each page tries them anew.
     told = {
-        stuck: [r["told"] for r in runs if "told" in r and r["stuck"] == stuck] for stuck in (1, 0)
+        stuck: [r["told"] for r in runs if "told" in r and r["stuck"] == stuck]
+        for stuck in (True, False)
     }
     if sum(map(len, told.values())):
         about += ". The warning `plateau` told " + " and ".join(
