@@ -265,7 +265,8 @@ class HardwareConfig:
     )
     write_gb_per_s: float = param(
         1.0,
-        "speed at which all ranks together write a checkpoint; `train/save_s` of a run tells",
+        "speed at which all ranks together write a checkpoint; of a run `speed/save_s` and "
+        "`speed/save_written_s`, added up, tell",
         unit="GB/s",
         gt=0,
     )
@@ -429,7 +430,7 @@ class ClusterConfig:
             raise ConfigError(
                 f"requeue=false queues max_restarts + 1 = {self.max_restarts + 1} jobs of a run, "
                 f"expected {_LONGEST_CHAIN + 1} at most: set max_restarts to some more than the "
-                "jobs that `postnorm plan` says, such as 8; what is left then, `launch resume` does"
+                "jobs that `postnorm plan` says, such as 8; `postnorm resume` does the rest"
             )
         self._require_slurm_texts()
         self._require_shell_texts()

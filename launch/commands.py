@@ -66,7 +66,7 @@ from pipeline.config.runs import PretrainConfig, load_run
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, ConfigError, PostnormError
 from pipeline.multitask.config import MultiTaskConfig, TaskMix, is_mix, load_mix, require_split
 from pipeline.runtime import cli, env
-from pipeline.runtime.checkpoints import FOLDER, published
+from pipeline.runtime.checkpoints import FOLDER, asked_step, published
 from pipeline.runtime.cli import CONFIG, OVERRIDES, RUN, Verb, argument, at_least, option, verb
 from pipeline.runtime.run_folder import RunFolder
 from pipeline.runtime.summary import FolderSummary
@@ -129,7 +129,7 @@ class SubmitArguments:
     prep: bool = option(
         "CONFIG is a config of `data_prep`: submit a job array for each stage", one_of="what"
     )
-    evaluate: bool = option("CONFIG is a run folder: compute its held-out losses", one_of="what")
+    evaluate: bool = option("CONFIG is RUN or RUN@STEP: compute its held-out losses", one_of="what")
     program: bool = option(
         "CONFIG is a new folder, and `-- WORDS` a program to run on all ranks, such as your "
         "fine-tuning of an exported model",
@@ -150,7 +150,7 @@ class SubmitArguments:
         nargs="?",
         const=60,
     )
-    step: str | None = option(
+    step: int | None = option(
         "for --evaluate: this checkpoint; default: the newest good one", one_of="which"
     )
     all: bool = option("for --evaluate: every kept checkpoint", one_of="which")
@@ -215,7 +215,8 @@ def _submit_mix(arguments: SubmitArguments, cluster: ClusterConfig) -> int:
 
 
 def _submit_evaluation(arguments: SubmitArguments) -> int:
-    run_dir = Path(arguments.config).absolute()
+    run, step = asked_step(arguments.config, arguments.step, arguments.all)
+    run_dir = run.absolute()
     config_path = RunFolder(run_dir).resolved
     if not config_path.is_file() or not published(run_dir / FOLDER):
         raise ConfigError(
@@ -223,7 +224,7 @@ def _submit_evaluation(arguments: SubmitArguments) -> int:
         )
     config = load_run(config_path).config
     options = [
-        *(["--step", arguments.step] if arguments.step else []),
+        *([] if step is None else ["--step", str(step)]),
         *(["--all"] if arguments.all else []),
         *(["--data", arguments.data] if arguments.data else []),
         *arguments.overrides,

@@ -105,7 +105,9 @@ def requeue(run_dir: Path, *, now: bool) -> Iterator[str]:
             f"with `postnorm resume {run_dir}`"
         )
     if facts.state == UNKNOWN:
-        raise SlurmError(f"job {facts.job}: {facts.reason}; nothing was done, see `launch status`")
+        raise SlurmError(
+            f"job {facts.job}: {facts.reason}; nothing was done, see `postnorm status`"
+        )
     if facts.is_waiting:
         reason = f" ({facts.reason})" if facts.reason else ""
         yield f"job {facts.job} is already waiting in the queue{reason}: nothing to requeue"
@@ -151,7 +153,7 @@ def _nothing_to_cancel(run_dir: Path) -> str:
     if facts.state == UNKNOWN:
         raise SlurmError(
             f"job {facts.job}: {facts.reason}; nothing was cancelled. If its ranks run on without "
-            f"SLURM (see `launch status`), `touch {RunFolder(run_dir).stop}` lets them save and end"
+            f"SLURM (`postnorm status`), `touch {RunFolder(run_dir).stop}` lets them save and end"
         )
     if facts.is_alive:
         raise SlurmError(f"job {facts.job} is {facts.state} and belongs to another user: ask them")
@@ -172,7 +174,7 @@ def note_cancelled(run_dir: Path, facts: JobFacts) -> None:
     record = {"job": facts.job, "restart": facts.restarts or 0, "nodes": [], "miss": None}
     record |= {"before": newest, "after": newest, "decision": CANCELLED}
     try:
-        append_history(run_dir, {**record, "reason": "by `launch cancel`"})
+        append_history(run_dir, {**record, "reason": "by `postnorm cancel`"})
     except OSError as error:
         logger.warning("the cancellation of job %s could not be recorded: %s", facts.job, error)
 

@@ -165,8 +165,8 @@ def _take(lock: int, of: Path, intent: Path) -> None:
     except BlockingIOError:
         by = _who(_read(intent))
         raise BusyError(
-            f"{of} is being submitted at this moment{by}: nothing was submitted; see `python -m "
-            f"launch status {shlex.quote(str(of))}`"
+            f"{of} is being submitted at this moment{by}: nothing was submitted; see "
+            f"`postnorm status {shlex.quote(str(of))}`"
         ) from None
     except OSError as error:
         # Some file systems have no locks: Lustre that is mounted without -o flock says ENOSYS, NFS

@@ -518,8 +518,8 @@ def _roll(
         if failed := list(failed_stages(folder)):
             left = sum(not one.job for one in arrays)
             raise SubmitError(
-                f"stage {failed[0]} failed, so {left} arrays were not submitted; see `python -m "
-                f"launch status {shlex.quote(str(output))}`, fix the cause and submit again"
+                f"stage {failed[0]} failed, so {left} arrays were not submitted; see "
+                f"`postnorm status {shlex.quote(str(output))}`, fix the cause and submit again"
             )
         record = read_prep(output)
         if room.waits and record is not None and record.cancelled_unix_s:

@@ -15,7 +15,7 @@ from pipeline.config.runs import PretrainConfig, load_run
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, ConfigError
 from pipeline.finetune.commands import TASKS
 from pipeline.runtime import cli, env
-from pipeline.runtime.checkpoints import at_step, split_step, step_of
+from pipeline.runtime.checkpoints import asked_step
 from pipeline.runtime.cli import (
     CONFIG,
     JSON,
@@ -106,10 +106,7 @@ def _evaluate(
         # Importing torch takes seconds.
         from pipeline.use.evaluate import EvaluateArguments, evaluate_as_rank
 
-        run, named = split_step(source)
-        if named is not None and (every or step is not None):
-            raise ConfigError(f"{source} names a checkpoint; leave out --step and --all")
-        step_asked = step if named is None else step_of(at_step(run, named))
+        run, step_asked = asked_step(source, step, every)
         asked = EvaluateArguments(
             run, step_asked, every, data, sequences, seq_len, micro_batch, precision, overrides
         )

@@ -1,6 +1,7 @@
 """Data of a multi-task run: rows of its task files, and draws of a step, each of its own length."""
 
 import hashlib
+import json
 import logging
 import unicodedata
 from collections import Counter
@@ -53,7 +54,7 @@ def read_mix(mix: TaskMix) -> tuple[dict[str, TaskData], dict[str, dict[str, int
     evaluated: dict[bytes, str] = {}
     for name, data in read.items():
         _add(evaluated, name, data)
-    root = () if mix.config.root is None else (f"data.root={mix.config.root}",)
+    root = () if mix.config.root is None else (f"data.root={json.dumps(mix.config.root)}",)
     for file in mix.config.reported:
         config = load_task(file, root)
         _add(evaluated, str(config.name), read_task(config, ("dev", "test")))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.errors import CheckpointError, NewerFormatError
+from pipeline.errors import CheckpointError, ConfigError, NewerFormatError
 from pipeline.runtime import files
 from pipeline.runtime.run_folder import A_STARTED_RUN, RunFolder
 
@@ -179,6 +179,20 @@ def split_step(source: str | Path) -> tuple[Path, Step | None]:
     if not at or Path(source).exists() or not (step == "best" or step.isdecimal()):
         return Path(source), None
     return Path(run), "best" if step == "best" else int(step)
+
+
+def asked_step(source: str | Path, step: int | None, every: bool) -> tuple[Path, int | None]:
+    """Return the run that is to be evaluated, and the step that `RUN@STEP` or `--step` names.
+
+    Raises:
+        ConfigError: `RUN@STEP` stands beside `--step` or `--all`; see also `at_step`.
+    """
+    run, named = split_step(source)
+    if named is None:
+        return run, step
+    if every or step is not None:
+        raise ConfigError(f"{source} names a checkpoint; leave out --step and --all")
+    return run, step_of(at_step(run, named))
 
 
 def at_step(run: Path, step: Step) -> Path:

@@ -32,7 +32,6 @@ from pipeline.runtime.run_folder import RunFolder
 logger = logging.getLogger(__name__)
 
 GROUP = "postnorm.sinks"
-# Not entry points of the installed package: a job runs its own copy of the code, not installed.
 # A table, not entry points: jobs run a copy of the code that is not installed.
 _BUILT_IN = {
     "tensorboard": "pipeline.sinks.tensorboard:TensorBoard",
@@ -147,8 +146,8 @@ class Sinks:
     def write(self, step: int, kind: str, values: dict[str, float]) -> None:
         """Record named numbers of a step.
 
-        The kind is `train`, `eval`, `probe`, `skip`, `save`, `straggler`, `plateau` or
-        `divergence`. NaN, which JSON lacks, is written as null.
+        The kind is `train`, `eval`, `probe`, `skip`, `save`, `straggler`, `plateau`,
+        `divergence` or `stage`. NaN, which JSON lacks, is written as null.
         """
         shown = {name: value if math.isfinite(value) else None for name, value in values.items()}
         record = {"step": step, "kind": kind, "attempt": self._attempt, "unix_s": time.time()}
@@ -188,7 +187,7 @@ def tag_of(kind: str, name: str) -> str:
     Sections are quality/, speed/, health/, data/, layers/ and probes/. Means that an objective
     names itself are quality.
     """
-    if kind in ("skip", "straggler", "plateau", "divergence"):
+    if kind in ("skip", "straggler", "plateau", "divergence", "stage"):
         return f"health/{kind}_{name}"
     if kind == "save":
         return f"speed/{name}"

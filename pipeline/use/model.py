@@ -90,8 +90,8 @@ def load(
 
     Args:
         path: a run's folder or its copy, whose newest good checkpoint is taken, or RUN@STEP or
-            RUN@best; a folder written by `postnorm export` in either format, `convert`, `average`
-            or `finetune`; or a Hugging Face folder of BERT, RoBERTa or RoFormer.
+            RUN@best; a folder written by `postnorm export`, `convert`, `average` or `finetune`; or
+            a Hugging Face folder of BERT, RoBERTa or RoFormer.
         device: such as "cpu" or "cuda:1"; None takes the GPU if there is one.
         dtype: of weights and computation; None is fp32.
         step: of a run, the checkpoint of this step, or "best", in place of the newest good one.
@@ -221,7 +221,7 @@ class Model:
             (2, 384)
 
         Args:
-            texts: strings; of an iterator some hundreds are held at a time.
+            texts: strings; of an iterator 32 batches are held at a time.
             pooling: "mean" of the last layer's tokens, [CLS] and [SEP] included (the default),
                 "cls" of the last layer, that through BERT's "pooler", or "first_last_avg", the
                 mean over the first and last layer (Su 2021, kexue.fm/archives/8069).
@@ -254,7 +254,7 @@ class Model:
         max_length: int | None = None,
         whitening: Whitening | None = None,
     ) -> Iterator[Vectors]:
-        """Compute what `encode` does, some hundreds of texts at a time, for texts without end.
+        """Compute what `encode` does, 32 batches at a time, for texts without end.
 
         Returns:
             (at most 32 * batch_size, D or K) float32 of consecutive texts.

@@ -184,6 +184,11 @@ def test_evaluation_of_a_run_is_a_job_of_its_own(place: Place) -> None:
     assert "preflight" not in script
     assert not (place.run_dir / "launch" / "0002" / "config.yaml").exists()
     assert place.record(2)["kind"] == "evaluate"
+    evaluate[2] = "runs/mine@20"
+    place.launch(*evaluate)
+    assert f"pipeline evaluate {place.run_dir} --step 20" in place.slurm.calls[-1][1]
+    assert "leave out --step and --all" in place.launch(*evaluate, "--all", code=2)
+    assert "best" in place.launch(*evaluate, "--step", "best", code=2)
     # What is resumed is the training.
     (place.slurm.folder / "queue").write_text("")
     place.launch("resume", "runs/mine")

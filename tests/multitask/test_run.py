@@ -276,6 +276,14 @@ def test_rows_that_are_evaluated_are_left_out(tmp_path: Path, tiny_model: Path) 
     num = sum(row["text"] in chosen for row in rows)
     assert 0 < num < len(rows)
     assert json.loads((folder / "left-out.json").read_text()) == {"classify": {"tag dev": num}}
+    # The same rows in a task that is reported alone, below a folder whose name is not plain YAML.
+    (tmp_path / "sets #1").symlink_to(tmp_path)
+    (tmp_path / "shown").mkdir()
+    shown = write_task(tmp_path / "shown", "tag", data={"dev": ["held.jsonl"], "test": []})
+    shown = shown.rename(tmp_path / "shown.yaml")
+    folder = run(path, *overrides[1:], "tasks.tag.data.dev=[]", f"reported=[{shown}]",
+                 f"root='{tmp_path / 'sets #1'}'", f"run_dir={tmp_path / 'reported'}")  # fmt: skip
+    assert json.loads((folder / "left-out.json").read_text()) == {"classify": {"shown dev": num}}
     write_rows(tmp_path / "held.jsonl", [{"text": text, "label": []} for text in texts])
     with pytest.raises(Exception, match="every training row shares a text"):
         run(path, *overrides, f"run_dir={tmp_path / 'none'}")
