@@ -52,7 +52,7 @@ class Reading:
     stuck: bool = False
     """Whether it finished about at the unigram entropy."""
     told: bool | None = None
-    """Whether its own warning `plateau` said so on the way; None: not read, in older pages."""
+    """Whether its own warning `plateau` said so; None: in older pages, and of one log line."""
     versions: dict[str, Any] = field(default_factory=dict)
     tasks: "dict[str, TaskScores]" = field(default_factory=dict)
     """Its fine-tunings that have predictions, by task; not written into the page's JSON."""
@@ -137,7 +137,8 @@ def read(plan: StudyPlan, run: StudyRun, out: Path) -> Reading:
         {name: float(value) for name, value in values.items() if value is not None},
         {name: of for each in measured for name, of in each.profiles.items()},
         stuck=values["held_out_loss"] is None or values["held_out_loss"] > limit,
-        told=any(record["kind"] == "plateau" for record in records),
+        # A run of one line, which stands for fresh weights, has nothing to be told by.
+        told=any(record["kind"] == "plateau" for record in records) if len(train) > 1 else None,
         versions=versions,
         tasks=tasks,
     )

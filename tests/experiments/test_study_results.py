@@ -242,6 +242,9 @@ def test_page_and_json_say_what_the_runs_say(tmp_path: Path) -> None:
     for name in ("plain/seed-4", "sum/seed-1"):
         with (read.runs_folder(tmp_path) / name / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": 5, "kind": "plateau"}) + "\n")
+    # And it cannot speak of a run of one line.
+    short = read.runs_folder(tmp_path) / "plain/seed-2" / "metrics.jsonl"
+    short.write_text("".join(short.read_text().splitlines(keepends=True)[1:]))
     found = _readings(made, tmp_path)
     said = read.check_batches(made, tmp_path)
     assert said.startswith("30 batches of 3 runs")
@@ -268,7 +271,7 @@ def test_page_and_json_say_what_the_runs_say(tmp_path: Path) -> None:
 
     text = (tmp_path / "results" / "mine.md").read_text()
     assert text.startswith("# mine: which?\n")
-    told = "The warning `plateau` told 1 of 1 that are stuck and 1 of 6 that are not"
+    told = "The warning `plateau` told 1 of 1 that are stuck and 1 of 5 that are not"
     for fact in (
         "better in 1 of 1 (-0.2167",
         "|  | sum | 3/4 | 1 | 0 |",
