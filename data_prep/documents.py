@@ -364,10 +364,10 @@ def check_losses(source: SourceConfig, parts: Iterable[dict[str, Any]], *, warns
     for part in parts:
         reading.add(ReadReport.from_json(part))
     for name, use in reading.fields.items() if warns else ():
-        if use.files and use.files_without:
+        if use.files_without and (use.files or name != source.id_field):
             text = (
-                "source %s: field %r is in none of the %d rows of %d files, such as %s, and in %d "
-                "others"
+                "source %s: field %r is in none of the %d rows of %d files, such as %s; %d other "
+                "files have it"
             )
             where = (use.rows_without, use.files_without, use.example, use.files)
             logger.warning(text, source.name, name, *where)

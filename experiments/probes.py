@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from pipeline.objectives.base import Objective
 
 _SEQUENCES = 8
-_TOP = 5
 _ROWS_AT_ONCE = 8
 _MASKED_WORDS = 0.15
 _WINDOWS_AT_ONCE = 64
@@ -117,15 +116,13 @@ def masked_sums(
 
 
 def sparsity(run: Path, config: PretrainConfig, _: Mapping[str, Any]) -> ProbeResult:
-    """Measure how sparse attention is, how alike that of neighbours, and how alike tokens become.
+    """Measure how sparse attention is, and how alike that of neighbours.
 
-    Entropy over log(keys), mass on the five largest, and Jensen-Shannon divergences, in nats, of a
-    head from the same head one layer below and of the heads of a layer from one another; means over
-    tokens. He et al. 2020 (arXiv 2012.11747), section 5, look at the first and the third. `cosine`
-    is the mean over pairs of tokens of their hidden states' cosine; 1: the layers above see one.
+    Entropy over log(keys), and Jensen-Shannon divergences, in nats, of a head from the same head
+    one layer below and of the heads of a layer from one another; means over tokens. He et al. 2020
+    (arXiv 2012.11747), section 5, look at the first two.
     """
     import torch
-    import torch.nn.functional as F
 
     from pipeline.model.layers import Trace
     from pipeline.model.layout import rows
@@ -143,14 +140,8 @@ def sparsity(run: Path, config: PretrainConfig, _: Mapping[str, Any]) -> ProbeRe
     def by_head(value_BNS: "Tensor") -> list[float]:
         return list(map(float, value_BNS.transpose(0, 1)[:, real_BS].mean(1)))
 
-    def alike(x_BSD: "Tensor") -> float:
-        x_TD = F.normalize(x_BSD[real_BS].float(), dim=-1)
-        return (float(x_TD.sum(0).square().sum()) - len(x_TD)) / (len(x_TD) * (len(x_TD) - 1))
-
-    top = [share.topk(min(_TOP, share.shape[-1])).values.sum(-1) for share in shares]
     maps = {
         "entropy": [by_head(entropy_of(share) / log_keys_BNS) for share in shares],
-        "top5": [by_head(each) for each in top],
         "js_layers": [by_head(divergence_of(*pair)) for pair in pairwise(shares)],
         "js_heads": [
             [
@@ -162,7 +153,6 @@ def sparsity(run: Path, config: PretrainConfig, _: Mapping[str, Any]) -> ProbeRe
     }
     maps = {name: of for name, of in maps.items() if of and of[0]}
     profiles = {name: [sum(of) / len(of) for of in rows_of] for name, rows_of in maps.items()}
-    profiles["cosine"] = [alike(x_BSD) for x_BSD in trace.hidden[1:]]
     return ProbeResult({name: sum(of) / len(of) for name, of in profiles.items()}, profiles, maps)
 
 
@@ -347,7 +337,7 @@ def _windows(config: PretrainConfig, size: int) -> Iterator[_Window]:
 
 
 PROBES = {
-    "sparsity": ProbeMeasurement(("entropy", "top5", "js_layers", "js_heads", "cosine"), sparsity),
+    "sparsity": ProbeMeasurement(("entropy", "js_layers", "js_heads"), sparsity),
     "lengths": ProbeMeasurement(("loss@*", "accuracy@*"), lengths),
     "words": ProbeMeasurement(("nats_per_char*", "pieces_per_char"), words),
 }

@@ -20,7 +20,7 @@ from experiments.read import TaskScores, difference, joined, read_scores
 from pipeline.config.load import build, find_config, load, provenance
 from pipeline.config.schema import REQUIRED, param, path_param, section
 from pipeline.errors import EXIT_FINISHED, ConfigError, PreemptedError
-from pipeline.multitask.config import TaskMix, load_mix
+from pipeline.multitask.config import MIX_FILE, TaskMix, load_mix, mix_text
 from pipeline.runtime import env
 from pipeline.runtime.rank import Rank
 from pipeline.runtime.run_folder import RunFolder
@@ -140,7 +140,7 @@ def _only(mix: TaskMix, members: Mapping[str, Any]) -> TaskMix:
     """Return a mix of some of its tasks."""
     config = replace(mix.config, tasks={name: mix.config.tasks[name] for name in members})
     tasks = {name: task for name, task in mix.tasks.items() if name in members}
-    return TaskMix(config, tasks, dict(members))
+    return TaskMix(config, tasks, dict(members), tuple(mix.tasks.values()))
 
 
 def _train(mix: TaskMix, folder: Path, config: TransferConfig) -> list[str]:
@@ -155,15 +155,17 @@ def _train(mix: TaskMix, folder: Path, config: TransferConfig) -> list[str]:
 
 
 def _train_one(mix: TaskMix, folder: Path) -> None:
+    mix = replace(mix, config=replace(mix.config, run_dir=str(folder)))
     if RunFolder(folder).done.exists():
+        if (folder / MIX_FILE).read_text(encoding="utf-8") != mix_text(mix):
+            raise ConfigError(f"{folder} is finished, of another mix; choose another run_dir")
         logger.info("%s is finished", folder)
         return
     from pipeline.multitask.run import multitask
 
-    config = replace(mix.config, run_dir=str(folder))
     with env.restored(), own_process():
         rank = Rank(env.process_info_or_alone())
-        code = multitask(replace(mix, config=config), rank)
+        code = multitask(mix, rank)
         is_asked_to_stop = rank.stop.requested
     if code != EXIT_FINISHED or is_asked_to_stop:
         raise PreemptedError(

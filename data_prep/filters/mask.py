@@ -34,7 +34,7 @@ _LAST = r"(?![0-9A-Za-z_]|\.[0-9])"
 # other characters at the speed of a set.
 _NUMBER = re.compile(
     r"[+0-9](?=[0-9.][0-9 .(-])(?<![0-9A-Za-z_.][+0-9])(?:"
-    r"(?<=\+)(?P<international>[1-9](?:[ -]?\(?[0-9]{1,15}\)?){1,6})"
+    r"(?<=\+)(?P<international>[1-9](?:[ ()-]{0,2}[0-9]){7,14})"
     r"|(?<=[1-9])(?P<long>[0-9]{11,17}[0-9Xx]|[0-9]{18})"
     r"|(?<=1)(?P<mobile>[3-9][0-9](?P<gap>[ -]?)[0-9]{4}(?P=gap)[0-9]{4})"
     r"|(?<=[2-6])(?P<card>[0-9]{3}(?P<space>[ -])[0-9]{4}(?P=space)[0-9]{4}(?P=space)[0-9]{1,4}"
@@ -94,11 +94,13 @@ class Masker:
             text = _mask_emails(text, counts)
 
         def replaced(match: re.Match[str]) -> str:
-            kind = _kind(match)
+            kind, rest = _kind(match), ""
+            if not kind and match["card"] and (card := _NUMBER.fullmatch(match[0][:19])):
+                kind, rest = _kind(card), match[0][19:]  # an expiry date or a sum stands behind it
             if kind not in self._kinds:
                 return match[0]
             counts[kind] += 1
-            return f"<{kind}>"
+            return f"<{kind}>{rest}"
 
         if self._kinds - {"EMAIL"}:
             text = _NUMBER.sub(replaced, text)

@@ -47,6 +47,7 @@ last. The first rule that fails is the reason.
 """
 
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -147,7 +148,9 @@ def read_words(path: str) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"filters.bad_words.file = {path!r} cannot be read: {error}") from error
     words = [" ".join(line.split()) for line in lines if not line.lstrip().startswith("#")]
-    words = sorted({word for word in words if word})
+    # As texts are by then, and as they were, where `clean.nfkc` is off.
+    normal = [" ".join(unicodedata.normalize("NFKC", word).split()) for word in words]
+    words = sorted({word for word in (*words, *normal) if word})
     if not words:
         raise ConfigError(f"filters.bad_words.file = {path!r} holds no words; one a line expected")
     return words
@@ -362,8 +365,8 @@ class Filters:
             total, weight = seen.measured.num_chars or 1, seen.char_share
             yield "shape: digits", counts[DIGIT] / total * weight, shape.max_digit_share, False
             yield "shape: symbols", counts[SYMBOL] / total * weight, shape.max_symbol_share, False
-        if script.enabled:
-            letters = counts[LATIN] + counts[LETTER] + counts[KANA] + counts[HAN]
+        letters = counts[LATIN] + counts[LETTER] + counts[KANA] + counts[HAN]
+        if script.enabled and (letters or seen.char_share == 1):  # else a text without prose
             kinds = {"zh": HAN, "en": LATIN}
             expected = sum(counts[kinds[language]] for language in set(script.languages))
             share = expected / (letters or 1)
@@ -395,7 +398,8 @@ class Filters:
         least = rules.min_stop_words
         if least:
             enough = 99 if every else least
-            number = _num_stop_words(text, enough, chinese=seen.measured.is_cjk)
+            shown = seen.measured if seen.lines else TextStats(text)
+            number = _num_stop_words(text, enough, chinese=shown.is_cjk)
             yield "quality: few stop words", number, least, True
 
     def _word_make_up(self, seen: _RuleView) -> Iterator[Check]:

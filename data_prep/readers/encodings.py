@@ -90,6 +90,8 @@ def detect(head: bytes, others: Sequence[bytes] = ()) -> Encoding | None:
 
     ASCII is UTF-8. Text with bytes that are not UTF-8 is UTF-8 if it has more characters that are.
     """
+    if head.startswith(codecs.BOM_UTF32_LE):
+        return None  # begins with UTF-16's mark, and is not it
     for mark, encoding in _MARKS.items():
         if head.startswith(mark):
             return encoding

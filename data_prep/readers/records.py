@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, AnyStr
 
-from data_prep.readers.encodings import LongLine, decode, storable
+from data_prep.readers.encodings import CODECS, LongLine, decode, storable
 from data_prep.readers.text import (
     BEGINNING_BYTES,
     CUT_SHORT,
@@ -43,7 +43,7 @@ class Fields:
     """Names of the values of a record that are used; `a.b` is `b` of `a`, if no key is `a.b`."""
 
     text: tuple[str, ...] = ("text",)
-    """Joined by line feeds, without those that a record has not."""
+    """Joined by line feeds, without those that a record has not; all of them must be text."""
     id: str = "id"
     metadata: tuple[str, ...] = ()
     seen: set[str] = field(default_factory=set)
@@ -62,10 +62,13 @@ class Fields:
     def text_of(self, record: Any, newline: AnyStr) -> AnyStr | None:
         """Return the text of a record, on lines; None if it has none. A string is all text."""
         if isinstance(record, type(newline)):
+            self.seen.update(self.text)
             return record
         texts = {name: joined(value_at(record, name), newline) for name in self.text}
         there = {name: text for name, text in texts.items() if text is not None}
         self.seen.update(there)
+        if any(value_at(record, name) not in (None, []) for name in texts.keys() - there.keys()):
+            return None  # a number or an object, which would be lost without a word
         return newline.join(there.values()) if there else None
 
     def document(
@@ -275,7 +278,7 @@ class _RowLines:
         for offset, raw in self._lines:
             self._taken.append((offset, raw))
             # Invalid bytes must not shift the cells behind them; the row is rejected later.
-            yield raw.decode(self._encoding, "surrogateescape") + "\n"
+            yield raw.decode(CODECS[self._encoding], "surrogateescape") + "\n"
 
     def take(self) -> tuple[int, bytes]:
         """Return the place and the bytes of the lines since the last call."""

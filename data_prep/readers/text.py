@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -130,10 +131,12 @@ class _Gzip:
         return self._decoder.decompress(self._decoder.unconsumed_tail + data, max_length)
 
 
+_ANY_WINDOW = {zstd.DecompressionParameter.window_log_max: 31}
 _DECODERS: dict[str, tuple[Callable[[], Any], bytes]] = {
     # Decoder of each format, and the byte that may pad the gap between members.
     ".gz": (_Gzip, b"\0"),
-    ".zst": (zstd.ZstdDecompressor, b""),
+    # `zstd --long=31`, the longest window there is, which takes 2 GB.
+    ".zst": (partial(zstd.ZstdDecompressor, options=_ANY_WINDOW), b""),
     ".xz": (lzma.LZMADecompressor, b"\0"),
     ".bz2": (bz2.BZ2Decompressor, b""),
 }

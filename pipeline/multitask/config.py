@@ -286,6 +286,8 @@ class TaskMix:
     """Supervised ones, by name, in the order of the file."""
     members: dict[str, DrawConfig]
     """All of them."""
+    scored: tuple[TaskConfig, ...] = ()
+    """Tasks beside them whose dev and test rows are left out, too."""
 
     def batch_of(self, name: str) -> int:
         """Return the examples of a draw, over all ranks."""

@@ -55,9 +55,9 @@ def read_mix(mix: TaskMix) -> tuple[dict[str, TaskData], dict[str, dict[str, int
     for name, data in read.items():
         _add(evaluated, name, data)
     root = () if mix.config.root is None else (f"data.root={json.dumps(mix.config.root)}",)
-    for file in mix.config.reported:
-        config = load_task(file, root)
-        _add(evaluated, str(config.name), read_task(config, ("dev", "test")))
+    for config in (*mix.scored, *(load_task(file, root) for file in mix.config.reported)):
+        splits = ("train", "dev", "test") if config.data.hold_out else ("dev", "test")
+        _add(evaluated, str(config.name), read_task(config, splits))
     found: dict[str, dict[str, int]] = {}
     for name, data in read.items():
         kept, dropped = [], Counter[str]()

@@ -283,8 +283,15 @@ def _columns_there(source: TableFile, columns: list[str]) -> list[str]:
 
 def _tsv_cells(path: Path) -> Iterator[tuple[int, list[str]]]:
     # Quotes are text: read as quoting, they would swallow rows of GLUE and ChnSentiCorp.
-    for number, line in _lines(path):
-        yield number, line.split("\t")
+    width = 0
+    with _opened(path) as file:
+        for number, line in enumerate(file, start=1):
+            text = line.rstrip("\r\n")
+            cells = text.split("\t")
+            # White space alone is a row if it has all cells: ids count rows.
+            if text.strip() or (text and len(cells) == width):
+                width = width or len(cells)
+                yield number, cells
 
 
 def _csv_cells(path: Path) -> Iterator[tuple[int, list[str]]]:
@@ -320,7 +327,9 @@ def _in_words(source: TableFile, row: Row, joiner: str | None) -> Row:
     joiner = _joiner([words]) if joiner is None else joiner
     bounds, start = [], 0
     for word in words:
-        bounds.append((start, start + len(word)))
+        inner = word.strip() or word  # no token begins or ends with a space
+        first = start + word.index(inner)
+        bounds.append((first, first + len(inner)))
         start += len(word) + len(joiner)
     if tags is not None:
         if not isinstance(tags, list) or len(tags) != len(words):

@@ -6,6 +6,7 @@ is gold does not depend on one.
 """
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,8 @@ from pipeline.tasks.kinds.table import kinds_of_format
 from pipeline.tasks.rows import Codec, RowWriter
 from pipeline.tasks.task import TaskConfig, missing_fields
 from pipeline.tasks.types import Example, Gold, TokenRow
+
+_LABEL_NUMBER = re.compile(r"[-+]?\d+(\.\d+)?")
 
 
 @dataclass(frozen=True)
@@ -208,10 +211,10 @@ def _labels(config: TaskConfig, read: dict[str, list[Example]]) -> tuple[str, ..
     return labels
 
 
-def _label_order(name: str) -> tuple[bool, int, str]:
+def _label_order(name: str) -> tuple[bool, float, str]:
     """Sort numbers by value, and before words."""
-    is_number = name.isdecimal()
-    return (not is_number, int(name) if is_number else 0, name)
+    is_number = _LABEL_NUMBER.fullmatch(name) is not None
+    return (not is_number, float(name) if is_number else 0, name)
 
 
 # A row to an example

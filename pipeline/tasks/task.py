@@ -95,6 +95,12 @@ class TaskConfig:
                 "whose rows do not have one class each; leave it out"
             )
         kind.check(self.input, self.head)
+        for field in {"text_b", "choices"} - {*kind.fields, *kind.optional}:
+            if getattr(self.data.fields, field) is not None:
+                raise ConfigError(
+                    f"data.fields.{field} is not read by task.kind={name}; take it out, or take "
+                    "another kind, such as pair for two texts"
+                )
 
     def at(self, point: Mapping[str, float | str]) -> "TaskConfig":
         """Return the task with the values of a point of `search`, and without a search."""

@@ -47,6 +47,9 @@ def test_compression_is_read(tmp_path: Path, suffix: str) -> None:
     ("padded.txt.xz", lzma.compress(b"a\n") + b"\0" * 400 + lzma.compress(b"b\n") + b"\0" * 4),
     ("skip.txt.zst", zstd.compress(b"a\n") + bytes.fromhex("502a4d1803000000") + b"xyz"
      + zstd.compress(b"b\n")),
+    # As of `zstd --long=31`: a window of 2 GB.
+    ("long.txt.zst", (_wide := zstd.ZstdCompressor(
+        options={zstd.CompressionParameter.window_log: 31})).compress(b"a\nb\n") + _wide.flush()),
     ("empty.txt.gz", _gzip(b"a\n") + _gzip(b"") + _gzip(b"b\n")),
 ])  # fmt: skip
 def test_padding_and_frames_to_skip(tmp_path: Path, name: str, data: bytes) -> None:

@@ -73,6 +73,24 @@ def test_others_are_not_taken_for_one_that_is_known(text: str, codec: str) -> No
     assert {detect(data[:length]) for length in range(200, len(data) + 1, 7)} == {None}
 
 
+def test_utf_32_is_not_taken_for_utf_16() -> None:
+    assert detect("emoji 😀 𠮷野家".encode("utf-32")) is None
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl"])
+@pytest.mark.parametrize(("codec", "encoding", "text"), [
+    ("big5hkscs", "big5", "優の良品是我の最愛的店，喺嗰度"),
+    ("cp932", "shift_jis", "これは①番目、髙橋１０～２０円"),
+])  # fmt: skip
+def test_tables_have_the_characters_of_other_files(
+    tmp_path: Path, suffix: str, codec: str, encoding: Encoding, text: str
+) -> None:
+    mark = "," if suffix == ".csv" else "\t"
+    row = f"id{mark}text\n1{mark}{text}\n" if suffix != ".jsonl" else f'{{"text": "{text}"}}\n'
+    (tmp_path / f"a{suffix}").write_bytes(row.encode(codec))
+    assert texts_of(read_source(tmp_path / f"a{suffix}", encoding=encoding)) == [text]
+
+
 def test_bytes_that_are_wrong_do_not_change_what_a_file_is(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     lines = ENGLISH.encode().splitlines()

@@ -315,11 +315,14 @@ def test_c4_rules() -> None:
 
 def test_bad_words(tmp_path: Path) -> None:
     path = tmp_path / "words.txt"
-    path.write_text("# comment\nslot\nfree  money\na$$\n赌场\n赌\n$$$\n", encoding="utf-8")
+    path.write_text(
+        "# comment\nslot\nfree  money\na$$\n赌场\n赌\n$$$\nＡＶ\ncafe\u0301\n", encoding="utf-8"
+    )
     config = only("bad_words", file=str(path))
     for text, hits in {
         "slots and allot": 0, "SLOT machine": 1, "slot,slot": 2, "free money": 1, "free moneys": 0,
         "a$$": 1, "aa$$": 0, "b $$$": 1, "进赌场去": 1, "赌赌场": 2, "slot赌": 2, "好人": 0,
+        "an AV": 1, "a café": 1,  # as texts are by then
     }.items():  # fmt: skip
         assert isinstance(Filters(config).apply(text), Dropped) == (hits >= 1), text
         if hits:
@@ -393,6 +396,11 @@ def test_checksums() -> None:
     ("4111111111111112 1111111111111117", None), ("from 8.8.8.8 to 8.8.4.4.", "from <IP> to <IP>."),
     ("127.0.0.1 192.168.1.1 10.0.0.1 256.8.8.8 8.8.8.8.8 1.2.3", None),
     ("2024-01-31 12:30, 3.14159, 1,234,567 and 1234567", None),
+    # Another number behind it.
+    ("4111 1111 1111 1111 12/25", "<CARD> 12/25"),
+    ("5500 0000 0000 0004 100 USD", "<CARD> 100 USD"),
+    ("call +86 13800138000, +86 138 0013 8000/1", "call <PHONE>, <PHONE>/1"),
+    ("+86 13800138000 13900139000", "<PHONE> <PHONE>"),
 ])  # fmt: skip
 def test_mask(text: str, masked: str | None) -> None:
     if text.startswith("卡号"):

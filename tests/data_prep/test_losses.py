@@ -130,6 +130,19 @@ def test_fields_that_differ_from_file_to_file_are_warned_of(
         assert f"b{suffix}" in warning
 
 
+def test_a_field_that_no_row_has_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _write(tmp_path / "in/a.jsonl", [{**row, "url": "u"} for row in ROWS])
+    names = ("sources.0.text_field=[text,contnet]", "sources.0.metadata=[ulr,url]")
+    with caplog.at_level(logging.WARNING):
+        _prepare(tmp_path / "in", *names)
+    warned = [text for text in caplog.messages if "is in none of" in text]
+    assert len(warned) == 2
+    for name in ("contnet", "ulr"):
+        assert any(f"field '{name}'" in text and "0 other files have it" in text for text in warned)
+
+
 def test_counts_add_up_in_any_order_and_stay_few() -> None:
     lost = Rejected("s/x", "no text", b"xx")
     parts = []

@@ -52,6 +52,24 @@ def test_a_preset_keeps_texts_of_its_kind(kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
+def test_a_text_without_prose_is_not_judged_by_a_script_that_it_has_not(name: str) -> None:
+    lines = [
+        f"| 第{n}条 | 当事人应当按照约定履行第{n * n}项义务，在{n}日内的除外。 |\n"
+        for n in range(30)
+    ]
+    table = "| 条款 | 内容的说明 |\n|---|---|\n" + "".join(lines)
+    script = (
+        "```bash\nset -e\nfor the_file in *.txt; do\n  wc -l of $the_file and that\ndone\n```\n"
+    )
+    reasons = [
+        getattr(preset(name).apply(normalise(each)), "reason", "") for each in (table, script)
+    ]
+    assert not any("script" in reason or "stop words" in reason for reason in reasons)
+    russian = preset(name).apply("Мой дядя самых честных правил, когда не в шутку занемог. " * 20)
+    assert isinstance(russian, Dropped)
+
+
+@pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_rejects_spam_and_boilerplate(name: str) -> None:
     filters = preset(name)
     assert [text[:30] for text in SPAM if isinstance(filters.apply(normalise(text)), Kept)] == []

@@ -282,6 +282,8 @@ def test_fields_of_lists_and_joined_fields(tmp_path: Path, name: str) -> None:
     assert texts("body") == {"s/0": "b\nc", "s/2": "d\ne"}
     assert texts("title", "段落.内容") == {"s/0": "头\n一\n二", "s/2": "only"}
     assert texts("body", "title", "nosuch") == {"s/0": "b\nc\n头", "s/2": "d\ne\nonly"}
+    if name != "a.parquet":  # there the column is none of text, which a warning says
+        assert texts("title", "段落") == {"s/2": "only"}, "objects are not lost without a word"
     [refused] = read_source(tmp_path / name, text_field="段落")[:1]
     assert isinstance(refused, Rejected)  # objects are no text
     assert {"段落", "title", "body"} <= set(refused.detail.partition(": ")[2].split(", "))

@@ -37,6 +37,11 @@ def test_each_task_is_tuned_from_three_models(tmp_path: Path, tiny_model: Path) 
     again = transfer(str(tmp_path / "transfer.yaml"))
     assert [path.stat().st_mtime_ns for path in results] == times, "nothing is trained again"
     assert again["tasks"] == body["tasks"]
+    write_mix(tmp_path, tiny_model, train={"num_steps": 31, "lr": 5e-3})
+    with pytest.raises(
+        ConfigError, match="all is finished, of another mix; choose another run_dir"
+    ):
+        transfer(str(tmp_path / "transfer.yaml"))
 
 
 @pytest.mark.usefixtures("processes")

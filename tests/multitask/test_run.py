@@ -4,6 +4,7 @@ import json
 import shutil
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from pipeline.checkpoints.state import read_weights
 from pipeline.errors import ConfigError
 from pipeline.inspect.status import run_status
 from pipeline.multitask.config import is_mix, load_mix
+from pipeline.multitask.data import read_mix
 from pipeline.multitask.run import multitask, step_lines
 from pipeline.runtime import env
 from pipeline.runtime.checkpoints import FOLDER, published
@@ -276,6 +278,12 @@ def test_rows_that_are_evaluated_are_left_out(tmp_path: Path, tiny_model: Path) 
     num = sum(row["text"] in chosen for row in rows)
     assert 0 < num < len(rows)
     assert json.loads((folder / "left-out.json").read_text()) == {"classify": {"tag dev": num}}
+    # Also where the mix is without the second task, which it is to be tested on.
+    mix = load_mix(str(path), overrides)
+    alone = {name: of for name, of in mix.tasks.items() if name == "classify"}
+    assert read_mix(replace(mix, tasks=alone))[1] == {}
+    mix = replace(mix, tasks=alone, scored=tuple(mix.tasks.values()))
+    assert read_mix(mix)[1] == {"classify": {"tag dev": num}}
     # The same rows in a task that is reported alone, below a folder whose name is not plain YAML.
     (tmp_path / "sets #1").symlink_to(tmp_path)
     (tmp_path / "shown").mkdir()

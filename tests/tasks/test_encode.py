@@ -93,6 +93,11 @@ def test_entities_that_are_lost_are_counted(wordpiece: WordPieceTokenizer) -> No
     [row], counts = _encode(wordpiece, _config("spans"), text="the old man", gold=gold)
     assert text_spans(row, row.spans) == [Span("x", 4, 7)]
     assert counts == {"entities that begin or end inside a token": 1}
+    [row], counts = _encode(
+        wordpiece, _config("spans"), text="the old man", gold=(Span("x", 3, 7),)
+    )
+    assert text_spans(row, row.spans) == [Span("x", 4, 7)]
+    assert counts == {"entities with white space at an end": 1}
     gold = (Span("x", 0, 2), Span("x", 5, 7), Span("x", 10, 12))
     [row], counts = _encode(wordpiece, _config("spans", max_length=8), text=CHINESE, gold=gold)
     assert text_spans(row, row.spans) == [Span("x", 0, 2)], "six characters are left"

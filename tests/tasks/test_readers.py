@@ -42,10 +42,14 @@ def test_labels_may_be_numbers_and_several_and_are_in_order(folder: Folder) -> N
     rows = [{"sentence": "x", "label": y} for y in (116, 100, "9", 100)]
     data = folder.read("classify", rows, **SENTENCE)
     assert data.labels == ("9", "100", "116")
+    rows = [{"sentence": "x", "label": y} for y in ("1", "-1", "10", "1.5", "b", "-2")]
+    assert folder.read("classify", rows, **SENTENCE).labels == ("-2", "-1", "1", "1.5", "10", "b")
     assert data.splits["train"][0].gold == "116"
     data = folder.read("multilabel", 'sentence,label\nx,"b,a"\ny,\n', "a.csv", **SENTENCE)
     assert [row.gold for row in data.splits["train"]] == [("a", "b"), ()]
     assert data.labels == ("a", "b")
+    data = folder.read("multilabel", 'sentence,label\nx,"b, a, "\ny," "\n', "a.csv", **SENTENCE)
+    assert (data.splits["train"][0].gold, data.labels) == (("a", "b"), ("a", "b"))
     rows = [{"sentence": "x", "label": label} for label in (["b", 1], 7)]
     assert [row.gold for row in folder.rows("multilabel", rows, **SENTENCE)] == [("1", "b"), ("7",)]
 
@@ -81,7 +85,7 @@ def test_labels_of_zeros_and_ones(folder: Folder) -> None:
 def test_numbers_and_halves_of_characters(folder: Folder) -> None:
     rows = [{"sentence": f"a{i}", "label": label} for i, label in enumerate((1, 1.0, 0, 0.5))]
     data = folder.read("classify", rows, **SENTENCE)
-    assert data.labels == ("0", "1", "0.5")
+    assert data.labels == ("0", "0.5", "1")
     text = '{"sentence": "a\\ud83d b \\ud83d\\ude00", "label": "x\\udc00"}\n'
     for content in (text, f"[{text}]"):
         data = folder.read("classify", content, **SENTENCE)
@@ -356,6 +360,16 @@ def test_quotes_are_text_in_tsv_and_quotes_in_csv(
     rows = folder.rows("classify", content, name, **TEXT)
     assert [row.text for row in rows] == texts
     assert rows[-1].where.endswith(f"{name}:{last}"), "where the row begins"
+
+
+def test_white_space_alone_is_a_row_as_ids_count_rows(folder: Folder) -> None:
+    folder.write("t.tsv", "sentence\nfirst\n\n   \nfourth\n")
+    rows = read_file(folder.task("classify", **SENTENCE), "t.tsv", needs_gold=False)
+    assert [(row.id, row.text.strip()) for row in rows] == [
+        ("0", "first"),
+        ("1", ""),
+        ("2", "fourth"),
+    ]
 
 
 # Samples and repeats

@@ -80,6 +80,10 @@ def test_words_with_a_tag_each(folder: Folder, kind: str, numbers: bool) -> None
     assert data.counts["train"]["tags that continue no entity"] == 1
     golds = [(row.text, row.gold) for row in data.splits["test"]]
     assert golds == [("New York is", None), *((row.text, row.gold) for row in (first, second))]
+    spaced = [{"tokens": ["in", " New", " York", " is"], "ner_tags": ["O", "B-LOC", "I-LOC", "O"]}]
+    [row] = folder.rows(kind, spaced, joiner="", **TOKENS)
+    assert (row.text, row.gold) == ("in New York is", (Span("LOC", 3, 11),))
+    assert row.words == ((0, 2), (3, 6), (7, 11), (12, 14)), "as tokens are"
     rows = [{"tokens": ["北", "京"], "ner_tags": ["B-LOC", "I-LOC"]}]
     assert folder.rows(kind, rows, **TOKENS)[0].text == "北京"
     assert folder.rows(kind, rows, joiner="_", **TOKENS)[0].gold == (Span("LOC", 0, 3),)
@@ -181,7 +185,7 @@ def test_a_flag_is_read_by_its_word(folder: Folder, flag: Any, other: Any) -> No
 
 @pytest.mark.parametrize(("answers", "gold"), [
     ({"text": ["九年"], "answer_start": [3]}, (Answer("九年", 3),)),
-    ({"text": [], "answer_start": []}, ()),
+    ({"text": [], "answer_start": []}, ()), ([""], ()), ([{"text": "", "answer_start": -1}], ()),
     (["九年", {"text": "八年"}], (Answer("九年", 3), Answer("八年", 0))), ("九年", None),
     ({"text": ["九年"]}, None), ([{"answer_start": 3}], None), ([3], None),
 ])  # fmt: skip

@@ -40,6 +40,8 @@ def test_defaults_of_the_kinds_and_forms_of_labels(tmp_path: Path) -> None:
     ("task.kind=pairs", "did you mean 'pair'"),
     ("task.metric=em", "task.metric=em does not fit task.kind=pair; expected one of accuracy"),
     ("data.fields.text_b=null", "task.kind=pair needs data.fields.text_b"),
+    ("task.kind=classify", "data.fields.text_b is not read by task.kind=classify; take it out"),
+    ("data.fields.choices=c", "data.fields.choices is not read by task.kind=pair"),
     ("data.format=squad", "data.format=squad holds rows for task.kind qa, not for pair"),
     ("data={dev: [d.json], hold_out: 0.1}", "remove one of the two"),
     ("data.fields.textb=x", "did you mean 'text_b'"), ("train.seeds=[1, 1]", "none twice"),

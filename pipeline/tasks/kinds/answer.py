@@ -88,7 +88,8 @@ class Answers(Kind):
                     f"{row.where}: {str(value)[:80]!r} is not a list of {{text, answer_start}} or "
                     "texts; correct it, or name the key of one in data.fields.answers"
                 )
-            answers.append(Answer(text, _place(source, example.text, text.strip(), stated)))
+            if text.strip():  # an empty one says that there is none
+                answers.append(Answer(text, _place(source, example.text, text.strip(), stated)))
         if answers and all(answer.start is None for answer in answers):
             source.counts["questions whose answers are not in their text"] += 1
         return tuple(answers)

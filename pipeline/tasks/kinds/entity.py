@@ -23,7 +23,7 @@ from pipeline.tasks.kinds.base import (
     place_of,
     text_sizes,
 )
-from pipeline.tasks.rows import RowWriter, labelled, slots_of, text_spans
+from pipeline.tasks.rows import RowWriter, labelled, slots_of, text_spans, without_space
 from pipeline.tasks.scores import (
     Tables,
     class_counts,
@@ -110,6 +110,8 @@ class Entities(Kind):
             exact = slots_of(row, example.text, item.start, item.end, exact=True)
             if exact is not None:
                 spans.append(TokenSpan(item.type, *exact))
+                bounds = without_space(example.text, item.start, item.end)
+                writer.counts["entities with white space at an end"] += bounds != item[1:]
             elif slots_of(row, example.text, item.start, item.end, exact=False) is None:
                 writer.counts["entities behind the cut"] += 1
             else:

@@ -52,7 +52,7 @@ class MultiLabel(Kind):
             value = [part for part in value.split(source.data.joiner or _LABEL_JOINER) if part]
         if not isinstance(value, list):
             value = [value]
-        names = [name_of(item, row) for item in value]
+        names = [name for item in value if (name := name_of(item, row))]
         if _is_multi_hot(names, source.data.labels):
             pairs = zip(source.data.labels, names, strict=True)
             names = [label for label, on in pairs if on in _ON]
