@@ -191,6 +191,10 @@ def submit_one(arguments: SubmitArguments) -> int:
         raise ConfigError("--wait-room is for --prep and --sweep: leave it out")
     if arguments.evaluate:
         return _submit_evaluation(arguments)
+    if arguments.all or arguments.step is not None or arguments.data:
+        raise ConfigError("--step, --all and --data are for --evaluate: leave them out")
+    if arguments.ranks != 1 and not arguments.local:
+        raise ConfigError("--ranks is for --local: the cluster's profile says how many there are")
     cluster = arguments.profile()
     if is_mix(arguments.config):
         return _submit_mix(arguments, cluster)

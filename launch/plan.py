@@ -38,8 +38,7 @@ in 54 days (arXiv 2407.21783, section 3.3.4)."""
 # Usable share of a GPU's memory; CUDA, NCCL's buffers and fragmentation take the rest.
 _MEMORY_SHARE = 0.9
 _FREE_SHARE = 1.05
-# ZeRO stages without a closed form here: they take less than stage 1.
-_DIVIDE_MORE = (2, 3)
+_DIVIDE_MORE = (2, 3)  # ZeRO stages without a closed form here: they take less than stage 1
 _STAGE_1 = "; the state is that of ZeRO stage 1, yours takes less"
 
 
@@ -213,8 +212,9 @@ def _worst(stretches: Sequence[StretchPlan]) -> StretchPlan:
 
 def _num_checkpoints(config: PretrainConfig) -> int:
     """Count those that are kept, those at the ends of stages too, and the one being written."""
-    own = [stage for stage in config.timeline.stages if not stage.of]
-    return config.checkpoint.keep + len(own)
+    kept, own = config.checkpoint, [stage for stage in config.timeline.stages if not stage.of]
+    ever = config.train.num_steps // kept.keep_every_steps if kept.keep_every_steps else 0
+    return kept.keep + len(own) + ever + kept.keep_best + kept.keep_first
 
 
 def _places(config: PretrainConfig) -> list[BatchSpec]:

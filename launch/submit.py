@@ -38,6 +38,7 @@ from launch.records import (
 )
 from launch.script import Job, render
 from launch.slurm import withheld_line
+from pipeline.checkpoints.manifest import newest_readable
 from pipeline.config.load import git_revision, resolved_text, to_yaml
 from pipeline.config.runs import PretrainConfig, load_run
 from pipeline.data.format import INDEX_FILE
@@ -110,6 +111,11 @@ def prepare_training(
     A run that could not start or not end is an error: it should not wait in a queue first.
     """
     require_data(config, source.work_dir)
+    for path in (_start_of(config), config.data.similar, config.train.deepspeed_config):
+        if path and not Path(source.work_dir, path).exists():
+            raise ConfigError(
+                f"{path} does not exist; correct init_from, data.similar or train.deepspeed_config"
+            )
     # Counting activations takes seconds, and finds nothing where the size of the GPU is not known.
     knows_memory = cluster.hardware.memory_bytes is not None
     problems = plan(config, cluster, counts_activations=knows_memory).problems
@@ -172,14 +178,30 @@ def _root(config: TaskConfig, work_dir: str) -> str:
 
 def require_data(config: PretrainConfig, work_dir: str) -> None:
     """Refuse a run whose dataset is missing or damaged, or whose probes cannot be read."""
-    for folder in config.data_dirs:
+    newest = newest_readable(RunFolder(Path(work_dir, config.run_dir)).checkpoints)
+    line = config.timeline
+    now = line.at(newest[1].cursor).number if newest else 0
+    while now and line.continues(now):
+        now -= 1
+    # The data of stages that are over may be gone.
+    for folder in dict.fromkeys(stage.data.dir for stage in line.stages[now:] if not stage.of):
         require_index(folder, work_dir)
     probe_tasks(config.monitor, work_dir)
 
 
 def _inputs_of(config: PretrainConfig) -> list[str]:
-    """Name what a run reads: the data of its stages, and the checkpoint that it goes on from."""
-    return [*config.data_dirs, *([str(config.origin)] if config.origin else [])]
+    """Name what a run reads: the data of its stages, what it begins from, and other files.
+
+    A file, and the folder of copies, which need not be there yet, stand for the folder above.
+    """
+    begins = (str(config.origin or ""), _start_of(config))
+    files = (config.data.similar, config.train.deepspeed_config, config.checkpoint.copy_to)
+    above = [str(Path(file).parent) for file in files if file]
+    return [*config.data_dirs, *filter(None, begins), *above]
+
+
+def _start_of(config: PretrainConfig) -> str:
+    return str(split_step(config.init_from)[0]) if config.init_from else ""
 
 
 def require_index(folder: str, work_dir: str) -> None:

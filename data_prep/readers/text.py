@@ -131,7 +131,7 @@ class _Gzip:
         return self._decoder.decompress(self._decoder.unconsumed_tail + data, max_length)
 
 
-_ANY_WINDOW = {zstd.DecompressionParameter.window_log_max: 31}
+_ANY_WINDOW: dict[int, int] = {zstd.DecompressionParameter.window_log_max: 31}
 _DECODERS: dict[str, tuple[Callable[[], Any], bytes]] = {
     # Decoder of each format, and the byte that may pad the gap between members.
     ".gz": (_Gzip, b"\0"),

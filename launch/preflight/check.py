@@ -19,10 +19,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from launch.cluster import ClusterConfig, PreflightConfig
+from pipeline.checkpoints.manifest import newest_readable
 from pipeline.config.data import DataConfig
+from pipeline.config.runs import RunConfig
 from pipeline.data.format import DatasetIndex
 from pipeline.data.objects import open_index
 from pipeline.data.reader import BlockReader
@@ -54,9 +56,6 @@ _LEAST = {
 
 class CheckedConfig(Protocol):
     """What preflight asks of a run's config: of pre-training, or of training on many tasks."""
-
-    IN_MANIFESTS: ClassVar[bool]
-    """Whether checkpoints hold this config; those of a mix of tasks do not."""
 
     @property
     def folder(self) -> RunFolder:
@@ -191,7 +190,7 @@ def _parts(
     folder: Path,
 ) -> dict[str, Callable[[], list[Finding]]]:
     """Name the checks; besides their findings, each fills its own fields of the record."""
-    expected, data = cluster.preflight, config.data
+    expected, data = cluster.preflight, data_of(config)
 
     def gpus() -> list[Finding]:
         if not cluster.gpus_per_node:
@@ -225,6 +224,15 @@ def _parts(
         "packages": versions,
         "dataset": dataset,
     }
+
+
+def data_of(config: CheckedConfig) -> DataConfig | None:
+    """Return the data that is trained on next: that of the stage which goes on."""
+    if not isinstance(config, RunConfig):
+        return config.data
+    newest = newest_readable(config.folder.checkpoints)
+    own = next(stage for stage in config.timeline.stages if not stage.of)
+    return (config.timeline.at(newest[1].cursor) if newest else own).data
 
 
 def check_folder(

@@ -17,6 +17,7 @@ from launch.preflight.check import (
     Bandwidth,
     CheckedConfig,
     Record,
+    data_of,
     read_bandwidth,
     read_block,
     read_record,
@@ -24,6 +25,7 @@ from launch.preflight.check import (
 from launch.records import append_history, exclude_nodes, excluded_nodes, newest_checkpoint
 from pipeline.checkpoints.manifest import newest_readable
 from pipeline.config.data import DataConfig
+from pipeline.config.runs import RunConfig
 from pipeline.data.objects import open_index
 from pipeline.errors import (
     EXIT_FAILED_DO_NOT_RETRY,
@@ -129,13 +131,17 @@ def gather(
     records = {node: record for node, record in left.items() if record.is_finished}
     measured = {node: report for node in nodes if (report := read_bandwidth(folder, node))}
     # That of a multi-task run has the fingerprint of the whole mix.
-    newest = newest_readable(config.folder.checkpoints) if config.IN_MANIFESTS else None
+    newest, data = None, data_of(config)
+    if isinstance(config, RunConfig) and (newest := newest_readable(config.folder.checkpoints)):
+        at, line = newest[1].cursor, config.timeline
+        if line.trained(at).data.dir != line.at(at).data.dir:
+            newest = None  # the next stage has other data
     return Evidence(
         nodes=nodes,
         records=records,
         begun=left.keys() - records.keys(),
         bandwidths=measured if with_bandwidth else None,
-        damaged=_confirmed(config.data, records.values()) if config.data else set(),
+        damaged=_confirmed(data, records.values()) if data else set(),
         checkpoint=(str(newest[0]), newest[1].fingerprint) if newest else None,
     )
 

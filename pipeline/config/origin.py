@@ -61,7 +61,15 @@ def continued(root: YamlNode, cls: type[Any]) -> YamlNode:
             f"continue_from={given} and init_from={tree['init_from']}: the first keeps the "
             "optimizer's state, the second begins anew with weights alone; leave out one of them"
         )
-    source = _recorded(tree, given, cls) or _source(str(given), cls)
+    known = _recorded(tree, given, cls)
+    source = known or _source(str(given), cls)
+    own_train = tree.get("train") or {}
+    for name in () if known else _WHOLE_RUN:
+        if name in own_train and own_train[name] != source["train"].get(name):
+            raise ConfigError(
+                f"train.{name}={own_train[name]} beside continue_from={given}: steps and rates are "
+                "those of the stages; leave it out"
+            )
     _require_same(source, tree, given)
     before, rate = source.pop("stages"), source.pop("rate")
     for name in _NOT_ITS:

@@ -272,7 +272,7 @@ class PretrainConfig(RunConfig):
             ),
             objective=self.objective,
             sequences=self.monitor.eval_sequences,
-            micro_batch=self.timeline.stages[0].train.micro_batch,
+            micro_batch=stage.train.micro_batch,
         )
 
     @property

@@ -180,6 +180,12 @@ class Timeline:
                 f"train.num_steps={train.num_steps}, and the stages have {total} steps together; "
                 "leave out train.num_steps, or change the steps of a stage"
             )
+        begins = self.stages[0]
+        if self.by_stages and sizes[1:] and not begins.of and train.warmup_steps > begins.steps:
+            raise ConfigError(
+                f"train.warmup_steps={train.warmup_steps} ends after the {begins.steps} steps of "
+                f"stage {begins.name}: the rate would jump; shorten it, or lengthen the stage"
+            )
 
     def at_home(self, stages: Sequence[RunStage]) -> "Timeline":
         """Return the same timeline with stages whose data lies elsewhere."""

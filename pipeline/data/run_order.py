@@ -533,7 +533,8 @@ class TrainSteps:
         before = max(0, cursor - 1)
         if self.plan.holding(before).stage < self._stages[0].of.number:
             before = cursor  # that stage's data is gone
-        return self.of(before).order.epochs(cursor)
+        order = self.of(before).order
+        return order.epochs(cursor) if order.segments[0].first < cursor else {}
 
     def located(self, cursor: int, share: DataRank, steps: int = 1) -> tuple[Locations, Ints]:
         """Find a rank's sequences of equal steps, the first of which starts at a cursor.

@@ -95,6 +95,10 @@ def held_out_loaders(
 ) -> dict[str, EvalLoader]:
     """Open the text of `held_out_stages` whose data is there, by name of the stage."""
     by_number, found = {stage.number: stage for stage in stages}, {}
+    first = config.timeline.stages[0]
+    if first.number not in by_number and not first.of:
+        text = "the data of %s is gone: `loss`, which compares checkpoints, is of other text now"
+        logger.warning(text, first.title)
     for stage in held_out_stages(config.timeline):
         if stage.number in by_number:
             of, given = by_number[stage.number], config.eval_data_of(stage)

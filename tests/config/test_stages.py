@@ -46,6 +46,9 @@ def test_a_stage_holds_what_differs_from_the_run(tmp_path: Path) -> None:
     assert [timeline.continues(number) for number in (1, 2)] == [True, False]
     assert [timeline.segments_before(number) for number in (0, 1, 2)] == [0, 1, 2]
     assert timeline.borders == [160, 200]
+    config = _load(tmp_path, _STABLE, {**_LONG, "train": {"global_batch": 4, "micro_batch": 1}})
+    sizes = [config.eval_data_of(stage).micro_batch for stage in config.timeline.stages]
+    assert sizes == [2, 1], "what fits in training fits in an evaluation"
 
 
 def test_the_learning_rate_is_continuous_and_ends_where_it_says(tmp_path: Path) -> None:
@@ -95,6 +98,7 @@ def test_steps_and_schedule_follow_from_the_stages(tmp_path: Path) -> None:
         ({"train": {"global_batch": 3}}, (), ("stages.1", "a multiple of", "micro_batch=2")),
         ({"train": {"lr": 1e-4}}, ("train.schedule=cosine",), ("cosine", "train.schedule")),
         ({}, ("train.num_steps=7",), ("7", "30", "num_steps")),
+        ({}, ("train.warmup_steps=21",), ("warmup_steps=21", "20 steps of stage stable", "jump")),
         ({}, ("phases=[{tokens: 1e6}]",), ("phases", "stages.0 ends after 20")),
     ],
 )
@@ -204,6 +208,8 @@ def test_a_fork_of_a_decay_that_has_ended_wants_a_rate(tmp_path: Path) -> None:
     [
         ("", ("stages", "decay")),
         ("init_from: models/x\nSTAGES", ("init_from", "optimizer")),
+        ("train: {schedule: wsd}\nSTAGES", ("train.schedule=wsd", "of the stages", "leave it out")),
+        ("train: {num_steps: 50}\nSTAGES", ("train.num_steps=50", "leave it out")),
         ("data: {seq_len: 128}\nSTAGES", ("data.seq_len=128", "64", "new stage")),
         ("continue_from: RUN@7\nSTAGES", ("step 7", "30")),
         ("continue_from: nowhere\nSTAGES", ("nowhere",)),

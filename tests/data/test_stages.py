@@ -161,6 +161,9 @@ def test_data_of_a_stage_that_is_over_may_be_gone(variants: Variants) -> None:
     assert is_there(found[1])
     left = _steps(_stages(gone, 1, known))
     assert _hashes(left, 6, 5) == _hashes(_steps(_stages(whole)), 6, 5)
+    [border] = gone.timeline.borders
+    assert left.epochs(border) == {}, "what was seen of it is not known"
+    assert left.epochs(border + 1)
     # Not where the next stage goes on in it.
     longer = {"dir": "/nowhere", "seq_len": 128}
     needed = _config(base, StageConfig(name="a", steps=5, data={"dir": "/nowhere"}),

@@ -415,6 +415,9 @@ def test_each_stage_is_planned_with_its_own_batches_and_masks(tmp_path: Path) ->
     )
     # Those that are kept, the one being written, and the ends of two stages.
     assert found.checkpoints_bytes == (config.checkpoint.keep + 3) * found.checkpoint_bytes
+    ever = replace(config.checkpoint, every_steps=10, keep_every_steps=50, keep_first=True)
+    more = plan(replace(config, checkpoint=ever), cluster)
+    assert more.checkpoints_bytes == found.checkpoints_bytes + 4 * found.checkpoint_bytes
     [line] = [line for line in plan_text(found, config, cluster) if "stage 1 (long)" in line]
     assert line.split()[3:8] == ["101", "50", "8", "8", "1,024"]
 

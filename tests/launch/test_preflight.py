@@ -149,6 +149,28 @@ def test_good_node(dataset: DatasetIndex, tmp_path: Path) -> None:
     assert sorted(path.name for path in records.iterdir()) == ["n1.json"], "nothing is left over"
 
 
+def test_a_stage_is_checked_on_its_own_data(dataset: DatasetIndex, tmp_path: Path) -> None:
+    other = shutil.copytree(dataset.folder, tmp_path / "other")
+    stages = [{"name": "stable", "steps": 10},
+              {"name": "decay", "steps": 10, "data": {"dir": str(other)}}]  # fmt: skip
+    overrides = [f"run_dir={tmp_path / 'run'}", f"data.dir={dataset.folder}",
+                 f"stages={json.dumps(stages)}", "train.global_batch=8", "train.micro_batch=4",
+                 "train.warmup_steps=2", "train.num_steps=20",
+                 "train.alpha_warmup_steps=0"]  # fmt: skip
+    config = load(PretrainConfig, ROOT / "configs/demo.yaml", overrides).config
+    seen = []
+    for step in (0, 5, 10, 15):
+        if step:
+            make_checkpoint(tmp_path / "run", step)
+        data = checks.data_of(config)
+        assert data is not None
+        evidence = gather(tmp_path, ["n1"], config, with_bandwidth=False)
+        seen.append((data.dir, evidence.checkpoint is not None))
+    # At the border the checkpoint is of the other data.
+    assert seen == [(str(dataset.folder), False), (str(dataset.folder), True),
+                    (str(other), False), (str(other), True)]  # fmt: skip
+
+
 def test_healthy_gpus_of_an_old_driver(smi: FakeSmi) -> None:
     """It refuses two of the fields, and has no pages to retire."""
     gpus, found = check_gpus(replace(EASY, gpu="H100", min_driver="550.54"), 2, os.environ)

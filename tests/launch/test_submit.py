@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from launch.cluster import ClusterConfig
-from launch.submit import Origin, prepare_training
+from launch.submit import Origin, prepare_training, require_data
 from pipeline.config.load import build, load, resolved_text
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import DatasetIndex
@@ -79,6 +79,37 @@ def test_a_job_has_the_data_of_all_stages(dataset: DatasetIndex, tmp_path: Path)
     stages[0]["of"] = of
     config = build(PretrainConfig, {**values, "stages": stages}, "here")
     assert prepare_training(config, cluster, source).job.mounts == (str(work), other, of)
+    # So does one that begins with weights; files and copies lie in folders, too.
+    for name in ("model", "files", "archive"):
+        (tmp_path / name).mkdir()
+    values["init_from"], values["checkpoint"] = f"{tmp_path}/model@best", {
+        "copy_to": f"{tmp_path}/archive/mine"}  # fmt: skip
+    values["train"]["deepspeed_config"] = f"{tmp_path}/files/ds.json"
+    config = build(PretrainConfig, values | {"train": values["train"] | {"num_steps": 9}}, "here")
+    with pytest.raises(ConfigError, match=r"files/ds\.json does not exist"):
+        prepare_training(config, cluster, source)
+    (tmp_path / "files/ds.json").write_text("{}")
+    mounts = prepare_training(config, cluster, source).job.mounts
+    assert mounts[2:] == tuple(f"{tmp_path}/{name}" for name in ("model", "files", "archive"))
+    for name in ("init_from", "checkpoint"):
+        del values[name]
+    # The data of a stage that is over may be gone.
+    del stages[0]["of"]
+    values["data"] = {"dir": str(tmp_path / "gone"), "seq_len": 64}
+    config = build(PretrainConfig, {**values, "stages": stages}, "here")
+    with pytest.raises(ConfigError, match=r"gone has no index\.json"):
+        require_data(config, str(work))
+    make_checkpoint(work / "runs/mine", 10)
+    require_data(config, str(work))
+
+
+def test_options_of_other_jobs_are_refused(place: Place) -> None:
+    for words in (("--data", "elsewhere"), ("--step", "5"), ("--all",)):
+        told = place.launch("submit", "train.yaml", "--cluster", "c.yaml", *words, code=2)
+        assert "--step, --all and --data are for --evaluate" in told
+    ranks = ("submit", "train.yaml", "--cluster", "c.yaml", "--ranks", "8")
+    assert "--ranks is for --local" in place.launch(*ranks, code=2)
+    assert place.slurm.calls == []
 
 
 def test_everything_a_job_needs_is_copied(place: Place) -> None:
