@@ -19,12 +19,11 @@ from pipeline.tasks.task import TaskConfig, load_task
 from pipeline.tasks.types import PredictionRow
 from tests.finetune.result_folders import LABELS, class_rows, write_run, write_seeds
 
-_FIELDS = "{text: t, text_b: u, choices: c, target: g}"
-
 
 def _config(tmp_path: Path, kind: str, **task: str) -> TaskConfig:
     words = "".join(f", {name}: {value}" for name, value in task.items())
-    text = f"task: {{kind: {kind}{words}}}\ndata: {{train: [a], fields: {_FIELDS}}}\n"
+    fields = {"target": "g"} | {name: name[-1] for name in KINDS[kind].fields}
+    text = f"task: {{kind: {kind}{words}}}\ndata: {{train: [a], fields: {json.dumps(fields)}}}\n"
     text += "input: {max_length: 256}\n"
     (tmp_path / f"{kind}.yaml").write_text(text)
     return load_task(str(tmp_path / f"{kind}.yaml"))
