@@ -64,8 +64,11 @@ def continued(root: YamlNode, cls: type[Any]) -> YamlNode:
     known = _recorded(tree, given, cls)
     source = known or _source(str(given), cls)
     own_train = tree.get("train") or {}
+    each = [stage.get("steps") for stage in own if isinstance(stage, dict)]
+    steps = sum(number for number in each if isinstance(number, int))
     for name in () if known else _WHOLE_RUN:
-        if name in own_train and own_train[name] != source["train"].get(name):
+        fits = (source["train"].get(name), *([steps] if name == "num_steps" else []))
+        if name in own_train and own_train[name] not in fits:
             raise ConfigError(
                 f"train.{name}={own_train[name]} beside continue_from={given}: steps and rates are "
                 "those of the stages; leave it out"
