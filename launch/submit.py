@@ -111,7 +111,9 @@ def prepare_training(
     A run that could not start or not end is an error: it should not wait in a queue first.
     """
     require_data(config, source.work_dir)
-    for path in (_start_of(config), config.data.similar, config.train.deepspeed_config):
+    has_begun = newest_readable(RunFolder(Path(source.work_dir, config.run_dir)).checkpoints)
+    start = "" if has_begun else _start_of(config)  # it is read once
+    for path in (start, config.data.similar, config.train.deepspeed_config):
         if path and not Path(source.work_dir, path).exists():
             raise ConfigError(
                 f"{path} does not exist; correct init_from, data.similar or train.deepspeed_config"
@@ -127,7 +129,9 @@ def prepare_training(
     RunFolder(run_dir).refuse_foreign()
     file = submission_folder(run_dir, next_number(run_dir)) / CONFIG_FILE
     words = ("pipeline", PRETRAIN, str(file))
-    draft = _draft(PRETRAIN, run_dir, words, cluster, source, [*_inputs_of(config), *roots])
+    draft = _draft(
+        PRETRAIN, run_dir, words, cluster, source, [*_inputs_of(config, source.work_dir), *roots]
+    )
     return replace(draft, config=resolved_text(config))
 
 
@@ -189,15 +193,16 @@ def require_data(config: PretrainConfig, work_dir: str) -> None:
     probe_tasks(config.monitor, work_dir)
 
 
-def _inputs_of(config: PretrainConfig) -> list[str]:
+def _inputs_of(config: PretrainConfig, work_dir: str) -> list[str]:
     """Name what a run reads: the data of its stages, what it begins from, and other files.
 
-    A file, and the folder of copies, which need not be there yet, stand for the folder above.
+    A file, and the folder of copies, which need not be there yet, stand for the folder above. What
+    is not there is left out: a container does not start with it.
     """
-    begins = (str(config.origin or ""), _start_of(config))
     files = (config.data.similar, config.train.deepspeed_config, config.checkpoint.copy_to)
-    above = [str(Path(file).parent) for file in files if file]
-    return [*config.data_dirs, *filter(None, begins), *above]
+    more = [_start_of(config), *(str(Path(file).parent) for file in files if file)]
+    there = [path for path in more if path and Path(work_dir, path).exists()]
+    return [*config.data_dirs, *([str(config.origin)] if config.origin else []), *there]
 
 
 def _start_of(config: PretrainConfig) -> str:
@@ -268,7 +273,7 @@ def checkout_job(config: PretrainConfig, source: Origin) -> Job:
         work_dir=source.work_dir,
         start=("-m",),
         log_dir=source.work_dir,
-        mounts=mounts_of(source.work_dir, config.run_dir, *_inputs_of(config)),
+        mounts=mounts_of(source.work_dir, config.run_dir, *_inputs_of(config, source.work_dir)),
         profile=source.cluster,
     )
 

@@ -91,6 +91,13 @@ def test_a_job_has_the_data_of_all_stages(dataset: DatasetIndex, tmp_path: Path)
     (tmp_path / "files/ds.json").write_text("{}")
     mounts = prepare_training(config, cluster, source).job.mounts
     assert mounts[2:] == tuple(f"{tmp_path}/{name}" for name in ("model", "files", "archive"))
+    (tmp_path / "model").rmdir()
+    with pytest.raises(ConfigError, match="model does not exist"):
+        prepare_training(config, cluster, source)
+    make_checkpoint(work / "runs/mine", 10)
+    mounts = prepare_training(config, cluster, source).job.mounts
+    assert mounts[2:] == tuple(f"{tmp_path}/{name}" for name in ("files", "archive"))
+    shutil.rmtree(work / "runs")
     for name in ("init_from", "checkpoint"):
         del values[name]
     # The data of a stage that is over may be gone.
