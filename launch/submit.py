@@ -182,15 +182,19 @@ def _root(config: TaskConfig, work_dir: str) -> str:
 
 def require_data(config: PretrainConfig, work_dir: str) -> None:
     """Refuse a run whose dataset is missing or damaged, or whose probes cannot be read."""
-    newest = newest_readable(RunFolder(Path(work_dir, config.run_dir)).checkpoints)
-    line = config.timeline
-    now = line.at(newest[1].cursor).number if newest else 0
-    while now and line.continues(now):
-        now -= 1
-    # The data of stages that are over may be gone.
-    for folder in dict.fromkeys(stage.data.dir for stage in line.stages[now:] if not stage.of):
+    for folder in _data_of(config, work_dir):
         require_index(folder, work_dir)
     probe_tasks(config.monitor, work_dir)
+
+
+def _data_of(config: PretrainConfig, work_dir: str) -> list[str]:
+    """Name the datasets that are read from here on: those of stages that are over may be gone."""
+    newest = newest_readable(RunFolder(Path(work_dir, config.run_dir)).checkpoints)
+    line = config.timeline
+    now = line.at(newest[1].cursor).number if newest and line.has_stages else 0
+    while now and line.continues(now):
+        now -= 1
+    return list(dict.fromkeys(each.data.dir for each in line.stages[now:] if not each.of))
 
 
 def _inputs_of(config: PretrainConfig, work_dir: str) -> list[str]:
@@ -202,7 +206,8 @@ def _inputs_of(config: PretrainConfig, work_dir: str) -> list[str]:
     files = (config.data.similar, config.train.deepspeed_config, config.checkpoint.copy_to)
     more = [_start_of(config), *(str(Path(file).parent) for file in files if file)]
     there = [path for path in more if path and Path(work_dir, path).exists()]
-    return [*config.data_dirs, *([str(config.origin)] if config.origin else []), *there]
+    origin = [str(config.origin)] if config.origin else []
+    return [*_data_of(config, work_dir), *origin, *there]
 
 
 def _start_of(config: PretrainConfig) -> str:

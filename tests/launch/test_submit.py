@@ -108,6 +108,8 @@ def test_a_job_has_the_data_of_all_stages(dataset: DatasetIndex, tmp_path: Path)
         require_data(config, str(work))
     make_checkpoint(work / "runs/mine", 10)
     require_data(config, str(work))
+    mounts = prepare_training(config, cluster, source).job.mounts
+    assert str(tmp_path / "gone") not in mounts, "a container would not start with it"
 
 
 def test_options_of_other_jobs_are_refused(place: Place) -> None:
