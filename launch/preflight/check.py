@@ -228,7 +228,7 @@ def _parts(
 
 def data_of(config: CheckedConfig) -> DataConfig | None:
     """Return the data that is trained on next: that of the stage which goes on."""
-    if not isinstance(config, RunConfig):
+    if not isinstance(config, RunConfig) or not config.timeline.has_stages:
         return config.data
     newest = newest_readable(config.folder.checkpoints)
     own = next(stage for stage in config.timeline.stages if not stage.of)

@@ -134,7 +134,7 @@ def gather(
     newest, data = None, data_of(config)
     if isinstance(config, RunConfig) and (newest := newest_readable(config.folder.checkpoints)):
         at, line = newest[1].cursor, config.timeline
-        if line.trained(at).data.dir != line.at(at).data.dir:
+        if line.has_stages and line.trained(at).data.dir != line.at(at).data.dir:
             newest = None  # the next stage has other data
     return Evidence(
         nodes=nodes,
