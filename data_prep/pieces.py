@@ -31,14 +31,7 @@ import numpy as np
 import numpy.typing as npt
 from backports import zstd
 
-from data_prep.stage import (
-    StageTask,
-    not_as_written,
-    recorded_sha256,
-    replacing,
-    require_written,
-    task_name,
-)
+from data_prep import stage
 from data_prep.types import Metadata, Rejected
 from pipeline.runtime.files import sha256_file
 
@@ -62,10 +55,10 @@ Mask = npt.NDArray[np.bool_]
 
 def piece_name(number: int) -> str:
     """Name a piece: the prefix of its files in the folder of every stage."""
-    return task_name(number, 5)
+    return stage.task_name(number, 5)
 
 
-def piece_paths(task: StageTask[Any]) -> list[Path]:
+def piece_paths(task: stage.StageTask[Any]) -> list[Path]:
     """List the files of the piece that a task writes."""
     return [task.path(suffix) for suffix in _SUFFIXES]
 
@@ -102,11 +95,11 @@ class PieceWriter:
 
 
 @contextmanager
-def piece_writer(task: StageTask[Any]) -> Iterator[PieceWriter]:
+def piece_writer(task: stage.StageTask[Any]) -> Iterator[PieceWriter]:
     """Write all files of a piece if the block succeeds, and none if it fails."""
     with ExitStack() as stack:
         files = [
-            stack.enter_context(stack.enter_context(replacing(path)).open("wb"))
+            stack.enter_context(stack.enter_context(stage.replacing(path)).open("wb"))
             for path in piece_paths(task)
         ]
         documents, rejected, ids = (stack.enter_context(_compressed(files[i])) for i in (0, 3, 4))
@@ -147,8 +140,8 @@ def read_lines(path: Path, rows: Container[int] | None = None) -> Iterator[Any]:
     Raises:
         DataError: before the first value, if the file is not as its task wrote it.
     """
-    if (expected := recorded_sha256(path)) is not None:
-        require_written(path, sha256_file(path), expected)
+    if (expected := stage.recorded_sha256(path)) is not None:
+        stage.require_written(path, sha256_file(path), expected)
     if not path.stat().st_size:
         return  # earlier versions wrote nothing where there was nothing
     try:
@@ -157,7 +150,7 @@ def read_lines(path: Path, rows: Container[int] | None = None) -> Iterator[Any]:
                 if rows is None or row in rows:
                     yield json.loads(line)
     except (zstd.ZstdError, EOFError, ValueError) as error:
-        raise not_as_written(path, f"it cannot be read: {error}") from error
+        raise stage.not_as_written(path, f"it cannot be read: {error}") from error
 
 
 def batches(
@@ -270,7 +263,7 @@ def write_dropped(
     cuts = np.searchsorted(documents, pieces.ends).tolist()
     paths = [path[0] / f"{name}{path[1]}" for name in pieces.names]
     for place, low, high in zip(paths, [0, *cuts], cuts, strict=False):
-        with replacing(place) as temporary, temporary.open("w", encoding="utf-8") as file:
+        with stage.replacing(place) as temporary, temporary.open("w", encoding="utf-8") as file:
             for row in range(low, high):
                 record: dict[str, Any] = {"id": ids[documents[row]], "kept": ids[kept[row]]}
                 if jaccard is not None:

@@ -94,9 +94,7 @@ def prepare(
         start=start,
         log_dir=str(folder / "logs"),
         mounts=mounts_of(
-            source.work_dir,
-            str(folder),
-            *(mount for draft in drafts for mount in draft.job.mounts),
+            source.work_dir, str(folder), *(mount for draft in drafts for mount in draft.job.mounts)
         ),
         profile=str(
             records.submission_folder(base, records.next_number(base)) / records.CLUSTER_FILE

@@ -282,10 +282,7 @@ def table(
 
 
 def _line(
-    plan: BenchmarkPlan,
-    task: str,
-    scores: Mapping[Place, TaskScores],
-    failed: Mapping[Place, str],
+    plan: BenchmarkPlan, task: str, scores: Mapping[Place, TaskScores], failed: Mapping[Place, str]
 ) -> dict[str, Any]:
     config = plan.tasks[task]
     cells = {column: scores[task, column] for column in plan.columns if (task, column) in scores}

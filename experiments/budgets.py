@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from experiments import page
-from experiments.effects import direction, values_by_seed
+from experiments.effects import Decision, direction, pair_of, values_by_seed
 from experiments.read import Reading
 from experiments.study import StudyCell, StudyPlan, run_plan
 from pipeline.tasks.intervals import Interval, interval_of
@@ -39,7 +39,16 @@ class Budget:
     pairs: dict[int, float]
     """Difference from the target by seed."""
     interval: Interval | None
-    """None without a pair."""
+    """None without a pair, and where the arm is the target itself."""
+    runs: tuple[str, ...]
+    """The pairs of runs, as of an effect."""
+    stands: bool | None = None
+    """As of an effect."""
+
+    @property
+    def decision(self) -> Decision:
+        """What is decided: equal to an effect's where the runs are the same."""
+        return self.metric, self.runs
 
     def margin(self, *, surely: bool) -> float:
         """Return how far it is on the right side of the target; negative on the wrong one."""
@@ -63,9 +72,10 @@ def budgets(plan: StudyPlan, readings: Mapping[str, Reading]) -> list[Budget]:
             for level in levels:
                 cell = StudyCell(name, arm, level)
                 mine, cost = values_by_seed(plan, readings, cell, metric), _cost(plan, cell)
-                pairs = {
-                    s: mine[s] - wanted[s] for s in plan.of_cells[cell] if s in mine and s in wanted
-                }
+                seeds = [
+                    s for s in plan.of_cells[cell] if s in mine and s in wanted and cell != goal
+                ]
+                pairs = {s: mine[s] - wanted[s] for s in seeds}
                 found.append(
                     Budget(
                         part=name,
@@ -80,6 +90,7 @@ def budgets(plan: StudyPlan, readings: Mapping[str, Reading]) -> list[Budget]:
                         slots_share=cost.slots / whole.slots,
                         pairs=pairs,
                         interval=interval_of(list(pairs.values()), None) if pairs else None,
+                        runs=tuple(pair_of(plan, cell, goal, s) for s in seeds),
                     )
                 )
     return found
@@ -124,18 +135,19 @@ def sentences(found: Sequence[Budget]) -> list[str]:
     lines = []
     for part, arm in dict.fromkeys((b.part, b.arm) for b in found):
         of_arm = [b for b in found if (b.part, b.arm) == (part, arm)]
+        if [b.share for b in of_arm if arm == b.target] == [1]:
+            continue
         shares = [b.share for b in of_arm if b.interval is not None]
         if not shares:
             lines.append(f"{part}: {arm}: no pair of runs is finished")
             continue
         said = []
-        for word, surely in (("by the mean", False), ("by the interval", True)):
+        for word, surely in (("by the mean", False), ("by the interval, before Holm", True)):
             share = share_needed(of_arm, surely=surely)
             if share is None:
                 said.append(f"not with {max(shares):.2f} {word}")
             else:
-                # Nothing below the smallest budget was run.
-                most = " or less" if share <= min(shares) * (1 + 1e-9) else ""
+                most = ", its least," if share <= min(shares) * (1 + 1e-9) else ""
                 said.append(f"with {share:.2f}{most} {word}")
         first = of_arm[0]
         lines.append(
@@ -156,10 +168,11 @@ def table(found: Sequence[Budget]) -> Iterator[str]:
                 limits = f"{each.interval.low:+.4f} .. {each.interval.high:+.4f}"
         slots = f"{each.updates:,}", f"{each.slots:.2e}", f"{each.slots_share:.3f}"
         flops = f"{each.flops:.2e}", f"{each.share:.3f}"
-        shown = mean, limits, str(len(each.pairs))
+        after = {True: "stands", False: "falls", None: ""}[each.stands]
+        shown = mean, limits, str(len(each.pairs)), after
         rows.append((each.arm, "/".join(each.levels), *slots, *flops, *shown))
     target = f"of {found[0].target}"
     counted = "updates", "slots", target, "FLOP", target
-    compared = f"{found[0].metric} minus its", "95% interval", "pairs"
+    compared = f"{found[0].metric} minus its", "95% interval", "pairs", "after Holm"
     head = ("arm", "levels", *counted, *compared)
-    return page.table("llrrrrrrlr", head, rows)
+    return page.table("llrrrrrrlrl", head, rows)

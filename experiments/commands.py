@@ -311,8 +311,6 @@ def _write_again(name: str, study: StudyConfig, arguments: StudyArguments, folde
             "leave out overrides, --part and --seeds, or give the --out that has the runs"
         )
     body, readings = read_page(folder / f"{name}.json")
-    # Parts with more seeds of their own were cut only if --seeds cut the preset's.
-    seeds, whole = len(body["seeds"]), len(study.presets[body["preset"]].seeds)
     made = plan(
         name,
         study,
@@ -320,7 +318,7 @@ def _write_again(name: str, study: StudyConfig, arguments: StudyArguments, folde
         out=folder,
         overrides=body["overrides"],
         parts=list(dict.fromkeys(cell["cell"]["part"] for cell in body["cells"])),
-        most_seeds=seeds if seeds < whole else None,
+        most_seeds=body["most_seeds"],
     )
     body = study_page.write(made, readings, body["batches"], folder, body)
     _say(body, folder / name)

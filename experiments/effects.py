@@ -1,7 +1,7 @@
 """Paired differences over seeds, with intervals, and the sentence that they allow."""
 
 import math
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from statistics import fmean
@@ -16,11 +16,12 @@ from pipeline.tasks.intervals import (
     Interval,
     RowVariance,
     interval_of,
-    judged,
     row_variance,
 )
 
 OPEN = "not decided"
+SAME = "same in all seeds"
+"""The verdict where nothing varies: no chance is seen, and none can be told."""
 POOLED = ("all levels",)
 """Levels of an effect that averages those of its part."""
 _LOWER_IS_BETTER = ("held_out_loss", "loss@", "train_loss.", "nats_per_char")
@@ -47,7 +48,7 @@ class Effect:
     interval: Interval | None
     """None without a pair."""
     runs: tuple[str, ...]
-    """Names of the pairs of runs: equal ones in two parts are one comparison."""
+    """The pairs of runs, each sorted: equal ones in two parts are one comparison."""
     rows: RowVariance | None
     """What other rows of a task would change; None without rows that all seeds have."""
     stands: bool | None = None
@@ -60,9 +61,10 @@ class Effect:
 
     @property
     def verdict(self) -> str:
-        """`better`, `worse`, `higher`, `lower` or `not decided`."""
+        """`better`, `worse`, `higher`, `lower`, `not decided` or `same in all seeds`."""
         if self.interval is None or not self.interval.is_decided:
-            return OPEN
+            is_same = self.interval is not None and self.interval.method == "none"
+            return SAME if is_same and len(self.pairs) > 1 else OPEN
         is_higher, sign = self.interval.mean > 0, direction(self.metric)
         if not sign:
             return "higher" if is_higher else "lower"
@@ -106,17 +108,13 @@ def effects(
         if plan.is_sweep(name):
             continue
         for metric, levels, arm in product(part.metrics, plan.levels(name), part.arms[1:]):
-            cells = [StudyCell(name, which, levels) for which in (arm, part.arms[0])]
+            cells = StudyCell(name, arm, levels), StudyCell(name, part.arms[0], levels)
             mine, first = (values_by_seed(plan, readings, cell, metric) for cell in cells)
             pairs = {
                 s: mine[s] - first[s] for s in plan.of_cells[cells[0]] if s in mine and s in first
             }
             names = [(plan.of_cells[cells[0]][s], plan.of_cells[cells[1]][s]) for s in pairs]
-            arms = [plan.study.arms[cell.arm] for cell in cells]
-            runs = tuple(
-                " - ".join(of.read_as(run) for of, run in zip(arms, pair, strict=True))
-                for pair in names
-            )
+            runs = tuple(pair_of(plan, *cells, seed) for seed in pairs)
             tasks = plan.tasks if metric == MEAN_SCORE else (metric,)
             rows = _rows(readings, names, tasks)
             if known_rows is not None:
@@ -130,12 +128,21 @@ def effects(
                     metric=metric,
                     pairs=pairs,
                     lost=len(plan.of_cells[cells[0]]) - len(pairs),
-                    interval=interval_of(list(pairs.values()), rows) if pairs else None,
+                    interval=_interval(pairs, rows),
                     runs=runs,
                     rows=rows,
                 )
             )
     return compared + _pooled(plan, compared)
+
+
+def _interval(pairs: Mapping[int, float], rows: RowVariance | None) -> Interval | None:
+    if not pairs:
+        return None
+    found = interval_of(list(pairs.values()), rows)
+    if found.mean and found.low == found.high:
+        return Interval(found.mean, math.nan, math.nan, "none", math.nan)
+    return found
 
 
 def _pooled(plan: StudyPlan, compared: Sequence[Effect]) -> list[Effect]:
@@ -159,7 +166,7 @@ def _pooled(plan: StudyPlan, compared: Sequence[Effect]) -> list[Effect]:
                 levels=POOLED,
                 pairs=pairs,
                 lost=of[0].lost + len(of[0].pairs) - len(pairs),
-                interval=interval_of(list(pairs.values()), rows) if pairs else None,
+                interval=_interval(pairs, rows),
                 runs=tuple(", ".join(of_level[seed] for of_level in names) for seed in seeds),
                 rows=rows,
             )
@@ -263,17 +270,11 @@ def _slope(points: Iterable[tuple[float, float]]) -> float:
     return float(((x - x.mean()) * y).sum() / ((x - x.mean()) ** 2).sum())
 
 
-def corrected(
-    compared: Sequence[Effect], fits: Sequence[Slope]
-) -> tuple[list[Effect], list[Slope], str]:
-    """Correct all decisions of a page for their number; return them, and the sentence on it."""
-    decisions: dict[Hashable, Interval | None] = {e.decision: e.interval for e in compared}
-    stands, how_sure = judged(decisions | {n: fit.interval for n, fit in enumerate(fits)})
-    return (
-        [replace(effect, stands=stands.get(effect.decision)) for effect in compared],
-        [replace(fit, stands=stands.get(n)) for n, fit in enumerate(fits)],
-        how_sure,
-    )
+def pair_of(plan: StudyPlan, one: StudyCell, other: StudyCell, seed: int) -> str:
+    """Name two runs that are compared, in the same order whichever is subtracted."""
+    cells = one, other
+    runs = [plan.study.arms[cell.arm].read_as(plan.of_cells[cell][seed]) for cell in cells]
+    return " - ".join(sorted(runs))
 
 
 def values_by_seed(
@@ -340,7 +341,7 @@ def verdicts(
                 continue
             counted = {
                 word: [effect for effect in done if effect.verdict == word]
-                for word in ("better", "worse", "higher", "lower", OPEN)
+                for word in ("better", "worse", "higher", "lower", SAME, OPEN)
             }
             said = "; ".join(
                 f"{word} in {len(those)} of {len(of_arm)}{_where(those)}"
@@ -358,13 +359,22 @@ def verdicts(
 
 
 def _best_levels(name: str, part: PartConfig, cells: Sequence[CellSummary]) -> list[str]:
-    """Name the level of a sweep's last factor at which each arm is best, by those of the others."""
+    """Name the level at which each arm of a sweep is best, by the levels of other factors.
+
+    It is of the last factor with several levels: a sweep over one level says nothing.
+    """
     metric, found = part.metrics[0], dict[tuple[str, ...], tuple[float, str]]()
-    sign = direction(metric)
-    for summary in cells:
-        if summary.cell.part == name and metric in summary.means:
-            *others, level = summary.cell.levels
-            key, value = (summary.cell.arm, *others), summary.means[metric]
+    sign, mine = direction(metric), [of for of in cells if of.cell.part == name]
+    swept = [
+        n
+        for n, of in enumerate(zip(*(of.cell.levels for of in mine), strict=True))
+        if len(set(of)) > 1
+    ]
+    for summary in mine:
+        if swept and metric in summary.means:
+            others = list(summary.cell.levels)
+            level, value = others.pop(swept[-1]), summary.means[metric]
+            key = summary.cell.arm, *others
             if key not in found or sign * value > sign * found[key][0]:
                 found[key] = value, level
     said = [f"{', '.join(key)} at {level} ({value:.4f})" for key, (value, level) in found.items()]

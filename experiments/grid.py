@@ -17,26 +17,13 @@ from os.path import commonpath
 from pathlib import Path
 from typing import Any, Literal
 
-from launch import control
+from launch import control, submit
 from launch.cluster import ClusterConfig
 from launch.local import run_side_by_side
 from launch.queue import UNKNOWN, JobFacts, jobs_of
-from launch.records import (
-    CONFIG_FILE,
-    FINETUNE,
-    PRETRAIN,
-    submissions,
-)
+from launch.records import CONFIG_FILE, FINETUNE, PRETRAIN, submissions
 from launch.slurm import SlurmError
 from launch.status import RunReport, headline, report_of
-from launch.submit import (
-    Origin,
-    SubmissionPlan,
-    prepare_finetuning,
-    prepare_training,
-    require_data,
-    require_task,
-)
 from pipeline.config import schema
 from pipeline.config.load import digest, find_config, load, resolved_text
 from pipeline.config.runs import PretrainConfig, load_run
@@ -71,7 +58,7 @@ class SweepVerb:
     """Field of the config that names the run's folder."""
     metrics: tuple[str, ...]
     """Names of what `status` can compare, fields of the run's own status."""
-    prepare: Callable[[Any, ClusterConfig, Origin], SubmissionPlan]
+    prepare: Callable[[Any, ClusterConfig, submit.Origin], submit.SubmissionPlan]
     """Drafts the job of a run; refuses one that cannot start."""
     check_here: Callable[[Any, int, str], None]
     """Refuses a run that cannot start with so many ranks of this machine in a folder."""
@@ -91,11 +78,11 @@ class SweepVerb:
 
 def _check_training_here(config: PretrainConfig, ranks: int, work_dir: str) -> None:
     config.batches.require_split(ranks)
-    require_data(config, work_dir)
+    submit.require_data(config, work_dir)
 
 
 def _check_task_here(config: TaskConfig, ranks: int, work_dir: str) -> None:
-    require_task(config, work_dir)
+    submit.require_task(config, work_dir)
     if config.train.batch % (config.train.accumulate * ranks):
         raise ConfigError(
             f"train.batch={config.train.batch} must be a multiple of train.accumulate="
@@ -125,7 +112,7 @@ KINDS: dict[str, SweepVerb] = {
         config=PretrainConfig,
         folder="run_dir",
         metrics=("held_out_loss", "loss", "tokens", "tokens_per_s"),
-        prepare=prepare_training,
+        prepare=submit.prepare_training,
         check_here=_check_training_here,
         load=lambda path, words: load_run(path, words).config,
         value=lambda folder, report, metric: getattr(report.run, metric, None),
@@ -134,7 +121,7 @@ KINDS: dict[str, SweepVerb] = {
         config=TaskConfig,
         folder="run_dir",
         metrics=("score", "dev"),
-        prepare=prepare_finetuning,
+        prepare=submit.prepare_finetuning,
         check_here=_check_task_here,
         load=lambda path, words: load_task(str(path), tuple(words)),
         value=_score,

@@ -38,8 +38,6 @@ class ProbeResult:
     """Values by metric."""
     profiles: dict[str, list[float]] = field(default_factory=dict)
     """Quantity -> its mean over heads for each layer, the lowest first."""
-    maps: dict[str, list[list[float]]] = field(default_factory=dict)
-    """Quantity -> its value for each layer and head."""
 
 
 Measure = Callable[[Path, PretrainConfig, Mapping[str, Any]], ProbeResult]
@@ -126,7 +124,7 @@ def sparsity(run: Path, config: PretrainConfig, _: Mapping[str, Any]) -> ProbeRe
 
     from pipeline.model.layers import Trace
     from pipeline.model.layout import rows
-    from pipeline.train.look import divergence_of, entropy_of
+    from pipeline.train.look import entropy_of
 
     model = trained_model(run)
     batch = held_out(config).spread(_SEQUENCES).to(next(model.parameters()).device)
@@ -136,6 +134,10 @@ def sparsity(run: Path, config: PretrainConfig, _: Mapping[str, Any]) -> ProbeRe
     real_BS = batch.documents > 0
     log_keys_BNS = layout.num_keys().clamp(min=2).log()[:, None]
     shares = [share.float() for share in trace.probabilities]
+
+    def divergence_of(one_BNSS: "Tensor", other_BNSS: "Tensor") -> "Tensor":
+        both = (entropy_of(one_BNSS) + entropy_of(other_BNSS)) / 2
+        return entropy_of((one_BNSS + other_BNSS) / 2) - both
 
     def by_head(value_BNS: "Tensor") -> list[float]:
         return list(map(float, value_BNS.transpose(0, 1)[:, real_BS].mean(1)))
@@ -153,7 +155,7 @@ def sparsity(run: Path, config: PretrainConfig, _: Mapping[str, Any]) -> ProbeRe
     }
     maps = {name: of for name, of in maps.items() if of and of[0]}
     profiles = {name: [sum(of) / len(of) for of in rows_of] for name, rows_of in maps.items()}
-    return ProbeResult({name: sum(of) / len(of) for name, of in profiles.items()}, profiles, maps)
+    return ProbeResult({name: sum(of) / len(of) for name, of in profiles.items()}, profiles)
 
 
 def lengths(run: Path, config: PretrainConfig, extra: Mapping[str, Any]) -> ProbeResult:

@@ -254,10 +254,7 @@ def _measured(plan: StudyPlan, run: StudyRun, folder: Path, out: Path) -> list[P
             known[name] = {"settings": settings, **asdict(found)}
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json_atomic(path, known)
-    return [
-        ProbeResult(**{key: value for key, value in known[name].items() if key != "settings"})
-        for name in wanted
-    ]
+    return [ProbeResult(known[name]["values"], known[name]["profiles"]) for name in wanted]
 
 
 def config_of_read(

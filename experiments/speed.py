@@ -282,8 +282,7 @@ def _page(
     found: Sequence[Mapping[str, Any]],
 ) -> Iterator[str]:
     meaning = {model: (said, before) for model, said, before in study.extra["ladder"]}
-    yield f"# {name}: {study.question}"
-    yield ""
+    yield f"# {name}: {study.question}\n"
     yield study.conclusion.strip() or "No conclusion has been written yet; the numbers themselves:"
     yield ""
     for row in body["rows"]:
@@ -292,21 +291,16 @@ def _page(
                 f"- RoFormerV2 base, {row['case']}, {_how(row['subject'])}: "
                 f"{_shown(row['ratio'])} times RoBERTa's tokens/s"
             )
-    yield ""
     changed = f" {' '.join(arguments.overrides)}" if arguments.overrides else ""
     yield (
-        f"`postnorm study {name} --preset {arguments.preset}{changed}`, "
+        f"\n`postnorm study {name} --preset {arguments.preset}{changed}`, "
         f"{found[0]['machine']['device']}, {found[0]['machine']['cpus']} CPU cores. Ratios are "
         f"geometric means over {len(found)} starts of all processes, with {LEVEL:.0%} intervals of "
-        f"their logarithms; !: stands after Holm. {body['how_sure']}"
+        f"their logarithms; !: stands after Holm. {body['how_sure']}\n"
     )
-    yield ""
-    yield f"What this cannot say: {study.limits.strip()}"
-    yield ""
+    yield f"What this cannot say: {study.limits.strip()}\n"
     yield from (f"- Published: {e['says']} ({e['source']})" for e in study.extra["published"])
-    yield ""
-    yield f"![{name}]({name}.svg)"
-    yield ""
+    yield f"\n![{name}]({name}.svg)\n"
     head = "length, slots", "model", "changes", "run", "tokens/s", "of RoBERTa"
     rows = [
         (
@@ -322,8 +316,7 @@ def _page(
     ]
     yield from page.table("llllrrr", (*head, "of what it changes"), rows)
     for subject, error in body["absent"].items():
-        yield ""
-        yield f"Not measured: {subject}: {error}"
+        yield f"\nNot measured: {subject}: {error}"
 
 
 def _figure(study: StudyConfig, rows: Sequence[Mapping[str, Any]]) -> bytes:

@@ -363,6 +363,8 @@ class StudyPlan:
     of_cells: dict[StudyCell, dict[int, str]]
     tasks: dict[str, TaskConfig]
     overrides: tuple[str, ...]
+    most_seeds: int | None
+    """Of the preset and of parts with seeds of their own; None: all."""
 
     def levels(self, part: str) -> list[tuple[str, ...]]:
         """Combinations of levels of a part."""
@@ -452,6 +454,7 @@ def plan(
             if task in asked
         },
         overrides=tuple(overrides),
+        most_seeds=most_seeds,
     )
 
 

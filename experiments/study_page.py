@@ -4,8 +4,8 @@ import os
 import platform
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
@@ -17,7 +17,7 @@ from experiments.effects import (
     CellSummary,
     Decision,
     Effect,
-    corrected,
+    Slope,
     effects,
     slopes,
     summaries,
@@ -29,7 +29,7 @@ from experiments.read import Reading
 from experiments.study import StudyCell, StudyPlan
 from pipeline.config.load import provenance
 from pipeline.runtime.summary import duration
-from pipeline.tasks.intervals import LEVEL, RowVariance
+from pipeline.tasks.intervals import LEVEL, Interval, RowVariance, judged
 
 _NOTE = "Small marks: seeds; large: their mean. Bars: 95% interval of the paired difference."
 _TITLE_LETTERS = 42
@@ -75,8 +75,9 @@ def write(
         with_rows = [effect for effect in before["effects"] if effect.get("rows")]
         known = {(of["metric"], tuple(of["runs"])): RowVariance(*of["rows"]) for of in with_rows}
     compared, cells = effects(plan, readings, known), summaries(plan, readings)
-    compared, fits, how_sure = corrected(compared, slopes(plan, compared))
-    needed = budgets.budgets(plan, readings)
+    compared, fits, needed, how_sure = _corrected(
+        compared, slopes(plan, compared), budgets.budgets(plan, readings)
+    )
     of_machine = {**provenance(), "machine": platform.machine(), "device": _device()}
     body = {
         "study": plan.name,
@@ -85,6 +86,7 @@ def write(
         "partial": any(cell.open for cell in cells),
         "level": LEVEL,
         "seeds": list(plan.seeds),
+        "most_seeds": plan.most_seeds,
         "batches": batches,
         "verdicts": verdicts(plan, compared, fits, cells) + budgets.sentences(needed),
         "how_sure": how_sure,
@@ -102,6 +104,21 @@ def write(
     files = {f"{plan.name}-{part}.svg": picture for part, picture in figures.items()}
     page.write(folder, plan.name, body, lines, files)
     return body
+
+
+def _corrected(
+    compared: Sequence[Effect], fits: Sequence[Slope], needed: Sequence[budgets.Budget]
+) -> tuple[list[Effect], list[Slope], list[budgets.Budget], str]:
+    """Correct all decisions of a page for their number; return them, and the sentence on it."""
+    decisions: dict[Hashable, Interval | None] = {e.decision: e.interval for e in compared}
+    decisions |= {budget.decision: budget.interval for budget in needed}
+    stands, how_sure = judged(decisions | {n: fit.interval for n, fit in enumerate(fits)})
+    return (
+        [replace(effect, stands=stands.get(effect.decision)) for effect in compared],
+        [replace(fit, stands=stands.get(n)) for n, fit in enumerate(fits)],
+        [replace(budget, stands=stands.get(budget.decision)) for budget in needed],
+        how_sure,
+    )
 
 
 def _device() -> str:
@@ -364,7 +381,9 @@ def _draw_profile(
         if cell.part == part and mine:
             means = [sum(of) / len(of) for of in zip(*mine, strict=True)]
             shape = style(plan.parts[part].arms.index(cell.arm))
-            panel.plot(range(1, len(means) + 1), means, ms=4, lw=1, **shape)
+            # A divergence of layers is of a layer from the one below, which the lowest lacks.
+            first = 2 if name == "js_layers" else 1
+            panel.plot(range(first, len(means) + first), means, ms=4, lw=1, **shape)
     panel.xaxis.get_major_locator().set_params(integer=True)
     panel.set_title(f"{name} by layer, means of seeds")
     panel.set_xlabel("layer, from below")

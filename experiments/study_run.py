@@ -217,7 +217,9 @@ def subset(
     Raises:
         DataError: too few classes have enough rows.
     """
-    data = read_task(config)
+    # All rows first: limits are of the rows of the classes that are drawn.
+    whole = replace(config.data, train_rows=None, dev_rows=None, test_rows=None)
+    data = read_task(replace(config, data=whole))
     train = _by_class(data.splits["train"])
     wanted = sizes.rows_a_class or max(1, (sizes.rows or 0) // sizes.number)
     enough = sorted(name for name, rows in train.items() if len(rows) >= wanted)

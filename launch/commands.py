@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from launch import control, logs, prep
+from launch import control, logs, prep, submit
 from launch.cluster import ClusterConfig, cluster_of
 from launch.decide import JobAttempt, Limits, StorageRetry
 from launch.local import run_local, run_program
@@ -29,14 +29,7 @@ from launch.records import (
     require_run,
 )
 from launch.script import render
-from launch.site import (
-    ask_sbatch,
-    check,
-    preemption,
-    preemption_remarks,
-    profile_here,
-    within_site,
-)
+from launch.site import ask_sbatch, check, preemption, preemption_remarks, profile_here, within_site
 from launch.status import (
     PrepReport,
     prep_report,
@@ -45,20 +38,6 @@ from launch.status import (
     queue_text,
     run_report,
     run_summary,
-)
-from launch.submit import (
-    Origin,
-    SubmissionPlan,
-    checkout_job,
-    config_of_resume,
-    dry_run_text,
-    prepare_evaluation,
-    prepare_mix,
-    prepare_program,
-    prepare_training,
-    source_of_resume,
-    submit,
-    summary_text,
 )
 from launch.supervise import STEPS, JobStart, next_order
 from pipeline.config.load import warn_of_unusual
@@ -157,23 +136,16 @@ class SubmitArguments:
     data: str | None = option("for --evaluate: another dataset of the same tokenizer")
     dry_run: bool = option("print everything as a script; needs no SLURM and changes nothing")
 
-    def origin(self, config: str) -> Origin:
+    def origin(self, config: str) -> submit.Origin:
         """Name what a job is made of."""
-        return Origin(config, tuple(self.overrides), self.cluster, os.getcwd())
+        return submit.Origin(config, tuple(self.overrides), self.cluster, os.getcwd())
 
     def profile(self) -> ClusterConfig:
         """Read the profile; without `--local`, as this site supports it."""
         return (cluster_of if self.local else profile_here)(self.cluster)
 
 
-@verb(
-    "submit train.yaml --cluster configs/cluster/example.yaml --dry-run",
-    "submit train.yaml --cluster configs/cluster/example.yaml",
-    "submit train.yaml --local --ranks 2",
-    "submit --prep configs/prep/web.yaml --cluster configs/cluster/example.yaml --wait-room",
-    "submit --evaluate runs/mine --all --cluster configs/cluster/example.yaml",
-    "submit --program runs/tuned --cluster c.yaml -- python finetune.py models/mine",
-)
+@verb("submit train.yaml --cluster configs/cluster/example.yaml --dry-run")
 def _submit(arguments: SubmitArguments) -> int:
     """Submit a run or a data preparation to SLURM; or run it here."""
     return submit_one(arguments)
@@ -204,7 +176,7 @@ def submit_one(arguments: SubmitArguments) -> int:
         words = ["pipeline", PRETRAIN, arguments.config, *arguments.overrides]
         return _run_here(arguments, words, PRETRAIN, config.folder.path, cluster)
     warn_of_unusual(config)
-    draft = prepare_training(config, cluster, arguments.origin(arguments.config))
+    draft = submit.prepare_training(config, cluster, arguments.origin(arguments.config))
     return _hand_over(draft, dry_run=arguments.dry_run)
 
 
@@ -214,7 +186,7 @@ def _submit_mix(arguments: SubmitArguments, cluster: ClusterConfig) -> int:
         require_split(mix, max(1, arguments.ranks))
         words = ["pipeline", MULTITASK, arguments.config, *arguments.overrides]
         return _run_here(arguments, words, PRETRAIN, mix.config.folder.path, cluster)
-    draft = prepare_mix(mix, cluster, arguments.origin(arguments.config))
+    draft = submit.prepare_mix(mix, cluster, arguments.origin(arguments.config))
     return _hand_over(draft, dry_run=arguments.dry_run)
 
 
@@ -239,7 +211,7 @@ def _submit_evaluation(arguments: SubmitArguments) -> int:
         return _run_here(arguments, words, EVALUATE, run_dir, cluster)
     inputs = [arguments.data or config.data.dir]
     source = arguments.origin(str(config_path))
-    draft = prepare_evaluation(run_dir, options, inputs, cluster, source)
+    draft = submit.prepare_evaluation(run_dir, options, inputs, cluster, source)
     return _hand_over(draft, dry_run=arguments.dry_run)
 
 
@@ -253,8 +225,8 @@ def _submit_program(arguments: SubmitArguments) -> int:
     cluster = arguments.profile()
     if arguments.local:
         return _run_here(arguments, ["launch", "rank", "--", *words], PROGRAM, run_dir, cluster)
-    source = Origin(words[0], tuple(words[1:]), arguments.cluster, os.getcwd())
-    draft = prepare_program(run_dir, words, cluster, source)
+    source = submit.Origin(words[0], tuple(words[1:]), arguments.cluster, os.getcwd())
+    draft = submit.prepare_program(run_dir, words, cluster, source)
     return _hand_over(draft, dry_run=arguments.dry_run)
 
 
@@ -289,7 +261,9 @@ def _run_here(
     return run_local(words, kind, run_dir, arguments.ranks, limits)
 
 
-def _hand_over(draft: SubmissionPlan, *, dry_run: bool, stop_file: Path | None = None) -> int:
+def _hand_over(
+    draft: submit.SubmissionPlan, *, dry_run: bool, stop_file: Path | None = None
+) -> int:
     """Check the site and call sbatch; remove a STOP file that must not stop this job."""
     checked = check(draft.cluster, draft.job.kind, work_dir=draft.job.work_dir, optional=dry_run)
     for remark in preemption_remarks(
@@ -297,13 +271,13 @@ def _hand_over(draft: SubmissionPlan, *, dry_run: bool, stop_file: Path | None =
     ):
         logger.warning("%s", remark)
     if dry_run:
-        print(f"# {checked}\n{dry_run_text(draft)}", end="")
+        print(f"# {checked}\n{submit.dry_run_text(draft)}", end="")
         return EXIT_FINISHED
     print(f"{checked}; {ask_sbatch(draft.script)}")
     if stop_file and stop_file.exists():
         stop_file.unlink()
         print(f"removed {stop_file}")
-    _say(summary_text(draft, submit(draft)))
+    _say(submit.summary_text(draft, submit.submit(draft)))
     return EXIT_FINISHED
 
 
@@ -316,13 +290,13 @@ def _resume(
 ) -> int:
     """Submit a run again with the config of its last submission."""
     run_dir = run_dir.absolute()
-    source = source_of_resume(run_dir, overrides, cluster)
-    config, profile = config_of_resume(run_dir, source), profile_here(source.cluster)
+    source = submit.source_of_resume(run_dir, overrides, cluster)
+    config, profile = submit.config_of_resume(run_dir, source), profile_here(source.cluster)
     os.chdir(source.work_dir)  # relative paths of the config start there
     if isinstance(config, TaskMix):
-        draft = prepare_mix(config, profile, source)
+        draft = submit.prepare_mix(config, profile, source)
     else:
-        draft = prepare_training(config, profile, source)
+        draft = submit.prepare_training(config, profile, source)
     return _hand_over(draft, dry_run=dry_run, stop_file=RunFolder(run_dir).stop)
 
 
@@ -333,8 +307,8 @@ def _render(
     """Print the sbatch script of a run; needs no SLURM."""
     loaded, profile = _config(config, overrides), cluster_of(cluster)
     loaded.batches.require_split(profile.num_ranks)
-    source = Origin(config, tuple(overrides), cluster, os.getcwd())
-    print(render(checkout_job(loaded, source), profile), end="")
+    source = submit.Origin(config, tuple(overrides), cluster, os.getcwd())
+    print(render(submit.checkout_job(loaded, source), profile), end="")
 
 
 @verb(

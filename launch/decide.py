@@ -12,23 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from launch.records import (
-    EVALUATE,
-    FINETUNE,
-    FOLDER,
-    PRETRAIN,
-    PROGRAM,
-    append_history,
-    history,
-    progress,
-)
-from pipeline.errors import (
-    EXIT_FAILED_DO_NOT_RETRY,
-    EXIT_FAILED_RETRY,
-    EXIT_FINISHED,
-    EXIT_PREEMPTED,
-    EXIT_STOPPED,
-)
+from launch import records
+from pipeline import errors
 from pipeline.runtime.run_folder import RunFolder
 from pipeline.runtime.summary import counted
 
@@ -69,7 +54,7 @@ class JobAttempt:
     """Exit code of srun, for the record only."""
     jobs_before: int = 0
     """Jobs of its chain that came before, where jobs are not requeued."""
-    kind: str = PRETRAIN
+    kind: str = records.PRETRAIN
     """Kind of the job, of `launch.records`."""
 
     @property
@@ -80,9 +65,9 @@ class JobAttempt:
     @property
     def newest(self) -> str:
         """How far it is, in words."""
-        if self.kind == PROGRAM:
+        if self.kind == records.PROGRAM:
             return "the program's own files say how far it is"
-        what = "progress" if self.kind in (EVALUATE, FINETUNE) else "checkpoint"
+        what = "progress" if self.kind in (records.EVALUATE, records.FINETUNE) else "checkpoint"
         return f"{what} {self.after or 'none'}"
 
 
@@ -134,21 +119,21 @@ def exit_codes(run_dir: Path, job: str) -> tuple[int, ...]:
         for path in sorted(RunFolder(run_dir).exits(job).glob("rank-*"))
     ]
     # A full disk leaves an empty file.
-    return tuple(int(text) if text.isdecimal() else EXIT_FAILED_RETRY for text in texts)
+    return tuple(int(text) if text.isdecimal() else errors.EXIT_FAILED_RETRY for text in texts)
 
 
 def is_done(kind: str, run_dir: Path, codes: Sequence[int], ranks: int) -> bool:
     """Return whether the work is complete: by the trainer's mark, or because all ranks say so."""
-    if kind == PRETRAIN:
+    if kind == records.PRETRAIN:
         return RunFolder(run_dir).done.exists()
-    return list(codes) == [EXIT_FINISHED] * ranks
+    return list(codes) == [errors.EXIT_FINISHED] * ranks
 
 
 def read_end(begun: JobAttempt, kind: str, run_dir: Path) -> JobAttempt:
     """Fill in what the files of an attempt say of its end."""
     codes = exit_codes(run_dir, f"{begun.job}.{begun.restart}")
     done = is_done(kind, run_dir, codes, begun.ranks)
-    after = progress(kind, run_dir)
+    after = records.progress(kind, run_dir)
     return replace(begun, after=after, codes=codes, is_done=done, kind=kind)
 
 
@@ -156,18 +141,18 @@ def decide(attempt: JobAttempt, misses_before: int, limits: Limits, run_dir: Pat
     """Decide what follows an attempt, after some without progress in a row. Pure."""
     newest = attempt.newest
     # done.json alone may be left from an earlier, shorter run.
-    if attempt.is_done and attempt.codes[:1] == (EXIT_FINISHED,):
-        return Decision("finished", EXIT_FINISHED, f"done; {newest}")
+    if attempt.is_done and attempt.codes[:1] == (errors.EXIT_FINISHED,):
+        return Decision("finished", errors.EXIT_FINISHED, f"done; {newest}")
     # One rank is enough: the others were ended by srun because of it, and say less.
-    if EXIT_FAILED_DO_NOT_RETRY in attempt.codes:
+    if (code := errors.EXIT_FAILED_DO_NOT_RETRY) in attempt.codes:
         return give_up(
-            f"rank {attempt.codes.index(EXIT_FAILED_DO_NOT_RETRY)} failed permanently (exit code "
-            f"{EXIT_FAILED_DO_NOT_RETRY}); see its message above and in {run_dir}/logs; {newest}"
+            f"rank {attempt.codes.index(code)} failed permanently (exit code {code}); see its "
+            f"message above and in {run_dir}/logs; {newest}"
         )
     # Of a user's program it is a code as any other.
-    if EXIT_STOPPED in attempt.codes and attempt.kind != PROGRAM:
+    if errors.EXIT_STOPPED in attempt.codes and attempt.kind != records.PROGRAM:
         how = f"stopped by {RunFolder(run_dir).stop}; `postnorm resume` continues"
-        return Decision("stopped", EXIT_STOPPED, f"{how}; {newest}")
+        return Decision("stopped", errors.EXIT_STOPPED, f"{how}; {newest}")
     how = _how_it_ended(attempt)
     if (starts := attempt.starts_before) >= limits.restarts:
         return give_up(
@@ -176,7 +161,7 @@ def decide(attempt: JobAttempt, misses_before: int, limits: Limits, run_dir: Pat
         )
     misses = misses_before + 1 if is_miss(attempt) else 0
     if misses >= limits.without_progress:
-        what = "a new checkpoint" if attempt.kind == PRETRAIN else "progress"
+        what = "a new checkpoint" if attempt.kind == records.PRETRAIN else "progress"
         return give_up(
             f"{misses} attempts in a row without {what} (max_attempts_without_progress="
             f"{limits.without_progress}); the last {how}{_limit_text(attempt, limits)}; {newest}; "
@@ -192,7 +177,7 @@ def is_miss(attempt: JobAttempt) -> bool:
     the time limit ended there does, since the next one would end there, too. A program says by its
     exit code that it has saved, whatever ended it: `max_restarts` is its only limit then.
     """
-    if attempt.kind == PROGRAM:
+    if attempt.kind == records.PROGRAM:
         return not _has_saved(attempt)
     if attempt.after != attempt.before:
         return False
@@ -220,12 +205,12 @@ def end_attempt(
         record |= {"decision": decision.word, "reason": decision.reason}
         # The record of a last attempt is for people: the job need not hold its nodes to write it.
         waits = patience if decision.word == "requeue" else none
-        patiently(lambda: append_history(run_dir, record), waits)
+        patiently(lambda: records.append_history(run_dir, record), waits)
     except OSError as error:
         logger.warning("the end of the attempt could not be recorded: %s", error)
         if decision.word == "requeue" and is_miss(attempt):
             may_again = attempt.starts_before < limits.restarts
-            return storage_failed(error, run_dir / FOLDER, patience, may_again=may_again)
+            return storage_failed(error, run_dir / records.FOLDER, patience, may_again=may_again)
     return decision
 
 
@@ -269,7 +254,7 @@ def storage_failed(
 def _misses(attempt: JobAttempt, run_dir: Path) -> int:
     """Count the attempts in a row, before this one and of its job, that made no progress."""
     misses = 0
-    for line in reversed(history(run_dir)):
+    for line in reversed(records.history(run_dir)):
         # Where preflight ended the attempt, the ranks did not start.
         # The jobs of a chain are elements of one array.
         same = str(line.get("job")).partition("_")[0] == attempt.job.partition("_")[0]
@@ -292,16 +277,16 @@ def _limit_text(attempt: JobAttempt, limits: Limits) -> str:
 
 
 def _again(reason: str) -> Decision:
-    return Decision("requeue", EXIT_PREEMPTED, reason)
+    return Decision("requeue", errors.EXIT_PREEMPTED, reason)
 
 
 def give_up(reason: str) -> Decision:
     """Return the verdict that no other attempt would help."""
-    return Decision("failed", EXIT_FAILED_DO_NOT_RETRY, reason)
+    return Decision("failed", errors.EXIT_FAILED_DO_NOT_RETRY, reason)
 
 
 def _has_saved(attempt: JobAttempt) -> bool:
-    return attempt.codes == (EXIT_PREEMPTED,) * attempt.ranks
+    return attempt.codes == (errors.EXIT_PREEMPTED,) * attempt.ranks
 
 
 def _how_it_ended(attempt: JobAttempt) -> str:

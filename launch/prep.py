@@ -25,47 +25,14 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from launch import records, script_parts
 from launch.cluster import ClusterConfig, PrepJobsConfig
 from launch.pending_submission import PendingSubmission, options_of, submitting
 from launch.queue import Quota, still_queued
-from launch.records import (
-    CLUSTER_FILE,
-    CODE_FOLDER,
-    CONFIG_FILE,
-    FAILED_MARK,
-    PREP_RECORD,
-    PrepSubmission,
-    failed_stages,
-    last_folder,
-    next_number,
-    prep_jobs,
-    read_prep,
-    snapshot,
-    start_file,
-    submission_folder,
-    write_prep,
-)
-from launch.script_parts import (
-    CLOCK,
-    function_lines,
-    prep_resources,
-    sbatch_lines,
-    setup_lines,
-    slurm_path,
-    srun_words,
-    wrapped,
-)
 from launch.slurm import TooManyJobsError, withheld_line
+from pipeline import errors
 from pipeline.config import strict_yaml
 from pipeline.config.load import to_yaml
-from pipeline.errors import (
-    EXIT_FAILED_DO_NOT_RETRY,
-    EXIT_FINISHED,
-    BusyError,
-    ConfigError,
-    DataError,
-    PostnormError,
-)
 from pipeline.runtime.env import module_command
 from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.runtime.summary import table
@@ -130,7 +97,7 @@ class PrepJob:
     @property
     def logs(self) -> Path:
         """Folder for the logs of all array tasks; it must exist when SLURM starts them."""
-        return (self.folder / PREP_RECORD).parent
+        return (self.folder / records.PREP_RECORD).parent
 
     @property
     def marks(self) -> Path:
@@ -166,7 +133,9 @@ def render_prep(
         body = _body(plan, cluster, job, (world, processes), earlier)
         scripts = []
         for first_rank, indexes in _arrays(world, ranks, cluster):
-            lines = sbatch_lines({"array": indexes, **options}, requeue=cluster.requeue)
+            lines = script_parts.sbatch_lines(
+                {"array": indexes, **options}, requeue=cluster.requeue
+            )
             scripts.append("\n".join(["#!/bin/bash", *lines, "", f"first_rank={first_rank}", body]))
         stages.append(PrepStage(plan.name, world, len(ranks), hours, tuple(scripts)))
     return stages
@@ -189,26 +158,28 @@ def _body(
         stages=" ".join(earlier),
         stage=plan.name,
         world=world,
-        mark=FAILED_MARK,
-        do_not_retry=EXIT_FAILED_DO_NOT_RETRY,
+        mark=records.FAILED_MARK,
+        do_not_retry=errors.EXIT_FAILED_DO_NOT_RETRY,
     )
     wait = _WAIT.format(names=shlex.quote(names), folder=folder)
     body = _BODY.format(
         after=after if earlier else "",
         wait=wait if earlier else "",
-        mark=FAILED_MARK,
+        mark=records.FAILED_MARK,
         stage=plan.name,
         world=world,
         command=_in_container(cluster, command, job),
         max_failures=cluster.prep.max_failures,
-        finished=EXIT_FINISHED,
-        do_not_retry=EXIT_FAILED_DO_NOT_RETRY,
+        finished=errors.EXIT_FINISHED,
+        do_not_retry=errors.EXIT_FAILED_DO_NOT_RETRY,
     )
     lines = [
-        CLOCK.format(time_limit=cluster.prep.time_limit_s),
-        *setup_lines(cluster),
+        script_parts.CLOCK.format(time_limit=cluster.prep.time_limit_s),
+        *script_parts.setup_lines(cluster),
         f"logs={shlex.quote(str(job.logs))} marks={shlex.quote(str(job.marks))}",
-        *function_lines(cluster, job.start, job.work_dir, folder="$logs", end="give_up 1"),
+        *script_parts.function_lines(
+            cluster, job.start, job.work_dir, folder="$logs", end="give_up 1"
+        ),
         "ready",
         body,
     ]
@@ -219,7 +190,7 @@ def _hours(plan: StagePlan, prep: PrepJobsConfig, world: int, processes: int) ->
     """Compute the expected time of an array task, which must be within its limit."""
     hours = plan.core_hours / world / processes
     if hours * 3600 > prep.time_limit_s:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"stage {plan.name}: {plan.core_hours:,.1f} core-hours for {world} array tasks of "
             f"{processes} processes are {hours:.1f} hours each, more than prep.time_limit="
             f"{prep.time_limit!r}; raise prep.time_limit, or array_tasks={prep.array_tasks} "
@@ -235,7 +206,7 @@ def _options(
     return {
         "job-name": shlex.quote(job.queue_name(plan.name)),
         "comment": shlex.quote(str(job.folder)),
-        "output": f"{slurm_path(str(job.logs))}/%x-%A_%a.log",
+        "output": f"{script_parts.slurm_path(str(job.logs))}/%x-%A_%a.log",
         "nodes": 1,
         "ntasks": 1,
         "cpus-per-task": prep.cores,
@@ -244,15 +215,15 @@ def _options(
         "partition": prep.partition or cluster.partition,
         "account": prep.account or cluster.account,
         "qos": prep.qos or cluster.qos,
-        **prep_resources(cluster),
+        **script_parts.prep_resources(cluster),
     }
 
 
 def _in_container(cluster: ClusterConfig, command: Sequence[str], job: PrepJob) -> str:
     """Write a command as shell text; the script appends the number of the rank."""
     words = [shlex.quote(word) for word in command]
-    words = wrapped(cluster, job.mounts, words, work_dir=job.work_dir, gpus=False)
-    options = srun_words(cluster, job.mounts, work_dir=job.work_dir)
+    words = script_parts.wrapped(cluster, job.mounts, words, work_dir=job.work_dir, gpus=False)
+    options = script_parts.srun_words(cluster, job.mounts, work_dir=job.work_dir)
     if options:  # only srun can start a pyxis container
         words = ["srun", "--ntasks=1", '--cpus-per-task="$SLURM_CPUS_PER_TASK"', *options, *words]
     return " ".join(words)
@@ -347,7 +318,7 @@ requeue
 """
 
 
-class SubmitError(PostnormError):
+class SubmitError(errors.PostnormError):
     """SLURM or data preparation refused what was asked of it."""
 
 
@@ -381,11 +352,11 @@ def prepare(
     text = _ask_data_prep("config", config_path, overrides)
     output_dir = str(strict_yaml.parse(text, config_path).plain()["output_dir"])
     work = Path(work_dir, output_dir) / "work"
-    folder = submission_folder(work, next_number(work))
+    folder = records.submission_folder(work, records.next_number(work))
     job = PrepJob(
         name=Path(config_path).stem,
-        config_path=str(folder / CONFIG_FILE),
-        start=(str(start_file(_code_folder(folder))),),
+        config_path=str(folder / records.CONFIG_FILE),
+        start=(str(records.start_file(_code_folder(folder))),),
         output_dir=output_dir,
         work_dir=work_dir,
     )
@@ -422,10 +393,10 @@ def submit(draft: PrepDraft, room: Quota | None = None) -> dict[str, list[str]]:
     """
     room = room or Quota()
     output = draft.job.folder
-    last = last_folder(output / "work")
+    last = records.last_folder(output / "work")
 
     def known() -> list[str]:
-        return [*_all(prep_jobs(output)), *(one.job for one in _read(last))]
+        return [*_all(records.prep_jobs(output)), *(one.job for one in _read(last))]
 
     def adopt(job: str) -> bool:
         arrays = _left_over(draft, last)
@@ -438,7 +409,7 @@ def submit(draft: PrepDraft, room: Quota | None = None) -> dict[str, list[str]]:
         arrays = _left_over(draft, last)
         if arrays and not room.waits:
             left = sum(not one.job for one in arrays)
-            raise BusyError(
+            raise errors.BusyError(
                 f"{left} arrays of the submission in {last} are not in the queue yet: go on with "
                 f"--wait-room, or cancel it: postnorm cancel {shlex.quote(str(output))}"
             )
@@ -449,9 +420,9 @@ def submit(draft: PrepDraft, room: Quota | None = None) -> dict[str, list[str]]:
 def _left_over(draft: PrepDraft, last: Path) -> list[_Array]:
     """Read the arrays of the last submission if some are not in the queue yet, and still to be."""
     arrays = _read(last)
-    record = read_prep(draft.job.folder)
-    same = arrays and (last / CONFIG_FILE).read_text(encoding="utf-8") == draft.config
-    if not same or all(one.job for one in arrays) or failed_stages(last):
+    record = records.read_prep(draft.job.folder)
+    same = arrays and (last / records.CONFIG_FILE).read_text(encoding="utf-8") == draft.config
+    if not same or all(one.job for one in arrays) or records.failed_stages(last):
         return []
     return [] if record is not None and record.cancelled_unix_s else arrays
 
@@ -463,7 +434,7 @@ def _read(folder: Path) -> list[_Array]:
     except FileNotFoundError:
         return []
     except (ValueError, TypeError) as error:
-        raise DataError(
+        raise errors.DataError(
             f"{path} is not a list of arrays ({type(error).__name__}: {error}): remove it when "
             "`squeue --me` shows none of the preparation's jobs, and submit again"
         ) from None
@@ -475,11 +446,11 @@ def _record(output: Path, folder: Path, arrays: Sequence[_Array], *, is_new: boo
     jobs: dict[str, list[str]] = {one.stage: [] for one in arrays}
     for one in arrays:
         jobs[one.stage] += [one.job] if one.job else []
-    before = read_prep(output)
+    before = records.read_prep(output)
     cancelled = None if is_new or before is None else before.cancelled_unix_s
-    began_s = round((folder / CONFIG_FILE).stat().st_mtime, 1)
+    began_s = round((folder / records.CONFIG_FILE).stat().st_mtime, 1)
     waiting = sum(not one.job for one in arrays)
-    write_prep(output, PrepSubmission(jobs, began_s, cancelled, waiting))
+    records.write_prep(output, records.PrepSubmission(jobs, began_s, cancelled, waiting))
 
 
 def _submit(draft: PrepDraft, intent: PendingSubmission, room: Quota) -> dict[str, list[str]]:
@@ -488,14 +459,16 @@ def _submit(draft: PrepDraft, intent: PendingSubmission, room: Quota) -> dict[st
     try:
         draft.folder.mkdir(parents=True)
     except FileExistsError:
-        raise BusyError(f"another submission has just made {draft.folder}; try again") from None
+        raise errors.BusyError(
+            f"another submission has just made {draft.folder}; try again"
+        ) from None
     arrays = [_Array(stage.name, script) for stage in draft.stages for script in stage.scripts]
     try:
         if not room.waits and (why := room.lacks(sum(one.size for one in arrays))):
             raise TooManyJobsError(why)
-        snapshot(_code_folder(draft.folder))
-        write_atomic(draft.folder / CONFIG_FILE, draft.config.encode())
-        write_atomic(draft.folder / CLUSTER_FILE, to_yaml(draft.cluster).encode())
+        records.snapshot(_code_folder(draft.folder))
+        write_atomic(draft.folder / records.CONFIG_FILE, draft.config.encode())
+        write_atomic(draft.folder / records.CLUSTER_FILE, to_yaml(draft.cluster).encode())
         return _roll(draft, draft.folder, arrays, intent, room)
     except BaseException as error:
         # What waits for room is on record: the same call goes on with it.
@@ -515,13 +488,13 @@ def _roll(
         _record(output, folder, arrays, is_new=True)
 
     def stop() -> None:
-        if failed := list(failed_stages(folder)):
+        if failed := list(records.failed_stages(folder)):
             left = sum(not one.job for one in arrays)
             raise SubmitError(
                 f"stage {failed[0]} failed, so {left} arrays were not submitted; see "
                 f"`postnorm status {shlex.quote(str(output))}`, fix the cause and submit again"
             )
-        record = read_prep(output)
+        record = records.read_prep(output)
         if room.waits and record is not None and record.cancelled_unix_s:
             raise SubmitError(f"{output} was cancelled: nothing more is submitted")
 
@@ -546,7 +519,7 @@ def _roll(
             intent.settle()
             logger.info("%s: job %s", what, one.job)
     _record(output, folder, arrays, is_new=not room.waits)
-    return prep_jobs(output)
+    return records.prep_jobs(output)
 
 
 def _needs_text(draft: PrepDraft) -> str:
@@ -569,7 +542,8 @@ def dry_run_text(draft: PrepDraft) -> str:
         "#!/bin/bash",
         "set -e",
         withheld_line(),
-        f"# would write {draft.folder} ({CONFIG_FILE}, {CLUSTER_FILE}) and the code beside it",
+        f"# would write {draft.folder} ({records.CONFIG_FILE}, {records.CLUSTER_FILE}) and the "
+        "code beside it",
         f"mkdir -p {shlex.quote(str(draft.job.logs))}",
     ]
     before: list[str] = []
@@ -593,7 +567,7 @@ def summary_text(draft: PrepDraft, jobs: dict[str, list[str]]) -> str:
     for stage in draft.stages:
         ids = " ".join(jobs.get(stage.name, []))
         rows.append((stage.name, f"{stage.num_parts:,}", f"{stage.hours:.2f}", ids))
-    config = shlex.quote(str(last_folder(draft.job.folder / "work") / CONFIG_FILE))
+    config = shlex.quote(str(records.last_folder(draft.job.folder / "work") / records.CONFIG_FILE))
     folder = shlex.quote(str(draft.job.folder))
     lines = [
         *table(rows, right=(1, 2)),
@@ -624,9 +598,9 @@ def _ask_data_prep(command: str, config_path: str, arguments: Sequence[str]) -> 
 # Both chains would do the same work.
 def _refuse_twice(draft: PrepDraft) -> None:
     """Refuse a second chain: two would redo and overwrite each other's tasks."""
-    left = still_queued(_all(prep_jobs(draft.job.folder)))
+    left = still_queued(_all(records.prep_jobs(draft.job.folder)))
     if left:
-        raise BusyError(
+        raise errors.BusyError(
             f"jobs of an earlier submission are still in the queue: {' '.join(left)}; wait for "
             f"them, or cancel them: scancel {' '.join(left)}"
         )
@@ -634,7 +608,7 @@ def _refuse_twice(draft: PrepDraft) -> None:
 
 def _code_folder(folder: Path) -> Path:
     """Name the folder of code that all submissions of a preparation share."""
-    return folder.parent / CODE_FOLDER
+    return folder.parent / records.CODE_FOLDER
 
 
 def _dependency(jobs: Sequence[str]) -> str:

@@ -16,16 +16,9 @@ from typing import Any
 
 from pipeline.config.load import REVISION_FILE, git_revision
 from pipeline.errors import DataError, PostnormError
+from pipeline.runtime import files
 from pipeline.runtime.checkpoints import FOLDER as CHECKPOINTS
 from pipeline.runtime.checkpoints import LATEST_FILE
-from pipeline.runtime.files import (
-    AppendedFile,
-    read_json_lines,
-    rename,
-    temporary_beside,
-    write_atomic,
-    write_json_atomic,
-)
 from pipeline.runtime.run_folder import RunFolder
 
 PRETRAIN, EVALUATE, PROGRAM = "pretrain", "evaluate", "program"
@@ -133,7 +126,7 @@ def _submission(path: Path) -> Submission:
 
 def history(run_dir: Path) -> list[dict[str, Any]]:
     """Read the ends of attempts that `launch.decide` recorded, oldest first."""
-    return read_json_lines(run_dir / FOLDER / HISTORY_FILE)
+    return files.read_json_lines(run_dir / FOLDER / HISTORY_FILE)
 
 
 def append_history(run_dir: Path, record: Mapping[str, Any]) -> None:
@@ -143,7 +136,7 @@ def append_history(run_dir: Path, record: Mapping[str, Any]) -> None:
 
 def script_starts(run_dir: Path) -> list[dict[str, Any]]:
     """Read the starts of job scripts, oldest first."""
-    return read_json_lines(run_dir / FOLDER / STARTS_FILE)
+    return files.read_json_lines(run_dir / FOLDER / STARTS_FILE)
 
 
 def append_start(run_dir: Path, record: Mapping[str, Any]) -> None:
@@ -153,7 +146,7 @@ def append_start(run_dir: Path, record: Mapping[str, Any]) -> None:
 
 def _append(path: Path, record: Mapping[str, Any]) -> None:
     line = json.dumps({"unix_s": round(time.time(), 1), **record})
-    AppendedFile(path).append(f"{line}\n".encode(), end=b"\n")
+    files.AppendedFile(path).append(f"{line}\n".encode(), end=b"\n")
 
 
 def newest_checkpoint(run_dir: Path) -> str | None:
@@ -174,7 +167,7 @@ def progress(kind: str, run_dir: Path) -> str | None:
     if kind == PROGRAM:
         return None
     if kind == EVALUATE:
-        number = len(read_json_lines(RunFolder(run_dir).evaluations))
+        number = len(files.read_json_lines(RunFolder(run_dir).evaluations))
         return f"{number} evaluations" if number else None
     if kind != FINETUNE:
         return newest_checkpoint(run_dir)
@@ -191,14 +184,14 @@ def progress(kind: str, run_dir: Path) -> str | None:
 
 def measured_save_s(run_dir: Path) -> float | None:
     """Read how long the longest of the last saves took until it was published; None without one."""
-    lines = [line for line in read_json_lines(RunFolder(run_dir).metrics) if "save_s" in line]
+    lines = [line for line in files.read_json_lines(RunFolder(run_dir).metrics) if "save_s" in line]
     took = (float(line["save_s"]) + float(line.get("save_written_s", 0.0)) for line in lines[-20:])
     return max(took, default=None)
 
 
 def measured_tflops(run_dir: Path) -> float | None:
     """Read what a rank reached in the median of the last log lines; None without one."""
-    lines = read_json_lines(RunFolder(run_dir).metrics)
+    lines = files.read_json_lines(RunFolder(run_dir).metrics)
     reached = [line["model_tflops_per_device"] for line in lines if line["kind"] == "train"]
     return statistics.median(reached[-20:]) if reached else None
 
@@ -208,7 +201,7 @@ def exclude_nodes(run_dir: Path, names: Iterable[str]) -> None:
     path = run_dir / FOLDER / EXCLUDED_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     every = dict.fromkeys([*excluded_nodes(run_dir), *names])
-    write_atomic(path, "".join(f"{name}\n" for name in every).encode())
+    files.write_atomic(path, "".join(f"{name}\n" for name in every).encode())
 
 
 def excluded_nodes(run_dir: Path) -> list[str]:
@@ -232,7 +225,7 @@ class PrepSubmission:
 
 def write_prep(output_dir: Path, submission: PrepSubmission) -> None:
     """Record the submission of a data preparation."""
-    write_json_atomic(output_dir / PREP_RECORD, asdict(submission))
+    files.write_json_atomic(output_dir / PREP_RECORD, asdict(submission))
 
 
 def read_prep(output_dir: Path) -> PrepSubmission | None:
@@ -318,7 +311,7 @@ def snapshot(folder: Path, root: Path = _ROOT) -> Path:
     target = folder / expected
     if not target.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        copy = temporary_beside(target)
+        copy = files.temporary_beside(target)
         try:
             # numba's machine code, which holds for files of this content, saves each start 15 s.
             compiled = (
@@ -329,7 +322,7 @@ def snapshot(folder: Path, root: Path = _ROOT) -> Path:
                 to.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, to)
             (copy / REVISION_FILE).write_text(f"{git_revision()}\n", encoding="utf-8")
-            rename(copy, target)
+            files.rename(copy, target)
         finally:
             shutil.rmtree(copy, ignore_errors=True)
     actual = code_hash(target)

@@ -13,20 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch import script_parts
 from launch.cluster import ClusterConfig
 from launch.records import EXCLUDED_FILE, FOLDER, MULTITASK, PRETRAIN, UNJUDGED_FILE
-from launch.script_parts import (
-    CHAIN,
-    CLOCK,
-    function_lines,
-    rank_options,
-    sbatch_lines,
-    sbatch_resources,
-    setup_lines,
-    slurm_path,
-    srun_words,
-    wrapped,
-)
 from pipeline.errors import EXIT_PREEMPTED
 from pipeline.runtime.env import RUN_DIR_VARIABLE
 
@@ -77,15 +66,15 @@ def render(job: Job, cluster: ClusterConfig) -> str:
     folders = 'mkdir -p "$launch_dir" && ls -d ' + " ".join(map(shlex.quote, job.mounts))
     parts = [
         "#!/bin/bash",
-        *sbatch_lines(_options(job, cluster), requeue=cluster.requeue),
+        *script_parts.sbatch_lines(_options(job, cluster), requeue=cluster.requeue),
         "",
         _TRAP,
-        *([CHAIN.format(again=EXIT_PREEMPTED)] if in_chain else []),
-        CLOCK.format(time_limit=cluster.time_limit_s),
-        *setup_lines(cluster),
+        *([script_parts.CHAIN.format(again=EXIT_PREEMPTED)] if in_chain else []),
+        script_parts.CLOCK.format(time_limit=cluster.time_limit_s),
+        *script_parts.setup_lines(cluster),
         *_run_dir(job),
         _VARIABLES.format(run_dir=RUN_DIR_VARIABLE, folder=FOLDER),
-        *function_lines(
+        *script_parts.function_lines(
             cluster,
             job.start,
             job.work_dir,
@@ -131,7 +120,7 @@ def _options(job: Job, cluster: ClusterConfig) -> dict[str, object]:
         # By this `launch` knows its jobs: their ids are given to others after a crash of the
         # controller.
         "comment": shlex.quote(str(Path(job.work_dir) / job.run_dir)),
-        "output": f"{slurm_path(job.log_dir)}/slurm-{log}.log",
+        "output": f"{script_parts.slurm_path(job.log_dir)}/slurm-{log}.log",
         "nodes": cluster.nodes,
         "ntasks-per-node": cluster.num_ranks_per_node,
         "cpus-per-task": cluster.cpus_per_rank,
@@ -143,7 +132,7 @@ def _options(job: Job, cluster: ClusterConfig) -> dict[str, object]:
         "partition": cluster.partition,
         "account": cluster.account,
         "qos": cluster.qos,
-        **sbatch_resources(cluster),
+        **script_parts.sbatch_resources(cluster),
     }
 
 
@@ -162,10 +151,13 @@ def _steps(job: Job, cluster: ClusterConfig) -> list[str]:
     if _has_preflight(job, cluster) and cluster.preflight.bandwidth_gb_per_s:
         words = ["pipeline", "bandwidth", "--timeout", str(_BANDWIDTH_S)]
         command = f'{_words(job, cluster, words, gpus=True)} --records "$1" --nodes "$2"'
-        measure = f"{rank_options(cluster)} {_step(job, cluster, _RANK.format(command=command))}"
+        step = _step(job, cluster, _RANK.format(command=command))
+        measure = f"{script_parts.rank_options(cluster)} {step}"
         steps.append(_MEASURE.format(timeout=_BANDWIDTH_S + _SRUN_S, measure=measure.strip()))
     command = _words(job, cluster, job.words, gpus=True)
-    ranks = f"{rank_options(cluster)} {_step(job, cluster, _RANK.format(command=command))}"
+    ranks = (
+        f"{script_parts.rank_options(cluster)} {_step(job, cluster, _RANK.format(command=command))}"
+    )
     return [*steps, _RANKS.format(ranks=ranks.strip())]
 
 
@@ -187,7 +179,7 @@ def _supervise(job: Job, cluster: ClusterConfig) -> str:
     # At another node, which may not reach the run either.
     timeout, step = f"timeout --kill-after=10 {_AT_S}", "srun --nodes=1 --ntasks=1 --overlap"
     there = f'--chdir={shlex.quote(job.work_dir)} --nodelist="$at"'
-    options = srun_words(cluster, job.mounts, work_dir=job.work_dir)
+    options = script_parts.srun_words(cluster, job.mounts, work_dir=job.work_dir)
     if options:  # only srun can start a pyxis container
         return " ".join([f"${{at:+{timeout}}} {step} ${{at:+{there}}}", *options, *text])
     return " ".join([f"${{at:+{timeout} {step} {there}}}", *text])
@@ -195,14 +187,16 @@ def _supervise(job: Job, cluster: ClusterConfig) -> str:
 
 def _step(job: Job, cluster: ClusterConfig, text: str) -> str:
     """Write the words that srun runs for shell text, in the container if there is one."""
-    words = srun_words(cluster, job.mounts, work_dir=job.work_dir)
+    words = script_parts.srun_words(cluster, job.mounts, work_dir=job.work_dir)
     return " ".join([*words, "bash", "-c", shlex.quote(text)])
 
 
 def _words(job: Job, cluster: ClusterConfig, words: Sequence[str], *, gpus: bool) -> str:
     """Write shell text that runs a module, in the container if there is one."""
     plain = [_quoted(job, word) for word in (cluster.python, *job.start, *words)]
-    return " ".join(wrapped(cluster, job.mounts, plain, work_dir=job.work_dir, gpus=gpus))
+    return " ".join(
+        script_parts.wrapped(cluster, job.mounts, plain, work_dir=job.work_dir, gpus=gpus)
+    )
 
 
 def _quoted(job: Job, word: str) -> str:

@@ -211,7 +211,7 @@ def setup_lines(cluster: ClusterConfig) -> list[str]:
     return [*lines, *cluster.setup]
 
 
-def sbatch_resources(cluster: ClusterConfig, excluded: Sequence[str] = ()) -> dict[str, object]:
+def sbatch_resources(cluster: ClusterConfig) -> dict[str, object]:
     """List the options of sbatch that choose the nodes of a run; for `sbatch_lines`."""
     gpus = ":".join(filter(None, [cluster.gpu_type, str(cluster.gpus_per_node)]))
     if cluster.gpu_request == "gres":
@@ -219,7 +219,7 @@ def sbatch_resources(cluster: ClusterConfig, excluded: Sequence[str] = ()) -> di
     return {
         cluster.gpu_request: gpus if cluster.gpus_per_node else "",
         "constraint": cluster.constraint,
-        "exclude": _exclude(cluster, excluded),
+        "exclude": cluster.exclude,
         "reservation": cluster.reservation,
         "exclusive": cluster.exclusive or "",
         **dict(map(option, cluster.sbatch)),
@@ -228,7 +228,7 @@ def sbatch_resources(cluster: ClusterConfig, excluded: Sequence[str] = ()) -> di
 
 def prep_resources(cluster: ClusterConfig) -> dict[str, object]:
     """List the same options for array tasks of data preparation, which need no GPU nodes."""
-    return {"exclude": _exclude(cluster, ()), **dict(map(option, cluster.prep.sbatch))}
+    return {"exclude": cluster.exclude, **dict(map(option, cluster.prep.sbatch))}
 
 
 def rank_options(cluster: ClusterConfig) -> str:
@@ -308,10 +308,6 @@ def _mounts(cluster: ClusterConfig, folders: Sequence[str]) -> list[str]:
             )
     every = map(shlex.quote, dict.fromkeys([*folders, *cluster.container.mounts]))
     return [*every, *([f'"${SCRATCH_VARIABLE}"'] if cluster.scratch else [])]
-
-
-def _exclude(cluster: ClusterConfig, excluded: Sequence[str]) -> str:
-    return ",".join(filter(None, [cluster.exclude, *excluded]))
 
 
 def _or_end(command: str, field: str) -> str:

@@ -32,17 +32,9 @@ from launch.slurm import SlurmError
 from pipeline.data.format import INDEX_FILE
 from pipeline.errors import ConfigError, PostnormError
 from pipeline.inspect.status import RunStatus, begin_text, progress_lines, run_status
+from pipeline.runtime import summary
 from pipeline.runtime.files import read_json_lines
 from pipeline.runtime.run_folder import RunFolder
-from pipeline.runtime.summary import (
-    LABEL_WIDTH,
-    FolderSummary,
-    Line,
-    date,
-    duration,
-    short_path,
-    table,
-)
 
 _MAX_STARTS = 5
 
@@ -258,7 +250,7 @@ def decision(report: RunReport, job: str) -> dict[str, Any] | None:
     return None
 
 
-def run_summary(report: RunReport, now_s: float | None = None) -> FolderSummary:
+def run_summary(report: RunReport, now_s: float | None = None) -> summary.FolderSummary:
     """Summarise one run, by default at this moment."""
     lines = list(_queue_lines(report, time.time() if now_s is None else now_s))
     if report.excluded:
@@ -266,13 +258,13 @@ def run_summary(report: RunReport, now_s: float | None = None) -> FolderSummary:
     lines += progress_lines(report.run) if report.run else [("run", report.run_problem)]
     lines += _start_lines(report)
     warnings = [*(report.run.warnings if report.run else []), *report.remarks]
-    return FolderSummary(report.run_dir, headline(report), lines, warnings)
+    return summary.FolderSummary(report.run_dir, headline(report), lines, warnings)
 
 
-def prep_summary(report: PrepReport) -> FolderSummary:
+def prep_summary(report: PrepReport) -> summary.FolderSummary:
     """Summarise the jobs of one data preparation, a stage a line."""
     folder = Path(report.output_dir)
-    lines: list[Line] = []
+    lines: list[summary.Line] = []
     if report.queue_problem:
         lines.append(("queue", report.queue_problem))
     rows = [("stage", "waiting", "running", "done", "failed", "reason")]
@@ -288,16 +280,16 @@ def prep_summary(report: PrepReport) -> FolderSummary:
         row = f"{number} not submitted yet: `submit --prep CONFIG --wait-room` goes on with them"
         lines.append(("room", row))
     config = RunFolder(folder).resolved
-    shown = shlex.quote(short_path(str(config))) if config.exists() else "CONFIG"
+    shown = shlex.quote(summary.short_path(str(config))) if config.exists() else "CONFIG"
     lines += [
-        *table(rows, right=(1, 2, 3, 4)),
+        *summary.table(rows, right=(1, 2, 3, 4)),
         f"progress: postnorm prep status {shown}",
-        f"logs:     {short_path(str((folder / PREP_RECORD).parent))}",
+        f"logs:     {summary.short_path(str((folder / PREP_RECORD).parent))}",
     ]
     state = "complete" if report.is_complete else ""
     if not state and not is_alive:
         state = "failed" if report.failed else "cancelled" if report.cancelled_unix_s else ""
-    return FolderSummary(
+    return summary.FolderSummary(
         report.output_dir, ", ".join(filter(None, ["data preparation", state])), lines
     )
 
@@ -311,10 +303,10 @@ def queue_text(reports: Sequence[RunReport | PrepReport]) -> str:
         _prep_row(report) if isinstance(report, PrepReport) else _run_row(report)
         for report in reports
     ]
-    return "\n".join(table([header, *rows], right=(5, 6, 7)))
+    return "\n".join(summary.table([header, *rows], right=(5, 6, 7)))
 
 
-def _queue_lines(report: RunReport, now_s: float) -> Iterator[Line]:
+def _queue_lines(report: RunReport, now_s: float) -> Iterator[summary.Line]:
     if report.queue_problem and report.submissions:
         yield "queue", report.queue_problem
     if not report.submissions and not report.jobs:
@@ -333,7 +325,7 @@ def _job_lines(report: RunReport, facts: queue.JobFacts, now_s: float) -> list[s
     if facts.state == queue.UNKNOWN:
         return [f"{facts.job}: {facts.reason}", _evidence(report, facts)]
     if facts.is_ended:
-        ended = f", {duration(now_s - facts.end_unix_s)} ago" if facts.end_unix_s else ""
+        ended = f", {summary.duration(now_s - facts.end_unix_s)} ago" if facts.end_unix_s else ""
         exit_code = f", exit code {facts.exit_code}" if facts.exit_code not in ("", "0:0") else ""
         reason = f" ({facts.reason})" if facts.reason else ""
         last = decision(report, facts.job)
@@ -342,16 +334,16 @@ def _job_lines(report: RunReport, facts: queue.JobFacts, now_s: float) -> list[s
     if facts.is_waiting:
         start = ""
         if facts.started_unix_s and facts.started_unix_s > now_s:
-            start = f"; start expected in {duration(facts.started_unix_s - now_s)}"
+            start = f"; start expected in {summary.duration(facts.started_unix_s - now_s)}"
         submitted_s = facts.submitted_unix_s
-        since = f" for {duration(now_s - submitted_s)}" if submitted_s else ""
+        since = f" for {summary.duration(now_s - submitted_s)}" if submitted_s else ""
         reason = _explained(facts.reason, facts.job) if facts.reason else "no reason given yet"
         waits = f"{facts.job} waits in partition {facts.partition}{since}{restarts}"
         return [waits, f"{reason}{start}"]
-    since = f" for {duration(now_s - facts.started_unix_s)}" if facts.started_unix_s else ""
+    since = f" for {summary.duration(now_s - facts.started_unix_s)}" if facts.started_unix_s else ""
     left = ""
     if facts.state == queue.RUNNING and facts.end_unix_s:
-        left = f", {duration(facts.end_unix_s - now_s)} left of {facts.time_limit}"
+        left = f", {summary.duration(facts.end_unix_s - now_s)} left of {facts.time_limit}"
     return [f"{facts.job} {facts.state.lower()}{where}{since}{left}{restarts}"]
 
 
@@ -368,15 +360,15 @@ def _evidence(report: RunReport, facts: queue.JobFacts) -> str:
     if last:
         return f"its script ended, {last['decision']}: {last['reason']}"
     if report.run and report.run.state == "running":
-        stop = f"{short_path(report.run_dir)}/{RunFolder(Path()).stop}"
+        stop = f"{summary.short_path(report.run_dir)}/{RunFolder(Path()).stop}"
         return (
-            f"its ranks gave a sign of life {duration(report.run.idle_s)} ago and may run on "
-            f"without SLURM: `touch {stop}` lets them save and end"
+            f"its ranks gave a sign of life {summary.duration(report.run.idle_s)} ago and may run "
+            f"on without SLURM: `touch {stop}` lets them save and end"
         )
     return "nothing in the run folder says whether it has ended or runs"
 
 
-def _start_lines(report: RunReport) -> Iterator[Line]:
+def _start_lines(report: RunReport) -> Iterator[summary.Line]:
     """Yield the last attempts and why they ended: the script's reason, else that of the ranks.
 
     SLURM requeues for a preemption or a dead node without asking the script.
@@ -393,25 +385,29 @@ def _start_lines(report: RunReport) -> Iterator[Line]:
         end = f"{line['decision']}: {line['reason']}"
         every.append((line["unix_s"], job, "did not train", end))
     every.sort(key=lambda item: item[0])
-    rows = [(job, date(unix_s), begin, end) for unix_s, job, begin, end in every[-_MAX_STARTS:]]
+    rows = [
+        (job, summary.date(unix_s), begin, end) for unix_s, job, begin, end in every[-_MAX_STARTS:]
+    ]
     if len(every) > _MAX_STARTS:
         yield f"{len(every)} starts, the last {_MAX_STARTS}:"
     if rows:
-        yield from (("start", line) for line in table(rows, label_width=LABEL_WIDTH))
+        yield from (
+            ("start", line) for line in summary.table(rows, label_width=summary.LABEL_WIDTH)
+        )
 
 
 def _run_row(report: RunReport) -> tuple[str, ...]:
     facts, run = report.job, report.run
     saved = run.checkpoint if run else None
     return (
-        short_path(report.run_dir),
+        summary.short_path(report.run_dir),
         facts.job if facts else "-",
         headline(report),
         (facts.reason if facts else "") or "-",
         f"{run.step:,}/{run.num_steps:,}" if run else "-",
-        duration(run.eta_s) if run and run.eta_s is not None else "-",
+        summary.duration(run.eta_s) if run and run.eta_s is not None else "-",
         str(facts.restarts) if facts and facts.restarts is not None else "-",
-        f"{duration(saved.age_s)} old" if saved else "-",
+        f"{summary.duration(saved.age_s)} old" if saved else "-",
     )
 
 
@@ -423,7 +419,7 @@ def _prep_row(report: PrepReport) -> tuple[str, ...]:
     state = "running" if running != "0" else "pending"
     tasks = f"{running} run, {waiting} wait"
     reason_text = reason[0][0] if reason and state == "pending" else "-"
-    return (short_path(report.output_dir), arrays, state, reason_text, tasks, "-", "-", "-")
+    return (summary.short_path(report.output_dir), arrays, state, reason_text, tasks, "-", "-", "-")
 
 
 def _counts(elements: Sequence[queue.JobFacts]) -> tuple[str, str, str, str]:
@@ -441,7 +437,7 @@ def _prep_mark(report: PrepReport, stage: str, jobs: Sequence[str]) -> str:
     if stage in report.failed:
         return f"failed: {report.failed[stage]}"
     if report.cancelled_unix_s:
-        return f"cancelled on {date(report.cancelled_unix_s)}"
+        return f"cancelled on {summary.date(report.cancelled_unix_s)}"
     if not jobs:
         return "not submitted yet"
     return f"not known to SLURM (any more): {' '.join(jobs)}"

@@ -113,7 +113,7 @@ def prepare_training(
     require_data(config, source.work_dir)
     has_begun = newest_readable(RunFolder(Path(source.work_dir, config.run_dir)).checkpoints)
     start = "" if has_begun else _start_of(config)  # it is read once
-    for path in (start, config.data.similar, config.train.deepspeed_config):
+    for path in (start, *_tables_of(config), config.train.deepspeed_config):
         if path and not Path(source.work_dir, path).exists():
             raise ConfigError(
                 f"{path} does not exist; correct init_from, data.similar or train.deepspeed_config"
@@ -203,11 +203,17 @@ def _inputs_of(config: PretrainConfig, work_dir: str) -> list[str]:
     A file, and the folder of copies, which need not be there yet, stand for the folder above. What
     is not there is left out: a container does not start with it.
     """
-    files = (config.data.similar, config.train.deepspeed_config, config.checkpoint.copy_to)
+    files = (*_tables_of(config), config.train.deepspeed_config, config.checkpoint.copy_to)
     more = [_start_of(config), *(str(Path(file).parent) for file in files if file)]
     there = [path for path in more if path and Path(work_dir, path).exists()]
     origin = [str(config.origin)] if config.origin else []
     return [*_data_of(config, work_dir), *origin, *there]
+
+
+def _tables_of(config: PretrainConfig) -> list[str]:
+    """Name the tables of similar tokens of all stages."""
+    tables = (stage.data.similar for stage in config.timeline.stages if not stage.of)
+    return list(dict.fromkeys(table for table in tables if table))
 
 
 def _start_of(config: PretrainConfig) -> str:

@@ -12,18 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from launch import decide
 from launch.cluster import ClusterConfig
-from launch.decide import (
-    Decision,
-    JobAttempt,
-    Limits,
-    StorageRetry,
-    end_attempt,
-    give_up,
-    patiently,
-    read_end,
-    storage_failed,
-)
 from launch.preflight.check import CheckedConfig
 from launch.preflight.judge import gather, judge_nodes
 from launch.records import (
@@ -55,13 +45,13 @@ Inputs = Callable[[], tuple[CheckedConfig, ClusterConfig]]
 class JobStart:
     """One start of a job's script, as the script describes it."""
 
-    attempt: JobAttempt
+    attempt: decide.JobAttempt
     """What is known of it so far."""
     kind: str
     """PRETRAIN, EVALUATE or PROGRAM."""
-    limits: Limits
+    limits: decide.Limits
     run_dir: Path
-    patience: StorageRetry
+    patience: decide.StorageRetry
     max_excluded: int = 0
     """Largest number of nodes that the job may do without."""
     preflight: Inputs | None = None
@@ -100,7 +90,7 @@ def next_order(after: str, start: JobStart) -> str:
 def _begin(start: JobStart) -> str:
     attempt = start.attempt
     try:
-        before = patiently(lambda: _record_start(start), start.patience)
+        before = decide.patiently(lambda: _record_start(start), start.patience)
     except OSError as error:
         return _order(start, _no_storage(start, error))
     _say(
@@ -156,25 +146,25 @@ def _judge(start: JobStart, after: str) -> str:
     for line in verdict.text(evidence):
         _say(f"preflight: {line}")
     if verdict.problems:
-        return _order(start, give_up("no other node cures what preflight found"))
+        return _order(start, decide.give_up("no other node cures what preflight found"))
     if not verdict.bad:
         measures = after == CHECK and profile.preflight.bandwidth_gb_per_s
         return MEASURE if measures else RANKS
     if attempt.starts_before >= start.limits.restarts:
         reason = f"bad nodes after {attempt.starts_before} restarts (max_restarts)"
-        return _order(start, give_up(reason))
+        return _order(start, decide.give_up(reason))
     return _order(start)
 
 
 def _end(start: JobStart) -> str:
     try:
-        attempt = patiently(lambda: _read_end(start), start.patience)
+        attempt = decide.patiently(lambda: _read_end(start), start.patience)
     except OSError as error:
         return _order(start, _no_storage(start, error))
-    return _order(start, end_attempt(attempt, start.limits, start.run_dir, start.patience))
+    return _order(start, decide.end_attempt(attempt, start.limits, start.run_dir, start.patience))
 
 
-def _read_end(start: JobStart) -> JobAttempt:
+def _read_end(start: JobStart) -> decide.JobAttempt:
     """Read what the start found and what the ranks left."""
     attempt = start.attempt
     own = {"job": attempt.job, "restart": attempt.restart}
@@ -182,15 +172,15 @@ def _read_end(start: JobStart) -> JobAttempt:
         if own.items() <= line.items():
             attempt = replace(attempt, before=line["before"])
             break
-    return read_end(attempt, start.kind, start.run_dir)
+    return decide.read_end(attempt, start.kind, start.run_dir)
 
 
-def _no_storage(start: JobStart, error: OSError) -> Decision:
+def _no_storage(start: JobStart, error: OSError) -> decide.Decision:
     may_again = start.attempt.starts_before < start.limits.restarts
-    return storage_failed(error, start.run_dir / FOLDER, start.patience, may_again=may_again)
+    return decide.storage_failed(error, start.run_dir / FOLDER, start.patience, may_again=may_again)
 
 
-def _order(start: JobStart, decision: Decision | None = None) -> str:
+def _order(start: JobStart, decision: decide.Decision | None = None) -> str:
     """Make a decision the job's order; None sends it back without nodes that were reported."""
     with contextlib.suppress(OSError):  # the script's count of calls without one begins anew
         (start.run_dir / FOLDER / UNJUDGED_FILE).unlink(missing_ok=True)

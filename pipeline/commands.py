@@ -360,15 +360,6 @@ def _bandwidth(
     return run_as_rank(work, env.process_info())
 
 
-@verb("status runs/demo/train")
-def _status(run_dir: Path = RUN, as_json: bool = JSON) -> None:
-    """How a run is doing, from the files in its folder."""
-    from pipeline.inspect.status import run_status, summary
-
-    status = run_status(run_dir)
-    print(json.dumps(asdict(status)) if as_json else summary(run_dir, status).text())
-
-
 @verb("coverage configs/demo.yaml train.num_steps=2000")
 def _coverage(as_json: bool = JSON, config: str = CONFIG, overrides: list[str] = OVERRIDES) -> int:
     """What a run would see: epochs, fill and tokens, each token once."""
@@ -484,7 +475,7 @@ def _pretrain(config: str = CONFIG, overrides: list[str] = OVERRIDES) -> int:
 
 
 _CONFIG = cli.config_verb(PretrainConfig, "config configs/demo.yaml --explain train.lr=1e-3")
-_RUNS = (_CONFIG, _model, _coverage, _pretrain, _status, _inspect, _compare)
+_RUNS = (_CONFIG, _model, _coverage, _pretrain, _inspect, _compare)
 GROUPS: dict[str, tuple[Verb, ...]] = {
     "train": (*_RUNS, CHECKPOINT, _profile, _bandwidth, _multitask),
     "tasks": TASKS,

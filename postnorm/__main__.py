@@ -19,10 +19,8 @@ def groups() -> "dict[str, tuple[Verb, ...]]":
 
     - `data_prep` has `run`, `plan`, `status` and `config`, as others have: its verbs stand behind
       `prep`. They are about a dataset, all others about a run or a model.
-    - `status` is that of `launch`: it shows what the trainer's own shows and the job besides, it
-      lists all runs if none is named, and it needs no SLURM. Here it looks at datasets and sweeps,
-      too. `python -m pipeline status` is the trainer's.
-    - `submit` and `cancel` are `launch`'s, widened by sweeps, which `launch` does not know.
+    - `status`, `submit` and `cancel` are those of `launch`, widened by sweeps, which it does not
+      know, and `status` by datasets.
     """
     from data_prep import commands as prep
     from experiments import commands as many

@@ -32,22 +32,13 @@ from typing import Any
 
 import numpy as np
 
+from data_prep import stage
 from data_prep.clean.normalise import normalise
 from data_prep.config import CleanConfig, DecontaminateConfig
 from data_prep.corpus import Progress
 from data_prep.decontaminate import eval_items
 from data_prep.decontaminate.search import ARRAYS, RULE, Finder, Tables, load_tables
 from data_prep.pieces import Pieces, batches, read_documents
-from data_prep.stage import (
-    Estimate,
-    Result,
-    Size,
-    StageCounts,
-    StageTask,
-    make_key,
-    replacing,
-    save_array,
-)
 from data_prep.types import InputFile
 from pipeline.errors import DataError
 
@@ -69,19 +60,19 @@ def eval_set_task(
     config: DecontaminateConfig,
     clean: CleanConfig,
     folder: Path,
-) -> StageTask[EvalSetJob]:
+) -> stage.StageTask[EvalSetJob]:
     """Make the one task of stage eval_sets. Its items are normalised as documents are."""
     listed = {name: [asdict(file) for file in of_set] for name, of_set in files.items()}
-    key = make_key(listed, _lengths(config), config.min_hits, clean.of_texts())
-    return StageTask("all", folder, key, EvalSetJob(files, config, clean))
+    key = stage.make_key(listed, _lengths(config), config.min_hits, clean.of_texts())
+    return stage.StageTask("all", folder, key, EvalSetJob(files, config, clean))
 
 
-def run_eval_sets(task: StageTask[EvalSetJob]) -> Result:
+def run_eval_sets(task: stage.StageTask[EvalSetJob]) -> stage.Result:
     """Make the tables."""
     job = task.payload
     sets: dict[str, dict[str, int]] = {}
     paths = [task.path(suffix) for suffix in (*ARRAYS, ".items.jsonl")]
-    with replacing(paths[-1]) as temporary, temporary.open("w", encoding="utf-8") as listing:
+    with stage.replacing(paths[-1]) as temporary, temporary.open("w", encoding="utf-8") as listing:
         tables = Tables(job.config, listing)
         for name, files in job.files.items():
             reading = eval_items.Reading()
@@ -94,7 +85,7 @@ def run_eval_sets(task: StageTask[EvalSetJob]) -> Result:
                 )
             sets[name] = {"files": len(files), **counts, **reading}
     for path, array in zip(paths, tables.arrays(), strict=False):
-        save_array(path, array)
+        stage.save_array(path, array)
     return {"sets": sets}, paths
 
 
@@ -121,28 +112,28 @@ class OverlapJob:
     config: DecontaminateConfig
 
 
-def overlap_tasks(progress: Progress, folder: Path) -> list[StageTask[OverlapJob]]:
+def overlap_tasks(progress: Progress, folder: Path) -> list[stage.StageTask[OverlapJob]]:
     """Make one task per piece."""
     pieces, config = progress.pieces, progress.corpus.config.decontaminate
     [evaluated] = progress.records["eval_sets"]
     made = []
     for name, done in zip(pieces.names, progress.written, strict=True):
         mask = progress.kept.files[f"{name}.keep.npy"]["sha256"]
-        key = make_key(done.digest, mask, evaluated.digest, _lengths(config))
+        key = stage.make_key(done.digest, mask, evaluated.digest, _lengths(config))
         mask_path = pieces.masks / f"{name}.keep.npy"
         eval_folder = progress.folder("eval_sets")
         job = OverlapJob(pieces.documents_path(name), mask_path, eval_folder, config)
-        made.append(StageTask(name, folder, key, job))
+        made.append(stage.StageTask(name, folder, key, job))
     return made
 
 
-def run_overlaps(task: StageTask[OverlapJob]) -> Result:
+def run_overlaps(task: stage.StageTask[OverlapJob]) -> stage.Result:
     """Search one piece for text of evaluation sets."""
     job = task.payload
     finder = Finder(load_tables(job.eval_folder), job.config)
     path = task.path(".overlaps.jsonl")
     documents = 0
-    with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+    with stage.replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         for batch in batches(_kept(job)):
             overlaps = finder.find([document["text"] for document in batch])
             for document, stretches in zip(batch, overlaps, strict=True):
@@ -178,7 +169,7 @@ class DecontaminateJob:
     config: DecontaminateConfig
 
 
-def tasks(progress: Progress, folder: Path) -> list[StageTask[DecontaminateJob]]:
+def tasks(progress: Progress, folder: Path) -> list[stage.StageTask[DecontaminateJob]]:
     """Make the one task of stage decontaminate."""
     config, [evaluated] = progress.corpus.config.decontaminate, progress.records["eval_sets"]
     folders = progress.folder("eval_sets"), progress.folder("overlaps")
@@ -186,14 +177,14 @@ def tasks(progress: Progress, folder: Path) -> list[StageTask[DecontaminateJob]]
     overlaps = [done.digest for done in progress.records["overlaps"]]
     digests = [progress.kept.digest, evaluated.digest, overlaps]
     rules = (config.min_hits, config.max_documents, config.action)
-    return [StageTask("all", folder, make_key(digests, rules), job)]
+    return [stage.StageTask("all", folder, stage.make_key(digests, rules), job)]
 
 
-def run(task: StageTask[DecontaminateJob]) -> Result:
+def run(task: stage.StageTask[DecontaminateJob]) -> stage.Result:
     """Decide about all documents."""
     job, pieces = task.payload, task.payload.pieces
     rows = _TableRows(job)
-    counts, documents_of = StageCounts(), Counter[str]()
+    counts, documents_of = stage.StageCounts(), Counter[str]()
     documents_with = Counter[int]()
     listing = _Lines(job.eval_folder / "all.items.jsonl")
     paths = []
@@ -201,7 +192,7 @@ def run(task: StageTask[DecontaminateJob]) -> Result:
         before = pieces.keep(name)
         mask = before.copy()
         paths += [task.folder / f"{name}{end}" for end in (".keep.npy", ".contaminated.jsonl")]
-        with replacing(paths[-1]) as temporary, temporary.open("w", encoding="utf-8") as file:
+        with stage.replacing(paths[-1]) as temporary, temporary.open("w", encoding="utf-8") as file:
             for record in _read(job, name):
                 matches = rows.matches(record["stretches"])
                 documents_of.update(matches.keys())
@@ -214,7 +205,7 @@ def run(task: StageTask[DecontaminateJob]) -> Result:
                 if matches and job.config.action == "drop":
                     mask[record["document"]] = False
         counts.mask(pieces.sizes(name)[before], mask[before], REASON)
-        save_array(paths[-2], mask)
+        stage.save_array(paths[-2], mask)
     top = sorted(documents_with.items(), key=lambda pair: (-pair[1], pair[0]))[:_SHOWN_ITEMS]
     return {
         "decontaminate": counts.to_json(),
@@ -224,18 +215,20 @@ def run(task: StageTask[DecontaminateJob]) -> Result:
     }, paths
 
 
-def estimates(size: Size) -> dict[str, Estimate]:
+def estimates(size: stage.Size) -> dict[str, stage.Estimate]:
     """Estimate the cost of each stage."""
     text, evaluated, documents = size.text_bytes, size.eval_bytes, size.documents
     memory = 100e6 + 10 * documents / size.pieces
     return {
-        "eval_sets": Estimate(
+        "eval_sets": stage.Estimate(
             1, evaluated / 1e6 / 4, 4 * evaluated, 100e6 + 12 * evaluated, len(ARRAYS) + 2
         ),
-        "overlaps": Estimate(
+        "overlaps": stage.Estimate(
             size.pieces, text / 1e6 / 50, 0.001 * text, 200e6 + 6 * evaluated, 2 * size.pieces
         ),
-        "decontaminate": Estimate(1, documents * 1e-6, documents, memory, 2 * size.pieces + 1),
+        "decontaminate": stage.Estimate(
+            1, documents * 1e-6, documents, memory, 2 * size.pieces + 1
+        ),
     }
 
 

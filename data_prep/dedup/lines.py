@@ -29,6 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data_prep import stage
 from data_prep.corpus import Progress
 from data_prep.pieces import (
     PIECE_FILES,
@@ -38,18 +39,6 @@ from data_prep.pieces import (
     piece_paths,
     piece_writer,
     read_documents,
-)
-from data_prep.stage import (
-    SEEN_LINE,
-    Done,
-    Estimate,
-    Result,
-    Size,
-    StageCounts,
-    StageTask,
-    make_key,
-    save_array,
-    task_name,
 )
 from data_prep.types import Rejected
 
@@ -83,7 +72,7 @@ class PartJob:
 class RewriteJob:
     """The task that hashed a piece, and the results of all parts."""
 
-    hashed: StageTask[HashJob]
+    hashed: stage.StageTask[HashJob]
     part_paths: tuple[Path, ...]
     first_line: int
     num_lines: int
@@ -91,18 +80,18 @@ class RewriteJob:
     """Shorter documents are rejected."""
 
 
-def hash_tasks(progress: Progress, folder: Path) -> list[StageTask[HashJob]]:
+def hash_tasks(progress: Progress, folder: Path) -> list[stage.StageTask[HashJob]]:
     """Make one task per piece."""
     # Shorter lines always stay: "}" or a year depend on their context.
     pieces, min_chars = progress.pieces, progress.corpus.config.dedup.line_min_chars
     made = []
     for name, done in zip(pieces.names, progress.written, strict=True):
         job = HashJob(pieces.documents_path(name), min_chars)
-        made.append(StageTask(name, folder, make_key(done.digest, min_chars), job))
+        made.append(stage.StageTask(name, folder, stage.make_key(done.digest, min_chars), job))
     return made
 
 
-def run_hashes(task: StageTask[HashJob]) -> Result:
+def run_hashes(task: stage.StageTask[HashJob]) -> stage.Result:
     """Hash the lines of one piece."""
     hashes = array("Q")
     for document in read_documents(task.payload.documents):
@@ -112,27 +101,29 @@ def run_hashes(task: StageTask[HashJob]) -> Result:
                 hashes.append(int.from_bytes(digest, "little"))
     distinct, first = np.unique(np.frombuffer(hashes, dtype=np.uint64), return_index=True)
     paths = [task.path(".hashes.npy"), task.path(".first.npy")]
-    save_array(paths[0], distinct)
-    save_array(paths[1], first.astype(np.uint32))
+    stage.save_array(paths[0], distinct)
+    stage.save_array(paths[1], first.astype(np.uint32))
     return {"lines": len(hashes), "distinct": len(distinct)}, paths
 
 
 def part_tasks(
-    hash_tasks: list[StageTask[HashJob]], hashed: list[Done], folder: Path
-) -> list[StageTask[PartJob]]:
+    hash_tasks: list[stage.StageTask[HashJob]], hashed: list[stage.Done], folder: Path
+) -> list[stage.StageTask[PartJob]]:
     """Make one task per part; `hash_tasks` and `hashed` are tasks and records of line_hashes."""
-    key = make_key([done.digest for done in hashed])
+    key = stage.make_key([done.digest for done in hashed])
     parts = 1 + sum(done.result["distinct"] for done in hashed) // PART_LINES
     names = tuple(task.name for task in hash_tasks)
     num_lines = tuple(done.result["lines"] for done in hashed)
     made = []
     for part in range(parts):
         job = PartJob(hash_tasks[0].folder, names, num_lines, part, parts)
-        made.append(StageTask(task_name(part, 4), folder, make_key(key, part, parts), job))
+        made.append(
+            stage.StageTask(stage.task_name(part, 4), folder, stage.make_key(key, part, parts), job)
+        )
     return made
 
 
-def run_part(task: StageTask[PartJob]) -> Result:
+def run_part(task: stage.StageTask[PartJob]) -> stage.Result:
     """Find lines of one range that an earlier piece has."""
     job = task.payload
     hashes, lines = [np.zeros(0, dtype=np.uint64)], [np.zeros(0, dtype=np.int64)]
@@ -146,15 +137,15 @@ def run_part(task: StageTask[PartJob]) -> Result:
         start += num_lines
     repeated = _repeated(np.concatenate(hashes), np.concatenate(lines))
     path = task.path(".repeated.npy")
-    save_array(path, repeated)
+    stage.save_array(path, repeated)
     return {"repeated": len(repeated)}, [path]
 
 
-def rewrite_tasks(progress: Progress, folder: Path) -> list[StageTask[RewriteJob]]:
+def rewrite_tasks(progress: Progress, folder: Path) -> list[stage.StageTask[RewriteJob]]:
     """Make one task per piece; `folder` replaces that of ingestion."""
     tasks, records = progress.tasks, progress.records
     config, pieces = progress.corpus.config, progress.corpus.pieces
-    key = make_key([done.digest for done in records["line_parts"]])
+    key = stage.make_key([done.digest for done in records["line_parts"]])
     part_paths = tuple(task.path(".repeated.npy") for task in tasks["line_parts"])
     made = []
     start = 0
@@ -164,16 +155,18 @@ def rewrite_tasks(progress: Progress, folder: Path) -> list[StageTask[RewriteJob
         min_chars = config.clean_of(piece.source).min_chars
         job = RewriteJob(task, part_paths, start, num_lines, min_chars)
         made.append(
-            StageTask(task.name, folder, make_key(key, done.digest, own.key, start, min_chars), job)
+            stage.StageTask(
+                task.name, folder, stage.make_key(key, done.digest, own.key, start, min_chars), job
+            )
         )
         start += num_lines
     return made
 
 
-def run_rewrite(task: StageTask[RewriteJob]) -> Result:
+def run_rewrite(task: stage.StageTask[RewriteJob]) -> stage.Result:
     """Write one piece without the lines that occurred before."""
     job, ingested = task.payload, task.payload.hashed.payload
-    counts = StageCounts()
+    counts = stage.StageCounts()
     keep = iter(_kept(job).tolist())
     with piece_writer(task) as writer:
         id_hashes = np.load(ingested.documents.with_suffix("").with_suffix(".id_hashes.npy"))
@@ -184,7 +177,7 @@ def run_rewrite(task: StageTask[RewriteJob]) -> Result:
             metadata = document.get("metadata", {})
             counts.take(size)
             if num_dropped:
-                counts.reject(SEEN_LINE, size - left, num_dropped)
+                counts.reject(stage.SEEN_LINE, size - left, num_dropped)
             reason = None
             if num_dropped and not num_kept:
                 reason = NOTHING_NEW
@@ -200,16 +193,18 @@ def run_rewrite(task: StageTask[RewriteJob]) -> Result:
     return {"lines": counts.to_json()}, piece_paths(task)
 
 
-def estimates(size: Size) -> dict[str, Estimate]:
+def estimates(size: stage.Size) -> dict[str, stage.Estimate]:
     """Estimate the cost of each stage."""
     lines, mb, pieces = size.text_bytes / _LINE_BYTES, size.text_bytes / 1e6, size.pieces
     parts = 1 + int(lines) // PART_LINES
     return {
-        "line_hashes": Estimate(
+        "line_hashes": stage.Estimate(
             pieces, mb / 60, 12 * lines, 100e6 + 40 * lines / pieces, 3 * pieces
         ),
-        "line_parts": Estimate(parts, lines * 0.3e-6, lines, 100e6 + 50 * lines / parts, 2 * parts),
-        "lines": Estimate(
+        "line_parts": stage.Estimate(
+            parts, lines * 0.3e-6, lines, 100e6 + 50 * lines / parts, 2 * parts
+        ),
+        "lines": stage.Estimate(
             pieces, mb / 35, 0.45 * size.text_bytes, 150e6, (PIECE_FILES + 1) * pieces
         ),
     }

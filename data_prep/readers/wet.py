@@ -11,16 +11,8 @@ from typing import Any
 from warcio.archiveiterator import WARCIterator  # type: ignore[import-untyped,import-not-found]
 from warcio.exceptions import ArchiveLoadFailed  # type: ignore[import-untyped,import-not-found]
 
+from data_prep.readers import text
 from data_prep.readers.encodings import storable
-from data_prep.readers.text import (
-    CUT_SHORT,
-    DAMAGED,
-    BrokenFileError,
-    FileOrigin,
-    Items,
-    Stream,
-    whole_document,
-)
 from data_prep.types import Rejected
 
 _STEP = 1 << 16
@@ -31,7 +23,7 @@ _HEADERS = {
 }
 
 
-def documents(stream: Stream, place: FileOrigin, metadata: tuple[str, ...]) -> Items:
+def documents(stream: text.Stream, place: text.FileOrigin, metadata: tuple[str, ...]) -> text.Items:
     """Yield one document per 'conversion' record; its id is the record's.
 
     Metadata are url, date and language, or headers by their names.
@@ -47,21 +39,25 @@ def documents(stream: Stream, place: FileOrigin, metadata: tuple[str, ...]) -> I
             if stream.problem:
                 break
             if records.err_count:
-                raise BrokenFileError(DAMAGED, "a record is longer than its Content-Length")
+                raise text.BrokenFileError(
+                    text.DAMAGED, "a record is longer than its Content-Length"
+                )
     except ArchiveLoadFailed as error:
-        raise stream.problem or BrokenFileError(DAMAGED, str(error)) from error
+        raise stream.problem or text.BrokenFileError(text.DAMAGED, str(error)) from error
     if stream.problem:
         raise stream.problem
 
 
-def _record(record: Any, records: Any, place: FileOrigin, metadata: tuple[str, ...]) -> Items:
+def _record(
+    record: Any, records: Any, place: text.FileOrigin, metadata: tuple[str, ...]
+) -> text.Items:
     headers = record.rec_headers
     own_id = (headers.get_header("WARC-Record-ID") or "").strip("<>")
     document_id = place.own(own_id, records.offset)
     length = headers.get_header("Content-Length") or ""
     if not (length.isascii() and length.isdigit()):
-        reason = DAMAGED if records.reader.read(1) else CUT_SHORT
-        raise BrokenFileError(reason, f"record {document_id} has no Content-Length")
+        reason = text.DAMAGED if records.reader.read(1) else text.CUT_SHORT
+        raise text.BrokenFileError(reason, f"record {document_id} has no Content-Length")
     if record.rec_type != "conversion":
         _read(record, int(length), keep=False)
         if record.rec_type != "warcinfo":  # describes the file
@@ -75,7 +71,7 @@ def _record(record: Any, records: Any, place: FileOrigin, metadata: tuple[str, .
         return
     values = {name: headers.get_header(_HEADERS.get(name, name)) for name in metadata}
     given = {name: storable(value) for name, value in values.items() if value}
-    yield from whole_document(_read(record, int(length), keep=True), document_id, given)
+    yield from text.whole_document(_read(record, int(length), keep=True), document_id, given)
 
 
 def _read(record: Any, length: int, *, keep: bool) -> bytes:
@@ -85,5 +81,5 @@ def _read(record: Any, length: int, *, keep: bool) -> bytes:
         parts.append(data if keep else b"")
         length -= len(data)
     if length:
-        raise BrokenFileError(CUT_SHORT, "the last record ends early", b"".join(parts))
+        raise text.BrokenFileError(text.CUT_SHORT, "the last record ends early", b"".join(parts))
     return b"".join(parts)

@@ -13,14 +13,8 @@ from typing import Any, Literal
 
 from data_prep.config import TokenizerConfig
 from pipeline.errors import ConfigError, DataError
+from pipeline.tokenizer import fast
 from pipeline.tokenizer.byte_bpe import ByteBpeTokenizer
-from pipeline.tokenizer.fast import (
-    CONFIG_JSON,
-    TOKENIZER_JSON,
-    BertOptions,
-    byte_level_bpe,
-    refuse_foreign_splitter,
-)
 from pipeline.tokenizer.sentencepiece import Tokenizer, keep_line_breaks
 from pipeline.tokenizer.wordpiece import build, read_tokenizer_json, read_vocab_txt
 
@@ -106,7 +100,7 @@ def _byte_bpe(body: dict[str, Any], content: bytes, path: Path) -> GivenTokenize
     if path.name == "vocab.json" and "model" not in body:
         content = _of_merges(path).encode()
         with tempfile.TemporaryDirectory() as folder:
-            made = Path(folder) / TOKENIZER_JSON
+            made = Path(folder) / fast.TOKENIZER_JSON
             made.write_bytes(content)
             try:
                 ByteBpeTokenizer(made)
@@ -120,16 +114,16 @@ def _byte_bpe(body: dict[str, Any], content: bytes, path: Path) -> GivenTokenize
 
 
 def _of_merges(path: Path) -> str:
-    beside = path.with_name(CONFIG_JSON)
     try:
-        settings = json.loads(beside.read_bytes()) if beside.is_file() else {}
-        return str(byte_level_bpe(path.parent, settings).to_str())
+        settings = fast.read_settings(path.parent)
+        fast.refuse_other_rules(settings["tokenizer_class"], path.parent, fast.OF_ROBERTA)
+        return str(fast.byte_level_bpe(path.parent, settings).to_str())
     except DataError:
         raise
     except Exception as error:  # tokenizers raises plain Exception
         raise DataError(
-            f"{path} cannot be read with merges.txt and {CONFIG_JSON} beside it: {error}; give the "
-            "model's own files, or its tokenizer.json"
+            f"{path} cannot be read with merges.txt and {fast.CONFIG_JSON} beside it: {error}; "
+            "give the model's own files, or its tokenizer.json"
         ) from error
 
 
@@ -142,9 +136,9 @@ def _refuse_options(config: TokenizerConfig, kind: str) -> None:
             )
 
 
-def _options(config: TokenizerConfig, pieces: list[str], path: Path) -> BertOptions:
+def _options(config: TokenizerConfig, pieces: list[str], path: Path) -> fast.BertOptions:
     """Take each option from the config, tokenizer_config.json beside it, or the vocabulary."""
-    beside = path.with_name(CONFIG_JSON)
+    beside = path.with_name(fast.CONFIG_JSON)
     explicit = {
         "do_lower_case": config.lowercase,
         "strip_accents": config.strip_accents,
@@ -152,22 +146,22 @@ def _options(config: TokenizerConfig, pieces: list[str], path: Path) -> BertOpti
     }
     values: dict[str, Any] = {name: value for name, value in explicit.items() if value is not None}
     has_capitals = any(piece.lower() != piece for piece in pieces if len(piece.strip("#")) == 1)
-    if beside.is_file():
-        try:
-            settings = json.loads(beside.read_bytes())
-            refuse_foreign_splitter(settings.get("tokenizer_class") or "BertTokenizer", path.parent)
-            options = BertOptions(**{**asdict(BertOptions.from_json(settings)), **values})
-        except (ValueError, AttributeError) as error:
-            raise DataError(f"{beside} is damaged: {error}; correct or remove it") from error
-    else:
-        options = BertOptions(**{"do_lower_case": not has_capitals, **values})
-        if "do_lower_case" not in values:
-            text = (
-                "%s has no %s beside it: text is read with lowercase=%s, because the vocabulary "
-                "has %s capitals; set tokenizer.lowercase to the model's setting"
-            )
-            capitals = "single" if has_capitals else "no single"
-            logger.warning(text, path, CONFIG_JSON, options.do_lower_case, capitals)
+    try:
+        settings = fast.read_settings(path.parent)
+        stated = asdict(fast.BertOptions.from_json(settings))
+    except (ValueError, AttributeError) as error:
+        raise DataError(f"{beside} is damaged: {error}; correct or remove it") from error
+    fast.refuse_other_rules(settings["tokenizer_class"], path.parent)
+    if not beside.is_file():
+        stated["do_lower_case"] = not has_capitals
+    options = fast.BertOptions(**{**stated, **values})
+    if not beside.is_file() and "do_lower_case" not in values:
+        text = (
+            "%s has no %s beside it: text is read with lowercase=%s, because the vocabulary "
+            "has %s capitals; set tokenizer.lowercase to the model's setting"
+        )
+        capitals = "single" if has_capitals else "no single"
+        logger.warning(text, path, fast.CONFIG_JSON, options.do_lower_case, capitals)
     if not options.do_lower_case and not has_capitals:
         logger.warning(
             "%s has no single capitals, but lowercase is false: words with capitals become [UNK]",

@@ -184,10 +184,7 @@ def check_node(config: CheckedConfig, cluster: ClusterConfig, folder: Path, node
 
 
 def _parts(
-    record: Record,
-    config: CheckedConfig,
-    cluster: ClusterConfig,
-    folder: Path,
+    record: Record, config: CheckedConfig, cluster: ClusterConfig, folder: Path
 ) -> dict[str, Callable[[], list[Finding]]]:
     """Name the checks; besides their findings, each fills its own fields of the record."""
     expected, data = cluster.preflight, data_of(config)

@@ -120,11 +120,7 @@ def _row(evidence: Evidence, verdict: Verdict, node: str) -> tuple[str, ...]:
 
 
 def gather(
-    folder: Path,
-    nodes: Sequence[str],
-    config: CheckedConfig,
-    *,
-    with_bandwidth: bool,
+    folder: Path, nodes: Sequence[str], config: CheckedConfig, *, with_bandwidth: bool
 ) -> Evidence:
     """Read the reports of all nodes, and compare suspected blocks with what this node reads."""
     left = {node: record for node in nodes if (record := read_record(folder, node))}
@@ -162,12 +158,7 @@ def _confirmed(data: DataConfig, records: Iterable[Record]) -> set[int]:
 
 
 def judge_nodes(
-    config: CheckedConfig,
-    cluster: ClusterConfig,
-    evidence: Evidence,
-    *,
-    job: str,
-    restart: int,
+    config: CheckedConfig, cluster: ClusterConfig, evidence: Evidence, *, job: str, restart: int
 ) -> Verdict:
     """Judge the nodes, and exclude bad nodes if other nodes would help."""
     run_dir = config.folder.path

@@ -26,15 +26,7 @@ from torch import Tensor
 from pipeline.checkpoints import manifest
 from pipeline.checkpoints.state import TensorShard, unsound_value, write_part
 from pipeline.errors import CheckpointError, ConfigError
-from pipeline.runtime import checkpoints
-from pipeline.runtime.files import (
-    rename,
-    retry_storage,
-    sha256_file,
-    sync_folder,
-    write_atomic,
-    write_json_atomic,
-)
+from pipeline.runtime import checkpoints, files
 from pipeline.runtime.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -142,7 +134,7 @@ class RankFiles:
             raise UnsoundPartError("; ".join(found))
         write_part(self.folder, self.rank, self.world_size, self.parts, self.counters)
         for name, data in self.others.items():
-            write_atomic(self.folder / name, data)
+            files.write_atomic(self.folder / name, data)
         names = [manifest.state_file(self.rank, self.world_size), *self.others]
         return {name: _described(self.folder / name) for name in names}
 
@@ -151,9 +143,9 @@ def _described(path: Path) -> dict[str, Any]:
     """Read a file back."""
 
     def read() -> dict[str, Any]:
-        return {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+        return {"bytes": path.stat().st_size, "sha256": files.sha256_file(path)}
 
-    return retry_storage(read, lambda: f"reading {path}")
+    return files.retry_storage(read, lambda: f"reading {path}")
 
 
 _OWNER_FILE = "copy_of.json"
@@ -220,12 +212,20 @@ class Mirror:
             # A process of an earlier start may still copy; two would remove each other's unfinished
             # folders.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            write_json_atomic(self._target / _OWNER_FILE, self._owner())
+            files.write_json_atomic(self._target / _OWNER_FILE, self._owner())
             for prefix in (_UNFINISHED, manifest.REMOVING):
                 for path in self._folder.glob(f"{prefix}*"):
                     shutil.rmtree(path)
+            kept = checkpoints.published(self._source)
+            # The run went back: what came later is of a way that it left, and newer in its copies.
+            left = (
+                path
+                for path in checkpoints.published(self._folder)
+                if kept and checkpoints.step_of(path) > checkpoints.step_of(kept[0])
+            )
+            manifest.remove(left)
             # The newest first. A checkpoint that the run has removed meanwhile is skipped.
-            for path in checkpoints.published(self._source):
+            for path in kept:
                 self.busy_with = path
                 try:
                     if path.exists() and not self._is_copied(path):
@@ -253,17 +253,17 @@ class Mirror:
             (unfinished / name).parent.mkdir(parents=True, exist_ok=True)
             if _copy_file(path / name, unfinished / name) != entry["sha256"]:
                 raise CheckpointError(f"{path / name} does not match its manifest")
-        write_atomic(
+        files.write_atomic(
             unfinished / checkpoints.MANIFEST_FILE, (path / checkpoints.MANIFEST_FILE).read_bytes()
         )
         for folder in [unfinished, *(p for p in unfinished.rglob("*") if p.is_dir())]:
-            sync_folder(folder)
+            files.sync_folder(folder)
         manifest.remove([final] if final.exists() else [])
-        rename(unfinished, final)
-        sync_folder(self._folder)
+        files.rename(unfinished, final)
+        files.sync_folder(self._folder)
         # Not this one: the newest is copied first, older ones after it.
         newest = max(checkpoints.published(self._folder), key=checkpoints.step_of)
-        write_atomic(self._folder / checkpoints.LATEST_FILE, f"{newest.name}\n".encode())
+        files.write_atomic(self._folder / checkpoints.LATEST_FILE, f"{newest.name}\n".encode())
         logger.info("copied %s to %s", path.name, final)
 
     def _unfinished(self, path: Path) -> Path:
@@ -279,4 +279,4 @@ def _copy_file(source: Path, target: Path) -> str:
         shutil.copyfileobj(read, written, _CHUNK_BYTES)
         written.flush()
         os.fsync(written.fileno())
-    return sha256_file(target)
+    return files.sha256_file(target)

@@ -9,6 +9,7 @@ RUN/checkpoints/.saving-*, .removing-*         unfinished work of a running or k
 RUN/checkpoints/.rejected-*                    found unusable by a probe (`checkpoints.probe`)
 """
 
+import errno
 import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,15 +19,7 @@ from pathlib import Path
 
 from pipeline.config.runs import RunConfig
 from pipeline.errors import CheckpointError, NewerFormatError
-from pipeline.runtime.checkpoints import (
-    MANIFEST_FILE,
-    STATE_FOLDER,
-    Manifest,
-    own_loss,
-    published,
-    read_manifest,
-    step_of,
-)
+from pipeline.runtime import checkpoints
 from pipeline.runtime.files import rename, retry_storage, sha256_file, sync_folder
 
 REJECTED = ".rejected-"
@@ -38,22 +31,22 @@ COUNTERS = (
 """Fields that a manifest has from `state.TrainState`, where they are explained."""
 
 
-def newest_readable(folder: Path) -> tuple[Path, Manifest] | None:
+def newest_readable(folder: Path) -> tuple[Path, checkpoints.Manifest] | None:
     """Return the newest checkpoint whose manifest can be read; its files are not compared."""
-    for path in published(folder):
+    for path in checkpoints.published(folder):
         try:
-            return path, read_manifest(path)
+            return path, checkpoints.read_manifest(path)
         except CheckpointError:
             continue  # just removed, or damaged, of which the trainer tells
     return None
 
 
-def newest_of(config: RunConfig) -> Manifest | None:
+def newest_of(config: RunConfig) -> checkpoints.Manifest | None:
     """Return the manifest of a run's newest checkpoint, or of that which it begins from."""
     newest = newest_readable(config.folder.checkpoints)
     if newest is not None:
         return newest[1]
-    return read_manifest(config.origin) if config.origin else None
+    return checkpoints.read_manifest(config.origin) if config.origin else None
 
 
 def problems(path: Path, on_bytes: Callable[[int], object] = lambda _: None) -> Iterator[str]:
@@ -62,7 +55,7 @@ def problems(path: Path, on_bytes: Callable[[int], object] = lambda _: None) -> 
     `on_bytes` is called with the size of each file that was checked.
     """
     try:
-        manifest = read_manifest(path)
+        manifest = checkpoints.read_manifest(path)
     except CheckpointError as error:
         yield str(error)
         return
@@ -73,9 +66,20 @@ def problems(path: Path, on_bytes: Callable[[int], object] = lambda _: None) -> 
             yield f"{path}: {name} is missing"
         elif file.stat().st_size != entry["bytes"]:
             yield f"{path}: {name} has {file.stat().st_size} bytes, expected {entry['bytes']}"
-        elif sha256_file(file) != entry["sha256"]:
-            yield f"{path}: {name} is damaged, its sha256 differs"
+        elif text := _damage(file, entry["sha256"]):
+            yield f"{path}: {name} {text}"
         on_bytes(entry["bytes"])
+
+
+def _damage(file: Path, sha256: str) -> str:
+    """Say what is wrong with a file's content; a place that the disk cannot read is damage, too."""
+    try:
+        found = retry_storage(lambda: sha256_file(file), lambda: f"reading {file}")
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        return f"cannot be read: {error}"
+    return "" if found == sha256 else "is damaged, its sha256 differs"
 
 
 def verify(path: Path, on_bytes: Callable[[int], object] = lambda _: None) -> None:
@@ -101,9 +105,9 @@ def newest_good(
         NewerFormatError: a newer version wrote one before it: it is good, and must not be replaced.
     """
     rejected = []
-    for path in published(folder):
+    for path in checkpoints.published(folder):
         try:
-            read_manifest(path)
+            checkpoints.read_manifest(path)
             verify(path, on_bytes)
             also(path)
         except NewerFormatError:
@@ -117,19 +121,21 @@ def newest_good(
 
 def state_file(rank: int, world_size: int) -> str:
     """Return the name of a rank's state file, relative to the checkpoint."""
-    return f"{STATE_FOLDER}/rank-{rank:05d}-of-{world_size:05d}.safetensors"
+    return f"{checkpoints.STATE_FOLDER}/rank-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
-def _listing_problems(manifest: Manifest) -> Iterator[str]:
+def _listing_problems(manifest: checkpoints.Manifest) -> Iterator[str]:
     """List state files that the manifest misses or should not list."""
-    listed = {name for name in manifest.files if name.startswith(f"{STATE_FOLDER}/rank-")}
+    listed = {
+        name for name in manifest.files if name.startswith(f"{checkpoints.STATE_FOLDER}/rank-")
+    }
     if not listed and manifest.contents is None:
         return  # an earlier version wrote it; loading it says so
     expected = {state_file(rank, manifest.world_size) for rank in range(manifest.world_size)}
     for name in sorted(expected - listed):
-        yield f"{MANIFEST_FILE} of {manifest.world_size} ranks does not list {name}"
+        yield f"{checkpoints.MANIFEST_FILE} of {manifest.world_size} ranks does not list {name}"
     for name in sorted(listed - expected):
-        yield f"{MANIFEST_FILE} of {manifest.world_size} ranks lists {name}"
+        yield f"{checkpoints.MANIFEST_FILE} of {manifest.world_size} ranks lists {name}"
 
 
 REMOVING = ".removing-"
@@ -167,7 +173,9 @@ class Retention:
         )
 
     def reasons(
-        self, losses: dict[int, float | None], manifests: Mapping[int, Manifest] | None = None
+        self,
+        losses: dict[int, float | None],
+        manifests: Mapping[int, checkpoints.Manifest] | None = None,
     ) -> dict[int, list[str]]:
         """Return why each checkpoint is kept; an empty list if it is not kept.
 
@@ -197,7 +205,7 @@ class Retention:
                 reasons[step].append("best" if best[step] == 1 else f"best {best[step]}")
         return reasons
 
-    def _healthy(self, manifests: Mapping[int, Manifest]) -> int | None:
+    def _healthy(self, manifests: Mapping[int, checkpoints.Manifest]) -> int | None:
         """Find the newest step from before the losses became high; None while they are not."""
         high = manifests[max(manifests)].losses.get("high") if manifests else None
         if not high:
@@ -216,19 +224,19 @@ def superseded(folder: Path, rule: Retention, good: Path) -> list[Path]:
 
     Checkpoints newer than the newest good one are neither counted nor removed.
     """
-    paths = {step_of(path): path for path in published(folder)}
-    paths = {step: path for step, path in paths.items() if step <= step_of(good)}
-    losses = {step: own_loss(path) for step, path in paths.items()}
+    paths = {checkpoints.step_of(path): path for path in checkpoints.published(folder)}
+    paths = {step: path for step, path in paths.items() if step <= checkpoints.step_of(good)}
+    losses = {step: checkpoints.own_loss(path) for step, path in paths.items()}
     reasons = rule.reasons(losses, manifests_of(paths))
     return [paths[step] for step in sorted(losses) if not reasons[step] and paths[step] != good]
 
 
-def manifests_of(paths: Mapping[int, Path]) -> dict[int, Manifest]:
+def manifests_of(paths: Mapping[int, Path]) -> dict[int, checkpoints.Manifest]:
     """Read the manifests of checkpoints, by step; without those that are damaged."""
     found = {}
     for step, path in paths.items():
         with suppress(CheckpointError):
-            found[step] = read_manifest(path)
+            found[step] = checkpoints.read_manifest(path)
     return found
 
 

@@ -17,15 +17,9 @@ from pathlib import Path
 
 import torch
 
+from pipeline import errors
 from pipeline.checkpoints.manifest import REJECTED, verify
 from pipeline.checkpoints.state import SavedState
-from pipeline.errors import (
-    EXIT_FAILED_DO_NOT_RETRY,
-    EXIT_FINISHED,
-    CheckpointError,
-    PostnormError,
-    RejectedError,
-)
 from pipeline.model.architecture import TASK_HEADS, read_config
 from pipeline.objectives.choose import make_objective, read_objective
 from pipeline.runtime import env
@@ -67,7 +61,7 @@ def probe(path: Path) -> ProbeReport:
     beside = {name: each for name, each in saved.shapes.items() if name.startswith(TASK_HEADS)}
     saved.require_shapes(shapes | beside)
     for text in saved.non_finite():
-        raise CheckpointError(text)
+        raise errors.CheckpointError(text)
     elements = sum(math.prod(shape) for shape in saved.shapes.values())
     return ProbeReport(elements, manifest.num_bytes, time.perf_counter() - started)
 
@@ -112,7 +106,7 @@ class ProbeRunner:
             return None
         code = self._process.returncode
         report = _parsed(output)
-        if code == EXIT_FINISHED and "num_parameters" in report:
+        if code == errors.EXIT_FINISHED and "num_parameters" in report:
             logger.info(
                 "probe: %s is good: %s parameters and their optimizer state, read by another "
                 "process in %.1f s",
@@ -123,7 +117,7 @@ class ProbeRunner:
             return took_s
         # Both: Python itself ends with 2 where it cannot open a script, which says nothing of this
         # file.
-        if code == EXIT_FAILED_DO_NOT_RETRY and "error" in report:
+        if code == errors.EXIT_FAILED_DO_NOT_RETRY and "error" in report:
             raise _rejection(path, str(report["error"]))
         logger.warning(
             "the probe of %s came to no verdict, exit code %s: %s", path, code, complaints[-2000:]
@@ -137,7 +131,7 @@ class ProbeRunner:
             self._process.kill()
 
 
-def _rejection(path: Path, reason: str) -> RejectedError:
+def _rejection(path: Path, reason: str) -> errors.RejectedError:
     """Hide a checkpoint from every later start, and return the error to raise."""
     # With the time: the step is trained and saved again, and may be rejected again.
     hidden = path.with_name(f"{REJECTED}{path.name}-{time.time_ns() // 1_000_000}")
@@ -150,7 +144,7 @@ def _rejection(path: Path, reason: str) -> RejectedError:
         latest.unlink(missing_ok=True)
     sync_folder(path.parent)
     before = f"the one before is {earlier[0]}" if earlier else "no earlier checkpoint exists"
-    return RejectedError(
+    return errors.RejectedError(
         f"checkpoint {path.name} was read back and rejected: {reason}. It was renamed to {hidden}; "
         f"delete it when you have examined it; {before}. Check storage and memory, then start the "
         "run again"
@@ -169,10 +163,10 @@ def _main(path: Path) -> int:
     os.nice(_NICE)
     try:
         sys.stdout.write(json.dumps(asdict(probe(path))))
-    except PostnormError as error:
+    except errors.PostnormError as error:
         sys.stdout.write(json.dumps({"error": str(error)}))
-        return EXIT_FAILED_DO_NOT_RETRY
-    return EXIT_FINISHED
+        return errors.EXIT_FAILED_DO_NOT_RETRY
+    return errors.EXIT_FINISHED
 
 
 if __name__ == "__main__":

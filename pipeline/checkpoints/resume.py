@@ -12,14 +12,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from pipeline.checkpoints import state
 from pipeline.checkpoints.manifest import COUNTERS, newest_good, remove, verify
-from pipeline.checkpoints.state import (
-    Checkpointable,
-    LossHistory,
-    SavedState,
-    TrainState,
-    state_paths,
-)
 from pipeline.config.load import build, plain_values
 from pipeline.config.runs import RunConfig
 from pipeline.config.schedule import alpha
@@ -248,7 +242,7 @@ class CheckpointStore:
             self._require_fit(path, read_manifest(path))
         return path
 
-    def load(self, engine: Checkpointable, path: Path) -> TrainState:
+    def load(self, engine: state.Checkpointable, path: Path) -> state.TrainState:
         """Load a checkpoint that `newest` returned.
 
         Raises:
@@ -267,8 +261,8 @@ class CheckpointStore:
         counters = {name: getattr(manifest, name) for name in COUNTERS}
         if path == self._config.origin:
             counters["rewinds"] = 0  # they are in the other run's ledger
-        losses = LossHistory.from_dict(manifest.losses)
-        return TrainState(**counters, losses=losses, weights=manifest.weights)
+        losses = state.LossHistory.from_dict(manifest.losses)
+        return state.TrainState(**counters, losses=losses, weights=manifest.weights)
 
     def _choose(self) -> Path | None:
         folders = [self.folder]
@@ -290,13 +284,13 @@ class CheckpointStore:
                         "%s has no checkpoint that verifies: %s, a copy, is used", self.folder, good
                     )
                 # Refuses a checkpoint of an earlier version now, before the data is opened.
-                state_paths(good)
+                state.state_paths(good)
                 return good
         origin = self._config.origin
         if origin is not None and not problems:
             verify(origin, lambda _: dist.heartbeat_all("verifying checkpoints"))
             require_usable(origin)
-            state_paths(origin)
+            state.state_paths(origin)
             return origin
         # Not a new start: over a damaged run that is a person's choice.
         if problems:
@@ -374,7 +368,7 @@ def require_usable(path: Path) -> None:
     """
     # Without them an earlier version wrote it, which `state_paths` says with a remedy.
     if any((path / STATE_FOLDER).glob("rank-*")):
-        saved = SavedState(path)
+        saved = state.SavedState(path)
         if not read_manifest(path).is_sound:
             for text in saved.non_finite():
                 raise CheckpointError(text)

@@ -16,14 +16,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeline.checkpoints.background import (
-    BackgroundTask,
-    Described,
-    HostCopy,
-    Mirror,
-    RankFiles,
-    UnsoundPartError,
-)
+from pipeline import errors
+from pipeline.checkpoints import background
 from pipeline.checkpoints.manifest import (
     COUNTERS,
     REMOVING,
@@ -38,24 +32,18 @@ from pipeline.config.load import digest, plain_values, provenance
 from pipeline.config.runs import RunConfig
 from pipeline.config.schedule import alpha
 from pipeline.data.format import INDEX_FILE, DataIdentity
-from pipeline.errors import (
-    LASTING,
-    CheckpointError,
-    DataError,
-    NotSavedError,
-    PostnormError,
-    RejectedError,
-    UnsoundStateError,
-)
 from pipeline.runtime import dist, log
 from pipeline.runtime.checkpoints import (
     CONTENTS,
     LATEST_FILE,
     MANIFEST_FILE,
+    STATE_FOLDER,
     Manifest,
     name_of,
     published,
+    read_manifest,
     signed,
+    step_of,
 )
 from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.files import (
@@ -90,7 +78,7 @@ class _Writing:
     """A save whose files are being written."""
 
     manifest: Manifest
-    task: BackgroundTask[Described]
+    task: background.BackgroundTask[background.Described]
     period_s: float
     """Seconds since the previous save began."""
     stall_s: float
@@ -122,20 +110,20 @@ class Saver:
         self._tokenizers = [
             _read_tokenizer(index) if index.tokenizer_file else b"" for index in indexes
         ]
+        self._past = {} if all(index.tokenizer_file for index in indexes) else _past_files(config)
         self._process = process
         self._least_bytes = num_parameters * _BYTES_PER_PARAMETER
         self._provenance = provenance()
         self._rule = Retention.of(config)
-        self._host = HostCopy()
+        self._host = background.HostCopy()
         self._writing: _Writing | None = None
         self._tidying_step: int | None = None
         """Step of the checkpoint that rank 0 is probing, or making room for."""
-        self._tidying: BackgroundTask[float | None] | None = None
+        self._tidying: background.BackgroundTask[float | None] | None = None
         self._probe = ProbeRunner()
-        self._num_saves = 0
         self._numbers: list[SaveNumbers] = []
         self._began_s = time.perf_counter()
-        self._mirror: Mirror | None = None
+        self._mirror: background.Mirror | None = None
         dist.on_first(self._prepare, "tidying up")
 
     def save(self, engine: Checkpointable, state: TrainState) -> None:
@@ -161,7 +149,9 @@ class Saver:
         stage = self._config.timeline.trained(state.cursor).number
         index = self._indexes[stage]
         others = {index.tokenizer_file: self._tokenizers[stage], INDEX_FILE: index.content}
-        files = RankFiles(
+        if not index.tokenizer_file:
+            others = self._past
+        files = background.RankFiles(
             folder=unfinished,
             rank=self._process.rank,
             world_size=self._process.world_size,
@@ -169,7 +159,7 @@ class Saver:
             counters=counters,
             others=others if self._process.is_first else {},
         )
-        task, now_s = BackgroundTask(files.write), time.perf_counter()
+        task, now_s = background.BackgroundTask(files.write), time.perf_counter()
         self._writing = _Writing(manifest, task, started - self._began_s, now_s - started)
         self._began_s = started
         if not self._config.checkpoint.background:
@@ -220,7 +210,7 @@ class Saver:
                 remove_tree(path)
         target = self._config.checkpoint.copy_to
         if target is not None:
-            self._mirror = Mirror(self._config.folder.path, Path(target), self._rule)
+            self._mirror = background.Mirror(self._config.folder.path, Path(target), self._rule)
             self._mirror.request()  # copies that the previous attempt did not finish
 
     def _manifest(self, state: TrainState) -> Manifest:
@@ -259,7 +249,7 @@ class Saver:
             sizes = [file.stat().st_size for file in path.rglob("*") if file.is_file()]
             needed = max(needed, sum(sizes))
         if _free_bytes(self.folder) < needed:
-            raise CheckpointError(
+            raise errors.CheckpointError(
                 f"no space for checkpoint {unfinished.name.removeprefix(_UNFINISHED)}: it needs "
                 f"about {needed / 1e9:.4f} GB, {_free_text(self.folder)}; earlier checkpoints are "
                 "untouched. Free space or lower checkpoint.keep, then start the run again"
@@ -277,7 +267,9 @@ class Saver:
             return  # the probe of the previous checkpoint must end first; no rank has waited yet
         done, error = save.task.is_done(wait=wait), save.task.error
         failure = self._failure(error) if error else None
-        if error is not None and not isinstance(error, (OSError, PostnormError, UnsoundPartError)):
+        if error is not None and not isinstance(
+            error, (OSError, errors.PostnormError, background.UnsoundPartError)
+        ):
             logger.error("saving failed", exc_info=error)
         outcomes = dist.gather((done, failure, save.task.result))
         failures = [each for _, each, _ in outcomes if each is not None]
@@ -290,18 +282,17 @@ class Saver:
         manifest = replace(save.manifest, files=dict(sorted(files.items())))
         dist.on_first(lambda: self._publish(manifest), "publishing a checkpoint")
         self._writing = None
-        self._num_saves += 1
         self._report(save, save.stall_s + time.perf_counter() - started)
         self._tidying_step = manifest.step
         if self._process.is_first:
-            self._tidying = BackgroundTask(
+            self._tidying = background.BackgroundTask(
                 lambda: self._post_save(self.folder / name_of(manifest.step))
             )
 
     def _failure(self, error: Exception) -> "_Failure":
         text = f"rank {self._process.rank} on {self._process.host}: {error!s}"
         number = error.errno if isinstance(error, OSError) else None
-        return _Failure(text, number, isinstance(error, UnsoundPartError))
+        return _Failure(text, number, isinstance(error, background.UnsoundPartError))
 
     def _give_up(self, save: _Writing, failures: "list[_Failure]") -> None:
         """Remove the failed save once no rank writes any more, then raise on all ranks."""
@@ -313,7 +304,7 @@ class Saver:
             shutil.rmtree(self._unfinished(step), ignore_errors=True)
         unsound = [each.text for each in failures if each.is_unsound]
         if unsound:
-            raise UnsoundStateError(
+            raise errors.UnsoundStateError(
                 f"the state of step {step} is not finite: {'; '.join(unsound)}; it was not saved",
                 save.manifest.cursor,
                 unsound,
@@ -366,7 +357,8 @@ class Saver:
             Seconds that the probe took; None if it was not due or came to no verdict.
         """
         every, took_s = self._config.checkpoint.probe_every, None
-        if every and self._num_saves % every == 0:
+        # By the run's steps, not by the saves of this process, which may end before it has so many.
+        if every and step_of(path) // self._config.checkpoint.every_steps % every == 0:
             took_s = self._probe.run(path)
             if took_s is None:
                 return None  # not known to be good, so older checkpoints may still be needed
@@ -381,7 +373,7 @@ class Saver:
         step = self._tidying_step
         if step is None:
             return
-        verdict: tuple[bool, RejectedError | None, float | None] = (False, None, None)
+        verdict: tuple[bool, errors.RejectedError | None, float | None] = (False, None, None)
         if self._tidying is not None and self._tidying.is_done(wait=wait):
             verdict = (True, self._rejection(self._tidying.error), self._tidying.result)
         done, rejection, took_s = dist.from_first(verdict)
@@ -393,11 +385,11 @@ class Saver:
         if took_s is not None:
             self._numbers.append(SaveNumbers(step, {"probe_s": took_s}))
 
-    def _rejection(self, error: Exception | None) -> RejectedError | None:
+    def _rejection(self, error: Exception | None) -> errors.RejectedError | None:
         """Return the error of rank 0 that all ranks must raise, if any."""
         if isinstance(error, OSError):
             logger.warning("older checkpoints in %s could not be removed: %s", self.folder, error)
-        elif isinstance(error, RejectedError) or error is None:
+        elif isinstance(error, errors.RejectedError) or error is None:
             return error
         else:
             raise error
@@ -411,10 +403,20 @@ def _require_files(unfinished: Path, manifest: Manifest) -> None:
     described = {name: entry["bytes"] for name, entry in manifest.files.items()}
     if present != described:
         differing = sorted({name for name, _ in present.items() ^ described.items()})
-        raise CheckpointError(
+        raise errors.CheckpointError(
             f"{unfinished} does not match what the ranks wrote: {', '.join(differing)}; run_dir "
             "must be the same folder on all nodes"
         )
+
+
+def _past_files(config: RunConfig) -> dict[str, bytes]:
+    """Read index and tokenizer of data that is gone from the checkpoint that the run goes on from.
+
+    A fork begins with a save, of the stage that ended before it.
+    """
+    paths = [*published(config.folder.checkpoints), *([config.origin] if config.origin else [])]
+    names = (name for name in read_manifest(paths[0]).files if not name.startswith(STATE_FOLDER))
+    return {name: (paths[0] / name).read_bytes() for name in names}
 
 
 def _read_tokenizer(index: DataIdentity) -> bytes:
@@ -422,7 +424,7 @@ def _read_tokenizer(index: DataIdentity) -> bytes:
     path = index.folder / index.tokenizer_file
     data = path.read_bytes() if path.is_file() else b""
     if hashlib.sha256(data).hexdigest() != index.tokenizer_sha256:
-        raise DataError(f"tokenizer {path} is missing or damaged; restore it")
+        raise errors.DataError(f"tokenizer {path} is missing or damaged; restore it")
     return data
 
 
@@ -435,17 +437,17 @@ class _Failure(NamedTuple):
     is_unsound: bool
 
 
-def _not_saved(what: str, failures: list[_Failure], folder: Path) -> CheckpointError:
+def _not_saved(what: str, failures: list[_Failure], folder: Path) -> errors.CheckpointError:
     """Return the error of a save: another start helps unless the disk is full or read-only."""
     said = f"{what}: {'; '.join(each.text for each in failures)}; earlier checkpoints are untouched"
     numbers = {each.number for each in failures}
-    remedies = [remedy for number, remedy in LASTING.items() if number in numbers]
+    remedies = [remedy for number, remedy in errors.LASTING.items() if number in numbers]
     if remedies:
-        return CheckpointError(
+        return errors.CheckpointError(
             f"{said}; {_free_text(folder)}. To go on {', '.join(remedies)}, or lower "
             "checkpoint.keep; then start the run again"
         )
-    return NotSavedError(
+    return errors.NotSavedError(
         f"{said}. Storage failed, also when it was tried again: look at its state, then start the "
         "run again"
     )

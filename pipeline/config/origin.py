@@ -14,13 +14,7 @@ from pipeline.config.stages import MAY_CHANGE, RATE, Timeline
 from pipeline.config.strict_yaml import YamlNode
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.runtime import env
-from pipeline.runtime.checkpoints import (
-    at_step,
-    folder_of,
-    published,
-    read_manifest,
-    split_step,
-)
+from pipeline.runtime.checkpoints import at_step, folder_of, published, read_manifest, split_step
 
 CONTINUE_FROM = (
     "run, RUN@STEP or RUN@best that this run goes on from, optimizer's state included; its "

@@ -25,6 +25,7 @@ from pipeline.config.train import (
 )
 from pipeline.errors import ConfigError
 from pipeline.runtime.checkpoints import Manifest
+from pipeline.runtime.files import sha256_file
 from pipeline.runtime.run_folder import RESOLVED_FILE, RunFolder
 
 _EVAL_MASK_PROB = 0.15
@@ -43,7 +44,11 @@ _HOW_DATA_IS_READ = {
 
 def data_identity(data: DataConfig) -> dict[str, Any]:
     """Return the settings of data that fix its order and masks, as plain values."""
-    return {name: value for name, value in asdict(data).items() if name not in _HOW_DATA_IS_READ}
+    values = {name: value for name, value in asdict(data).items() if name not in _HOW_DATA_IS_READ}
+    if data.similar is not None:  # another table under the same name makes other masks
+        table = Path(data.similar)
+        values["similar_sha256"] = sha256_file(table) if table.is_file() else None
+    return values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,14 +209,8 @@ class PretrainConfig(RunConfig):
                 "train.schedule=stages, and the run has no stages: list them, or choose another "
                 "schedule"
             )
-        changes = self.data.replace_random_prob > 0 or self.data.similar is not None
-        if self.objective.kind == "rtd" and changes:
-            raise ConfigError(
-                f"objective.kind=rtd has a generator, which sees [MASK] or the token itself and no "
-                f"other; data.replace_random_prob={self.data.replace_random_prob} and data.similar="
-                f"{self.data.similar} put others there: set data.replace_mask_prob=0.85 "
-                "data.replace_random_prob=0, and leave out data.similar"
-            )
+        for stage in self.timeline.stages:
+            self._check_data(stage.data, f"stage {stage.name}: " * bool(self.stages))
         if self.objective.pairs and not (self.model.pooler and self.model.type_vocab_size >= 2):
             raise ConfigError(
                 f"objective.kind={self.objective.kind} reads pairs of segments from the pooled "
@@ -219,10 +218,20 @@ class PretrainConfig(RunConfig):
                 f"model.type_vocab_size={self.model.type_vocab_size}; set model.pooler=true and "
                 "model.type_vocab_size=2"
             )
-        if self.objective.kind == "mlm_sbo" and self.data.masking != "span":
+
+    def _check_data(self, data: DataConfig, where: str) -> None:
+        changes = data.replace_random_prob > 0 or data.similar is not None
+        if self.objective.kind == "rtd" and changes:
             raise ConfigError(
-                f"objective.kind=mlm_sbo predicts spans from their boundaries, data.masking="
-                f"{self.data.masking} makes none; set data.masking=span (and with it "
+                f"{where}objective.kind=rtd has a generator, which sees [MASK] or the token itself "
+                f"and no other; data.replace_random_prob={data.replace_random_prob} and "
+                f"data.similar={data.similar} put others there: set data.replace_mask_prob=0.85 "
+                "data.replace_random_prob=0, and leave out data.similar"
+            )
+        if self.objective.kind == "mlm_sbo" and data.masking != "span":
+            raise ConfigError(
+                f"{where}objective.kind=mlm_sbo predicts spans from their boundaries, data.masking="
+                f"{data.masking} makes none; set data.masking=span (and with it "
                 "data.mask_selection=exact), or objective.kind=mlm"
             )
 

@@ -39,7 +39,7 @@ MAY_CHANGE: Mapping[str, Sequence[str]] = {
 """By section of a run: the settings that a stage may have of its own."""
 _REASONS = {
     "model.score_residual": "whether a model that learned with carried scores can go on without "
-    "them is not known; memory at long sequences is what `postnorm plan` counts",
+    "them is not known; memory at long sequences is what `postnorm plan` counts"
 }
 
 

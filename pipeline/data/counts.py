@@ -60,10 +60,7 @@ def sequences_at(
 
 
 def packing_counts(
-    index: DatasetIndex,
-    seq_len: int,
-    run_dir: str | Path | None,
-    objective: ObjectiveConfig = MLM,
+    index: DatasetIndex, seq_len: int, run_dir: str | Path | None, objective: ObjectiveConfig = MLM
 ) -> BlockCounts:
     """Count the sequences and pieces that the blocks of a dataset make at a length.
 

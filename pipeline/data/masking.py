@@ -171,7 +171,7 @@ _NO_TABLE = np.empty((0, 0), np.int64)
 _ALBERT = (6.0, 3.0, 2.0)
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=4)
 def similar_tokens(path: str, vocabulary: Vocabulary) -> npt.NDArray[np.int64]:
     """Read a table of `postnorm similar`.
 

@@ -186,11 +186,7 @@ def _sentence_starts(
 
 @kernel
 def _draw(
-    parts: Ints,
-    piece: tuple[int, int, int],
-    text: Text,
-    at: tuple[int, int, int],
-    rule: _Rule,
+    parts: Ints, piece: tuple[int, int, int], text: Text, at: tuple[int, int, int], rule: _Rule
 ) -> tuple[int, bool, bool]:
     """Fill `parts`, (4, 2), with the pair of a piece: start, stop, document.
 
@@ -236,11 +232,7 @@ def _draw(
 
 @kernel
 def _places(
-    text: Text,
-    marks: npt.NDArray[np.uint8],
-    piece: tuple[int, int],
-    swaps: bool,
-    in_sentence: bool,
+    text: Text, marks: npt.NDArray[np.uint8], piece: tuple[int, int], swaps: bool, in_sentence: bool
 ) -> Ints:
     """Return the (p,) rising places where a piece, start and stop, may be cut.
 

@@ -530,9 +530,11 @@ class TrainSteps:
 
     def epochs(self, cursor: int) -> dict[str, float]:
         """Return how often each group of sources was seen before a cursor, in its stage's data."""
-        before = max(0, cursor - 1)
-        if self.plan.holding(before).stage < self._stages[0].of.number:
+        before, there = max(0, cursor - 1), {one.of.number for one in self._stages}
+        if self.plan.holding(before).stage not in there:
             before = cursor  # that stage's data is gone
+        if self.plan.holding(before).stage not in there:
+            return {}
         order = self.of(before).order
         return order.epochs(cursor) if order.segments[0].first < cursor else {}
 

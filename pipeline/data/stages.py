@@ -10,6 +10,7 @@ from pipeline.config.data import TrainDataConfig
 from pipeline.config.stages import RunStage, Timeline
 from pipeline.data.dataset import Inputs
 from pipeline.data.format import DataIdentity, DatasetIndex
+from pipeline.data.masking import similar_tokens
 from pipeline.data.objects import open_index
 from pipeline.data.order import Ints
 from pipeline.data.run_order import StageData
@@ -99,6 +100,8 @@ def stage_data(
         if index.location not in read:
             read[index.location] = opened(index, timeline.seq_lens(stage.data.dir))
         (here, counts), config = read[index.location], config_of(stage)
+        if config.data.similar is not None:
+            similar_tokens(config.data.similar, here.vocabulary)  # before the first step, not then
         found.append(
             StageData(
                 here,

@@ -63,7 +63,7 @@ def export_hf(source: str | Path, out: Path, license_id: str = hf.NO_LICENSE) ->
             f"or let `postnorm predict {source}` answer"
         )
     auto, trained = kind.hugging_face.auto, TrainedModel(tuned.model, tuned.tokenizer, {})
-    family = hf.native_family(config)
+    family = hf.native_family(config, tuned.tokenizer)
     note = f"for transformers' AutoModelFor{auto}"
     if family and not hf.native_head(family, auto, spec.pool):
         note += (

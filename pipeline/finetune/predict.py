@@ -24,12 +24,7 @@ class Predictor:
     """Runs a task model over a split."""
 
     def __init__(
-        self,
-        head: TaskHead,
-        forward: nn.Module,
-        device: torch.device,
-        pad_id: int,
-        **more: str,
+        self, head: TaskHead, forward: nn.Module, device: torch.device, pad_id: int, **more: str
     ) -> None:
         """Take a model on its device.
 

@@ -30,10 +30,7 @@ from pipeline.config.train import CheckpointConfig, MonitorConfig, SpikeConfig, 
 from pipeline.data.format import FORMAT_VERSION
 from pipeline.data.run_order import DataRank
 from pipeline.errors import EXIT_FINISHED, ConfigError, LostRankError, PreemptedError
-from pipeline.finetune.batches import (
-    TaskIdentity,
-    TaskStream,
-)
+from pipeline.finetune.batches import TaskIdentity, TaskStream
 from pipeline.finetune.can import CanConfig, can_result
 from pipeline.finetune.model import TaskModel, TaskObjective, head_weights
 from pipeline.finetune.predict import DTYPES, Predictor, predictions
@@ -52,11 +49,7 @@ from pipeline.finetune.result import (
     tables_of,
     write_predictions,
 )
-from pipeline.model.architecture import (
-    HEAD_FILE,
-    TASK_FILE,
-    read_architecture,
-)
+from pipeline.model.architecture import HEAD_FILE, TASK_FILE, read_architecture
 from pipeline.model.cost import flops_per_token
 from pipeline.model.encoder import EncoderModel, MaskedLanguageModel
 from pipeline.runtime import dist, env, tensors
@@ -69,13 +62,7 @@ from pipeline.tasks.types import PredictionRow
 from pipeline.train.build import train_run
 from pipeline.train.engine import Engine
 from pipeline.train.run import HeldOutResult
-from pipeline.use.folder import (
-    MADE_NEW,
-    OPTIMIZER,
-    publishing,
-    warn_of_optimizer,
-    write_model,
-)
+from pipeline.use.folder import MADE_NEW, OPTIMIZER, publishing, warn_of_optimizer, write_model
 from pipeline.use.pretrain import own_process
 
 logger = logging.getLogger(__name__)
@@ -484,8 +471,7 @@ def _finish(prepared: Prepared, config: TaskRunConfig, more: Mapping[str, Any]) 
             decided = {row: each for part in parts for row, each in part.items()}
             found[split] = predictions(prepared.spec, prepared.rows[split], decided)
     dist.on_first(
-        lambda: _write_result(prepared, config, (path, weights), found, more),
-        "writing the result",
+        lambda: _write_result(prepared, config, (path, weights), found, more), "writing the result"
     )
 
 

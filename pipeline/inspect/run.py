@@ -477,7 +477,7 @@ def _as_text(run: OpenedRun, sequence: StepSequence, place: BatchSpec) -> str:
 def _pair_text(piece: PairPiece) -> str:
     """Describe what stands in the segments, where tokens of another document do, and the label."""
     if piece.label is None:
-        return "no pair: the piece is one word"
+        return "no pair: the piece has too few words, or its block no other text"
     segments = []
     for segment in range(2):
         runs = [

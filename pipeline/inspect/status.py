@@ -17,24 +17,11 @@ from pipeline.config.schedule import budget_left_s
 from pipeline.config.stages import Timeline
 from pipeline.config.train import TrainConfig
 from pipeline.data.ledger import read_ledger
-from pipeline.errors import (
-    EXIT_FAILED_DO_NOT_RETRY,
-    EXIT_FINISHED,
-    EXIT_PREEMPTED,
-    EXIT_STOPPED,
-)
+from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, EXIT_PREEMPTED, EXIT_STOPPED
 from pipeline.runtime.checkpoints import Manifest
 from pipeline.runtime.files import read_json_lines
 from pipeline.runtime.run_folder import RunFolder
-from pipeline.runtime.summary import (
-    FolderSummary,
-    Line,
-    counted,
-    date,
-    duration,
-    number,
-    progress_bar,
-)
+from pipeline.runtime.summary import Line, date, duration, number, progress_bar
 from pipeline.sinks.glance import Glance, LossTrack, MetricLines, glance
 
 RUNNING, FINISHED, STOPPED, FAILED, KILLED = "running", "finished", "stopped", "failed", "killed"
@@ -390,20 +377,6 @@ def _rank_warnings(lines: list[dict[str, Any]], run: RunFolder) -> list[str]:
         with hangs[-1].open(encoding="utf-8") as file:
             found.append(f"{file.readline().strip()}: {len(hangs)} files in {hangs[-1].parent}")
     return found
-
-
-def summary(folder: Path, status: RunStatus) -> FolderSummary:
-    """Summarise a run for a terminal."""
-    starts = [
-        (
-            f"start {start.attempt}",
-            f"{date(start.unix_s)}  {begin_text(start)}, {counted(start.world_size, 'rank')}, job "
-            f"{start.job} on {start.host}: {start.end}",
-        )
-        for start in status.starts
-    ]
-    lines = [*progress_lines(status), *starts]
-    return FolderSummary(str(folder), status.state, lines, status.warnings)
 
 
 def progress_lines(status: RunStatus) -> Iterator[Line]:

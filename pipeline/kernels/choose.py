@@ -83,7 +83,7 @@ def choose(
         turns &= model.head_size in HEAD_SIZES
         flash = _for_flash(device) or (triton if turns else None)
     attention = _for_attention(model, precision) or flash
-    norm = _for_residual_norm(model) or triton
+    norm = residual_norm_obstacle(model) or triton
     return Choice(
         attention=_takes("attention", asked.attention, attention, precision),
         residual_norm=_takes("residual_norm", asked.residual_norm, norm, precision),
@@ -93,7 +93,7 @@ def choose(
 
 def expected_on_gpu(asked: KernelsConfig, model: ModelConfig, precision: str) -> Choice:
     """Return what `choose` decides on a GPU that runs all kernels; for plans, without torch."""
-    attention, norm = _for_attention(model, precision), _for_residual_norm(model)
+    attention, norm = _for_attention(model, precision), residual_norm_obstacle(model)
     return Choice(
         attention=_is_fused(asked.attention, attention, precision),
         residual_norm=_is_fused(asked.residual_norm, norm, precision),
@@ -103,7 +103,7 @@ def expected_on_gpu(asked: KernelsConfig, model: ModelConfig, precision: str) ->
 
 def require_residual_norm(model: ModelConfig) -> None:
     """Check that the fused residual and norm fits a model (ConfigError: it does not)."""
-    if obstacle := _for_residual_norm(model):
+    if obstacle := residual_norm_obstacle(model):
         raise ConfigError(f"no fused residual and norm for this model: {obstacle}")
 
 
@@ -143,7 +143,8 @@ def _for_attention(model: ModelConfig, precision: str) -> str | None:
     return None
 
 
-def _for_residual_norm(model: ModelConfig) -> str | None:
+def residual_norm_obstacle(model: ModelConfig) -> str | None:
+    """Return why there is no fused residual and norm for an encoder; None if there is one."""
     found = (model.norm, model.norm_affine, model.norm_placement, model.residual == "rezero")
     if found == ("rmsnorm", False, "post", False):
         if model.hidden_size % NORM_MULTIPLE == 0 and model.hidden_size <= NORM_LIMIT:

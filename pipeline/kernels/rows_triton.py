@@ -121,12 +121,7 @@ def _launch(
         "threshold": round(dropout * RANDOM_VALUES),
         "keep_scale": 1.0 / (1.0 - dropout),
     }
-    constants = {
-        "DROPS": dropout > 0,
-        "D": size,
-        "ROWS": block_rows,
-        "WIDTH": width,
-    }
+    constants = {"DROPS": dropout > 0, "D": size, "ROWS": block_rows, "WIDTH": width}
     programs = -(-num_tokens // block_rows)
     return Launch(kernel, programs, arguments, constants, 8 if width > _BLOCK else 4, 1)
 

@@ -31,7 +31,7 @@ WHOLE_STATE_BYTES = {"bf16 weights": 2, "bf16 gradient": 2, "fp32 gradient sum":
 DIVIDED_STATE_BYTES = {"fp32 master weights": 4, "fp32 Adam moments": 8}
 """Bytes per parameter that are divided by the number of ranks, and saved."""
 _AVERAGE_BYTES = 4
-_DEFAULT = TrainConfig()
+DEFAULT_TRAIN = TrainConfig()
 
 _COUNTER = "pipeline.objectives.activations"
 _PAIRS = ("mlm_nsp", "mlm_sop")
@@ -230,9 +230,7 @@ def newton_schulz_flops(rows: int, columns: int, num_iterations: int = 5) -> int
 
 
 def divided(
-    work: Sequence[int],
-    num_ranks: int,
-    prefers: Callable[[int, int], int] = lambda rank, item: 0,
+    work: Sequence[int], num_ranks: int, prefers: Callable[[int, int], int] = lambda rank, item: 0
 ) -> list[int]:
     """Divide pieces of work among ranks: the largest first, to whom has least.
 
@@ -262,7 +260,7 @@ def state_bytes(
     config: ModelConfig,
     num_ranks: int,
     objective: ObjectiveConfig = MLM,
-    train: TrainConfig = _DEFAULT,
+    train: TrainConfig = DEFAULT_TRAIN,
 ) -> dict[str, int]:
     """Count bytes of weights, gradients and optimizer state on a rank of a bf16 run, with `total`.
 
@@ -406,6 +404,7 @@ KNOWN = {
     "H100 PCIe": DeviceLimits(756e12, 80, 2.0e12, 64e9, None),
     "H100 NVL": DeviceLimits(835e12, 94, 3.9e12, 64e9, None),
     "H100": DeviceLimits(989e12, 80, 3.35e12, 450e9, 50e9),
+    "H200 NVL": DeviceLimits(835e12, 141, 4.8e12, 64e9, None),
     "H200": DeviceLimits(989e12, 141, 4.8e12, 450e9, 50e9),
 }
 """Limits by words of a device's name; the first entry whose words it contains counts."""

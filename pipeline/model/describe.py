@@ -10,7 +10,7 @@ from pipeline.config.load import find_config, load
 from pipeline.config.model import ModelConfig
 from pipeline.config.objective import MLM, ObjectiveConfig
 from pipeline.config.runs import PretrainConfig, load_run
-from pipeline.config.train import KernelsConfig
+from pipeline.config.train import KernelsConfig, TrainConfig
 from pipeline.errors import ConfigError
 from pipeline.kernels.choose import REFERENCE, Choice, expected_on_gpu
 from pipeline.model import cost
@@ -40,6 +40,7 @@ class TrainingSetup:
     """Layers of a group of which only the inputs are kept for backward; None keeps everything."""
     fused: Choice = REFERENCE
     objective: ObjectiveConfig = MLM
+    train: TrainConfig = cost.DEFAULT_TRAIN
 
     def __post_init__(self) -> None:
         sizes = {
@@ -81,6 +82,7 @@ def read_plan(
             masked_share=run.data.mask_prob,
             checkpoint_layers=run.train.activation_checkpoint_layers,
             objective=run.objective,
+            train=run.train,
         )
         kernels = run.kernels
     else:
@@ -187,10 +189,13 @@ def _memory(plan: TrainingSetup, configs: list[ModelConfig]) -> list[str]:
         objective=plan.objective,
     )
     kept = cost.activation_bytes([replace(passed, config=config) for config in configs])
-    states = [cost.state_bytes(config, plan.num_ranks, plan.objective) for config in configs]
+    states = [
+        cost.state_bytes(config, plan.num_ranks, plan.objective, plan.train) for config in configs
+    ]
     state = [
         "",
-        f"MiB of state on each of {_count(plan.num_ranks, 'rank')}, bf16",
+        f"MiB of state on each of {_count(plan.num_ranks, 'rank')}, bf16, {plan.train.optimizer}, "
+        f"ZeRO {plan.train.zero_stage}" + " (counted as 1)" * (plan.train.zero_stage > 1),
         *_rows(states, 2.0**20, 1),
     ]
     if kept is None:

@@ -318,11 +318,15 @@ class EncoderModel(nn.Module):
         self.config = changed(self.config)
         for encoder in self.encoders:
             encoder.config = changed(encoder.config)
-        for module in self.modules():
-            if isinstance(module, nn.Dropout):
+            for module in encoder.modules():
+                if isinstance(module, nn.Dropout):
+                    module.p = config.dropout
+                elif isinstance(module, SelfAttention):
+                    module.dropout = config.attention_dropout
+        # The head of a task has a dropout of its own, which the model's config does not say.
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Dropout) and name.endswith("head_dropout"):
                 module.p = config.dropout
-            elif isinstance(module, SelfAttention):
-                module.dropout = config.attention_dropout
 
     def fuse_loss(self) -> None:
         """Compute losses over the vocabulary by the fused kernel."""

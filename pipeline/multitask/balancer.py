@@ -218,7 +218,9 @@ class StepWeighing:
         if not self._powers:
             return 1.0
         total = torch.stack(self._powers).sum()
-        return ((1 - gamma) * total).exp() if gamma == 0 else total ** (1 / gamma - 1)
+        factor = ((1 - gamma) * total).exp() if gamma == 0 else total ** (1 / gamma - 1)
+        self._weights = {name: weight * factor for name, weight in self._weights.items()}
+        return factor
 
     def combine(self, names: Sequence[str], products: npt.NDArray[np.float64]) -> list[float]:
         """Return the coefficients of the rules that compare gradients."""

@@ -142,6 +142,25 @@ class BalanceConfig:
                 f"balance.main={list(self.main)} with balance.method={self.method}: "
                 "main_and_helpers needs the names of its main tasks, the others take none"
             )
+        for setting in fields(self):
+            value, owners = getattr(self, setting.name), _OWNERS.get(setting.name, ())
+            if owners and value != setting.default and not {self.method, self.norms} & {*owners}:
+                raise ConfigError(
+                    f"balance.{setting.name}={value} has no meaning with balance.method="
+                    f"{self.method} and balance.norms={self.norms}, but with "
+                    f"{' or '.join(owners)}; leave it out"
+                )
+
+
+_OWNERS = {
+    "every": ("late",),
+    "decay": ("late", "output"),
+    "gamma": ("generalised_mean",),
+    "temperature": ("dwa",),
+    "interval": ("dwa",),
+    "lr": ("uncertainty", "gradnorm"),
+}
+"""Rules and norms that read a setting."""
 
 
 @dataclass(frozen=True, kw_only=True)

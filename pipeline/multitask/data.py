@@ -252,10 +252,7 @@ class Corruption:
         return batch._replace(input_ids=ids, hash=rows_hash(ids, mask))
 
     def _tokens(
-        self,
-        ids: npt.NDArray[np.int64],
-        mask: npt.NDArray[np.bool_],
-        draws: npt.NDArray[np.uint32],
+        self, ids: npt.NDArray[np.int64], mask: npt.NDArray[np.bool_], draws: npt.NDArray[np.uint32]
     ) -> None:
         """Corrupt single tokens, never special ones."""
         chosen = mask & ~np.isin(ids, self.specials) & (draws[0] < self.share * _TWO_32)

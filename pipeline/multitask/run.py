@@ -233,7 +233,7 @@ class MultiTaskWork:
             self._known,
             draws,
             seed=config.seed,
-            num_layers=config.model.num_layers,
+            num_layers=config.model.num_distinct_layers,
             world_size=share.world_size,
         )
         return MixedStream(streams, plans, draws, config.train.global_batch)

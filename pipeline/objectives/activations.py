@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 from pipeline.config.model import ModelConfig
 from pipeline.config.objective import MLM, ObjectiveConfig, generator_of
 from pipeline.data.loader import MicroBatch
-from pipeline.kernels.choose import Choice, padded_width
+from pipeline.kernels.choose import Choice, padded_width, residual_norm_obstacle
 from pipeline.model.cost import TrainingPass
 from pipeline.model.encoder import EncoderModel
 from pipeline.objectives.choose import make_objective
@@ -109,7 +109,8 @@ def _kept(given: TrainingPass) -> Counter[str]:
             encoder.checkpoint_activations(given.checkpoint_layers)
             if given.fused.attention:
                 encoder.fuse_attention()
-            if given.fused.residual_norm:
+            # A narrower encoder may have a width that the kernel does not take.
+            if given.fused.residual_norm and residual_norm_obstacle(encoder.config) is None:
                 encoder.fuse_residual_norms()
         batch = _batch(given, list(objective.losses))
         with _groups_of_saved(model, given) as kept:

@@ -483,7 +483,7 @@ def profile_text(profile: Profile) -> str:
     lines = [
         f"{profile.device}, {profile.num_ranks} ranks, {profile.steps} steps: "
         f"{profile.untraced_step_ms:.2f} ms a step, {profile.tokens_per_s:,.0f} tokens/s; "
-        f"traced {profile.step_ms:.2f} ms:",
+        f"traced {profile.step_ms:.2f} ms:"
     ]
     rows = [("", "ms a step", "share", "of roofline")]
     for name, ms in profile.categories_ms.items():

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.errors import CheckpointError, ConfigError, NewerFormatError
+from pipeline.errors import PASSING, CheckpointError, ConfigError, NewerFormatError
 from pipeline.runtime import files
 from pipeline.runtime.run_folder import A_STARTED_RUN, RunFolder
 
@@ -97,16 +97,20 @@ def read_manifest(path: Path) -> Manifest:
 
     Raises:
         CheckpointError: it is missing, damaged, or for another step than the folder's name says.
+        OSError: storage fails in passing, also when it is tried again: that is no damage.
         NewerFormatError: another version wrote it, whose checkpoints this one cannot read.
     """
     try:
-        body = json.loads((path / MANIFEST_FILE).read_bytes())
+        file = path / MANIFEST_FILE
+        body = json.loads(files.retry_storage(file.read_bytes, lambda: f"reading {file}"))
         unsigned = {name: value for name, value in body.items() if name != _SIGNATURE}
         if body != signed(unsigned):
             raise CheckpointError(f"{path}: {MANIFEST_FILE} is damaged, its own sha256 differs")
         _refuse_newer(path, unsigned)
         manifest = Manifest(**unsigned)
     except (OSError, ValueError, TypeError, AttributeError) as error:
+        if isinstance(error, OSError) and error.errno in PASSING:
+            raise
         raise CheckpointError(f"{path} has no readable {MANIFEST_FILE}: {error}") from error
     if _NAME.fullmatch(path.name) and step_of(path) != manifest.step:
         raise CheckpointError(

@@ -12,13 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from pipeline.errors import (
-    EXIT_FAILED_DO_NOT_RETRY,
-    EXIT_FAILED_RETRY,
-    LASTING,
-    LostRankError,
-    PostnormError,
-)
+from pipeline import errors
 from pipeline.runtime import log, stop
 from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.run_folder import record_exit
@@ -82,15 +76,15 @@ def run_as_rank(
 def leaving(work: Callable[[], int], leave: Callable[[int], None]) -> int:
     """Do some work, hand its exit code to `leave` however it ends, and return it."""
     # For what no PostnormError explains: it may pass, and `launch` gives up where nothing gets on.
-    code = EXIT_FAILED_RETRY
+    code = errors.EXIT_FAILED_RETRY
     try:
         code = work()
-    except PostnormError as error:
+    except errors.PostnormError as error:
         code = error.exit_code
         raise
     except OSError as error:
-        if error.errno in LASTING:
-            code = EXIT_FAILED_DO_NOT_RETRY
+        if error.errno in errors.LASTING:
+            code = errors.EXIT_FAILED_DO_NOT_RETRY
         raise
     finally:
         leave(code)
@@ -107,7 +101,7 @@ def _name_lost_rank(work: Callable[[Rank], int], rank: Rank) -> int:
         if not dist.is_lost_rank(error):
             raise
         logging.getLogger("collectives").info("where it was:", exc_info=error)
-        raise LostRankError(
+        raise errors.LostRankError(
             f"rank {rank.process.rank} lost another rank: {str(error).splitlines()[0]}. That rank "
             f"died or hung. {rank.if_lost}"
         ) from error

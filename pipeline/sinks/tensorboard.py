@@ -51,9 +51,7 @@ _CHARTS: dict[str, dict[str, str]] = {
         "step time (s)": "speed/(step|own)_s_",
         "memory (GB)": "speed/.*_gb$",
     },
-    "Sources": {
-        "held-out loss (nats)": "quality/held_out_loss_",
-    },
+    "Sources": {"held-out loss (nats)": "quality/held_out_loss_"},
 }
 GLANCE = "at_a_glance"
 """Tag of the chart, and group of the numbers that follow it."""

@@ -13,16 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.errors import ConfigError, DataError
+from pipeline.tasks import formats
 from pipeline.tasks.cells import name_of, text_of
-from pipeline.tasks.formats import (
-    FIXED_FORMATS,
-    Row,
-    TableFile,
-    detect,
-    head_of,
-    joiner_of,
-    read_rows,
-)
 from pipeline.tasks.kinds.base import Kind
 from pipeline.tasks.kinds.table import kinds_of_format
 from pipeline.tasks.rows import Codec, RowWriter
@@ -102,7 +94,7 @@ def read_file(
         raise ConfigError(f"{missing_fields(config.task.kind, missing)} (to read {source.path})")
     examples = []
     kind = config.kind
-    for number, row in enumerate(kind.rows(source, read_rows(source))):
+    for number, row in enumerate(kind.rows(source, formats.read_rows(source))):
         example = _example(kind, source, number, row)
         if example is not None:
             examples.append(example)
@@ -120,12 +112,12 @@ def _with_joiner(config: TaskConfig) -> TaskConfig:
     if given.joiner is not None or not first:
         return config
     source = _source(config, first[0], Counter(), needs_gold=False)
-    return replace(config, data=replace(given, joiner=joiner_of(source)))
+    return replace(config, data=replace(given, joiner=formats.joiner_of(source)))
 
 
 def _source(
     config: TaskConfig, file: str | Path, counter: Counter[str], *, needs_gold: bool
-) -> TableFile:
+) -> formats.TableFile:
     """Look at a file: it is there, and its format goes with the task."""
     path = Path(config.data.root or ".") / file
     if not path.is_file():
@@ -136,15 +128,17 @@ def _source(
     kind = config.kind
     form: str = config.data.format
     if form == "auto":
-        form = detect(path, has_words=kind.has_words)
-    if form != "parquet" and not head_of(path):
+        form = formats.detect(path, has_words=kind.has_words)
+    if form != "parquet" and not formats.head_of(path):
         raise DataError(f"{path} is empty; take it out of the task, or get the file again")
-    if form in FIXED_FORMATS and form not in kind.formats:
+    if form in formats.FIXED_FORMATS and form not in kind.formats:
         raise DataError(
             f"{path} looks like {form}, which is for task.kind {kinds_of_format(form)}, not "
             f"{kind.name}; set data.format if that is wrong"
         )
-    return TableFile(path, form, config.data, kind.gold, kind.has_words, needs_gold, counter)
+    return formats.TableFile(
+        path, form, config.data, kind.gold, kind.has_words, needs_gold, counter
+    )
 
 
 def _held_out(train: list[Example], share: float) -> tuple[list[Example], list[Example]]:
@@ -220,7 +214,9 @@ def _label_order(name: str) -> tuple[bool, float, str]:
 # A row to an example
 
 
-def _example(kind: Kind, source: TableFile, number: int, row: Row) -> Example | None:
+def _example(
+    kind: Kind, source: formats.TableFile, number: int, row: formats.Row
+) -> Example | None:
     """Make an example of a row, or count it as dropped and return None."""
     texts, joins = {}, not kind.has_offsets
     for field in ("text", "text_b"):
@@ -252,7 +248,7 @@ def _example(kind: Kind, source: TableFile, number: int, row: Row) -> Example | 
         choices=kind.choices(source, row),
         marks=kind.marks(source, row, texts.get("text", "")),
         words=row.words,
-        group=str(row.values.get("group", "")) if source.format in FIXED_FORMATS else "",
+        group=str(row.values.get("group", "")) if source.format in formats.FIXED_FORMATS else "",
         **texts,
     )
     # Last, as kinds look for the gold in texts and choices.

@@ -7,6 +7,7 @@ Datasets are made with what `pipeline.tokenizer.load` reads.
 
 import dataclasses
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,9 +23,12 @@ from pipeline.errors import DataError
 from pipeline.runtime.files import refuse_pointer
 from pipeline.tokenizer.sentencepiece import BLANKS, BREAK, BREAKS, Definition
 
-_WORDS = "words"
+logger = logging.getLogger(__name__)
+
+_WORDS, _CLASS, _RULES = "words", "tokenizer_class", "BertNormalizer"
 TOKENIZER_JSON = "tokenizer.json"
 CONFIG_JSON = "tokenizer_config.json"
+VOCAB_TXT = "vocab.txt"
 _SPACE = "\u2581"  # sentencepiece's mark for a space
 _BREAK = "\x01"  # keeps characters from being composed; sentencepiece's rules delete it
 _TILDE = "\uff5e"  # the one character that NFKC changes and sentencepiece's rules do not
@@ -39,6 +43,12 @@ _NEEDED = ("cls", "sep", "mask")
 _FOREIGN_SPLITTERS = {"BertJapaneseTokenizer": "MeCab"}
 _OF_WORDS = "RoFormerTokenizer"
 """The class of transformers whose words jieba cuts."""
+_OF_BERT = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", _OF_WORDS)
+"""Classes that read a vocab.txt by BERT's rules, as the options in tokenizer_config.json say."""
+OF_ROBERTA = ("RobertaTokenizer", "GPT2Tokenizer", "BartTokenizer", "LongformerTokenizer")
+"""Classes that read a vocab.json and merges.txt as RoBERTa's byte-level BPE."""
+_NO_CLASS = ("", "PreTrainedTokenizer", "TokenizersBackend")
+"""Names that say nothing of a vocabulary's rules."""
 JIEBA = "jieba"
 
 
@@ -173,6 +183,15 @@ class FastTokenizer:
         return [self._tokenizer.id_to_token(token) for token in range(self.vocab_size)]
 
     @property
+    def options(self) -> "BertOptions":
+        """How text is treated before pieces are searched, where that is by BERT's rules."""
+        rules = json.loads(self.to_json())["normalizer"]
+        if not rules or rules["type"] != _RULES:
+            return BertOptions()
+        splits = rules["handle_chinese_chars"] or bool(self.words)
+        return BertOptions(rules["lowercase"], rules["strip_accents"], splits, self.words)
+
+    @property
     def words(self) -> Literal["", "jieba"]:
         """`jieba` where that cuts the words, else empty."""
         return "jieba" if self._jieba else ""
@@ -275,51 +294,64 @@ class ForeignSplitterError(DataError):
     """A tokenizer first splits words with another program, which Postnorm does not have."""
 
 
-def refuse_foreign_splitter(tokenizer_class: str, folder: Path) -> None:
-    """Refuse a class in tokenizer_config.json that splits words with another program.
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Read tokenizer_config.json, with the class that config.json names if it names none."""
+    paths = folder / "config.json", folder / CONFIG_JSON
+    general, own = (json.loads(each.read_bytes()) if each.is_file() else {} for each in paths)
+    name = str(own.get(_CLASS) or general.get(_CLASS) or "")
+    return {**own, _CLASS: name.removesuffix("Fast")}
+
+
+def refuse_other_rules(name: str, folder: Path, known: Sequence[str] = _OF_BERT) -> None:
+    """Refuse a class of transformers that splits text by rules that are not `known`.
 
     Raises:
         ForeignSplitterError: it does.
     """
-    name = str(tokenizer_class).removesuffix("Fast")
     if name in _FOREIGN_SPLITTERS:
         raise ForeignSplitterError(
             f"{folder} has a {name}, which splits words with {_FOREIGN_SPLITTERS[name]}; that is "
             f"not supported. If it has BERT's tokenizer, say so in {CONFIG_JSON}: "
             '{"tokenizer_class": "BertTokenizer"}'
         )
+    if known and name not in (*known, *_NO_CLASS):
+        raise ForeignSplitterError(
+            f"{folder} has a {name}, whose rules are not known: a vocabulary alone is read as one "
+            f"of {', '.join(known)}. Put its tokenizer.json there, or name one of these in "
+            f"{CONFIG_JSON}"
+        )
 
 
 def build_tokenizer_json(folder: Path, default_class: str = "BertTokenizer") -> str | None:
     """Build a tokenizer.json for the vocabulary of a Hugging Face or TensorFlow model folder.
 
-    A tokenizer.json is used unchanged. A vocab.txt makes BERT's WordPiece, a vocab.json with a
-    merges.txt RoBERTa's byte-level BPE, both set up like BertTokenizer and RobertaTokenizer in
-    huggingface/transformers, with the options in tokenizer_config.json. None without any of these.
+    A tokenizer.json is used, with what tokenizer_config.json says of BERT's rules. A vocab.txt
+    makes BERT's WordPiece, a vocab.json with a merges.txt RoBERTa's byte-level BPE, both set up
+    like BertTokenizer and RobertaTokenizer in huggingface/transformers, with the options in
+    tokenizer_config.json. None without any of these.
 
-    `default_class` is what transformers uses if tokenizer_config.json names none.
+    `default_class` is what transformers uses if neither it nor config.json names one.
 
     Raises:
-        ForeignSplitterError: the tokenizer splits words with another program.
+        ForeignSplitterError: the tokenizer splits words with another program, or by unknown rules.
         DataError: a file is damaged.
     """
     try:
-        path = folder / CONFIG_JSON
-        config = json.loads(path.read_bytes()) if path.is_file() else {}
-        for name in (TOKENIZER_JSON, "vocab.txt", "vocab.json", "merges.txt"):
+        for name in (TOKENIZER_JSON, VOCAB_TXT, "vocab.json", "merges.txt"):
             refuse_pointer(folder / name)
-        if any((folder / name).is_file() for name in (TOKENIZER_JSON, "vocab.txt", "vocab.json")):
-            config["tokenizer_class"] = config.get("tokenizer_class") or default_class
-            refuse_foreign_splitter(config["tokenizer_class"], folder)
-        if (folder / TOKENIZER_JSON).is_file():
-            text = (folder / TOKENIZER_JSON).read_text(encoding="utf-8")
+        config = read_settings(folder)
+        named, config[_CLASS] = config[_CLASS], config[_CLASS] or default_class
+        if (path := folder / TOKENIZER_JSON).is_file():
+            refuse_other_rules(named, folder, known=())
+            text = _with_options(path.read_text(encoding="utf-8"), config)
             # transformers saves BERT's words there, and names the class beside it.
             return _with_words(text) if BertOptions.from_json(config).words else text
-        if (folder / "vocab.txt").is_file():
-            path = folder / "vocab.txt"
+        if (path := folder / VOCAB_TXT).is_file():
+            refuse_other_rules(named, folder)
             pieces = split_lines(path.read_bytes().decode())
             return word_piece(pieces, BertOptions.from_json(config), path)
         if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+            refuse_other_rules(named, folder, OF_ROBERTA)
             return byte_level_bpe(folder, config).to_str()
     except DataError:
         raise
@@ -344,8 +376,29 @@ class BertOptions:
         """Read the options in a tokenizer_config.json, which may have many other keys."""
         names = {field.name for field in dataclasses.fields(cls)} - {_WORDS}
         given = {name: value for name, value in config.items() if name in names}
-        is_of_words = str(config.get("tokenizer_class")).removesuffix("Fast") == _OF_WORDS
+        is_of_words = str(config.get(_CLASS)).removesuffix("Fast") == _OF_WORDS
         return cls(**given, words="jieba" if is_of_words else "")
+
+
+def _with_options(text: str, config: dict[str, Any]) -> str:
+    """Change BERT's rules in a tokenizer.json as transformers' classes do: the config decides."""
+    body, given = json.loads(text), BertOptions.from_json(config)
+    rules = body.get("normalizer") or {}
+    if config[_CLASS] not in _OF_BERT or rules.get("type") != _RULES:
+        return text
+    theirs = {"do_lower_case": "lowercase", "tokenize_chinese_chars": "handle_chinese_chars"}
+    theirs["strip_accents"] = "strip_accents"
+    # RoFormer's words are cut after the rules, which then leave Chinese as it is.
+    stated = {
+        name: getattr(given, key) for key, name in theirs.items() if config.get(key) is not None
+    }
+    if given.words:
+        stated.pop("handle_chinese_chars", None)
+    changed = {name: value for name, value in stated.items() if rules[name] != value}
+    if not changed:
+        return text
+    logger.info("tokenizer.json has other rules than %s, which decides: %s", CONFIG_JSON, changed)
+    return json.dumps({**body, "normalizer": {**rules, **changed}}, ensure_ascii=False)
 
 
 def split_lines(content: str) -> list[str]:

@@ -37,16 +37,9 @@ from pipeline.model.compiled import CompiledLayer, require_compiler
 from pipeline.model.cost import carried_bytes
 from pipeline.model.encoder import EncoderModel
 from pipeline.objectives.base import Objective, TextObjective
-from pipeline.runtime import dist, env, log, watchdog
+from pipeline.runtime import dist, env, files, log, watchdog
 from pipeline.runtime.checkpoints import MANIFEST_FILE, read_manifest
 from pipeline.runtime.env import ProcessInfo
-from pipeline.runtime.files import (
-    append_json,
-    read_json_lines,
-    sha256_file,
-    write_atomic,
-    write_json_atomic,
-)
 from pipeline.runtime.notify import FAILED, FINISHED, STARTED, STOPPED, WENT_BACK, Notifier
 from pipeline.runtime.rank import Rank, leaving
 from pipeline.runtime.run_folder import FORMAT_VERSION, RunFolder
@@ -128,11 +121,11 @@ def _noting_refusal(work: Callable[[], int], folder: RunFolder, process: Process
     try:
         return work()
     except Exception as error:
-        attempts = read_json_lines(folder.attempts)
+        attempts = files.read_json_lines(folder.attempts)
         if process.is_first and (not attempts or attempts[-1].get("job") != process.job):
             why = {"unix_s": time.time(), "job": process.job, "error": str(error)}
             with suppress(OSError):  # it would hide the error itself
-                append_json(folder.refused, why)
+                files.append_json(folder.refused, why)
         raise
 
 
@@ -188,7 +181,7 @@ def make_model(config: RunConfig, objective: Objective, device: torch.device) ->
         if config.train.activation_checkpoint_layers is not None:
             encoder.checkpoint_activations(config.train.activation_checkpoint_layers)
         # By encoder: a narrower one may have a width that a kernel does not take.
-        chosen = _kernels(config, encoder.config, device)
+        chosen = choose(config.kernels, encoder.config, config.train.precision, device)
         if chosen.attention:
             encoder.fuse_attention()
         if chosen.residual_norm:
@@ -199,22 +192,6 @@ def make_model(config: RunConfig, objective: Objective, device: torch.device) ->
     if chosen.loss:
         model.fuse_loss()
     return model
-
-
-def _kernels(config: RunConfig, model: ModelConfig, device: torch.device) -> Choice:
-    """Choose the kernels of an encoder: those that can compute all stages."""
-    stages = [stage.model for stage in config.timeline.stages]
-    dropouts = dict.fromkeys((stage.dropout, stage.attention_dropout) for stage in stages)
-    found = [
-        choose(
-            config.kernels,
-            replace(model, dropout=dropout, attention_dropout=attention_dropout),
-            config.train.precision,
-            device,
-        )
-        for dropout, attention_dropout in dropouts
-    ]
-    return Choice(*map(all, zip(*found, strict=True)))
 
 
 def warn_of_scores(
@@ -400,10 +377,10 @@ def _attempt(run: RunContext, resumed_from: Path | None, *, rewound: bool) -> in
             run.folder.done.unlink(missing_ok=True)  # the run was made longer
         number = _record_attempt(run, state, resumed_from, rewound=rewound)
         resolved = resolved_text(config).encode()
-        write_atomic(run.folder.resolved, resolved)
+        files.write_atomic(run.folder.resolved, resolved)
         if not rewound:
             run.folder.resolved_of(number).parent.mkdir(exist_ok=True)
-            write_atomic(run.folder.resolved_of(number), resolved)
+            files.write_atomic(run.folder.resolved_of(number), resolved)
         _write_deepspeed_config(run)
         resumed_step = state.step if resumed_from else None
         start = SinkContext(run.folder.path, number, resumed_step, config)
@@ -458,7 +435,7 @@ def _warn_of_trained(config: RunConfig, state: TrainState) -> None:
 
 def _finish(run: RunContext, state: TrainState) -> None:
     """Mark the run as done, on rank 0."""
-    write_json_atomic(run.folder.done, {"step": state.step, "unix_s": time.time()})
+    files.write_json_atomic(run.folder.done, {"step": state.step, "unix_s": time.time()})
     logger.info("finished at step %d", state.step)
     reached = alpha(state.step, run.config.train.alpha_warmup_steps)
     if reached < 1:
@@ -475,7 +452,7 @@ def _write_deepspeed_config(run: RunContext) -> None:
     if config.zero_stage == 0:
         path.unlink(missing_ok=True)
     else:
-        write_json_atomic(path, deepspeed_config(config))
+        files.write_json_atomic(path, deepspeed_config(config))
 
 
 def _record_attempt(
@@ -501,7 +478,7 @@ def _record_attempt(
         "cwd": os.getcwd(),
         **provenance(),
     }
-    append_json(run.folder.attempts, record)
+    files.append_json(run.folder.attempts, record)
     return attempt
 
 
@@ -522,12 +499,12 @@ def _origin_and_changes(run: RunContext, resumed_from: Path | None) -> dict[str,
                 "checkpoint": str(resumed_from),
                 "step": manifest.step,
                 "cursor": manifest.cursor,
-                "manifest_sha256": sha256_file(manifest_file),
+                "manifest_sha256": files.sha256_file(manifest_file),
                 "fingerprints": [*manifest.fingerprints, manifest.fingerprint],
             }
         }
     found = changes(manifest, config)
-    earlier = read_json_lines(run.folder.attempts)[-1:]
+    earlier = files.read_json_lines(run.folder.attempts)[-1:]
     known = earlier[0].get("fingerprints", []) if earlier else []
     stages = config.timeline.stages
     for of, index, before in zip(stages, run.work.indexes, known, strict=False):
@@ -545,7 +522,7 @@ def _origin_and_changes(run: RunContext, resumed_from: Path | None) -> dict[str,
 
 
 def _next_attempt(folder: RunFolder) -> int:
-    records = read_json_lines(folder.attempts)
+    records = files.read_json_lines(folder.attempts)
     return 1 + int(records[-1].get("attempt", len(records))) if records else 1
 
 

@@ -30,12 +30,7 @@ from pipeline.objectives.base import Objective, Sums, add_up, detached
 from pipeline.runtime import dist, env, watchdog
 from pipeline.runtime.env import ProcessInfo
 from pipeline.train.deepspeed import deepspeed_config
-from pipeline.train.optimizers.slices import (
-    TensorSlice,
-    matrix_slices,
-    share_of_rank,
-    squared_norm,
-)
+from pipeline.train.optimizers.slices import TensorSlice, matrix_slices, share_of_rank, squared_norm
 from pipeline.train.optimizers.table import make_optimizer
 from pipeline.train.timing import UPDATE, LocalComputeTimer, mark
 from pipeline.train.zero0_engine import Replicated

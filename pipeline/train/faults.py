@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
+from pipeline import errors
 from pipeline.checkpoints.background import unsound_parts
 from pipeline.checkpoints.manifest import verify
 from pipeline.checkpoints.resume import require_usable
@@ -21,13 +22,6 @@ from pipeline.config.runs import RunConfig
 from pipeline.data.ledger import Diverged, NonFinite, Record, Rewind, add_to_ledger, read_ledger
 from pipeline.data.record import BatchRecord
 from pipeline.data.run_order import DataRank
-from pipeline.errors import (
-    CheckpointError,
-    DivergedError,
-    TrainingError,
-    UnsoundStateError,
-    not_written,
-)
 from pipeline.runtime import dist
 from pipeline.runtime.checkpoints import FOLDER, Manifest, published, read_manifest, step_of
 from pipeline.train.batch_log import BatchLog
@@ -132,7 +126,7 @@ class FaultHandler:
             self._batch_log.flush()
             # What is being saved is from before the skipped steps, and the next start needs it.
             self._saver.finish()
-            raise TrainingError(
+            raise errors.TrainingError(
                 f"{limit} steps in a row had no finite gradient (train.max_skipped_in_a_row); the "
                 "newest checkpoint is from before them; lower train.lr or lengthen the warm-ups"
             )
@@ -140,13 +134,13 @@ class FaultHandler:
     def _require_sound(self, state: TrainState, place: BatchSpec, engine: Checkpointable) -> None:
         found = _of_ranks(unsound_parts(engine.state_parts()[0])[:_MOST_TENSORS])
         if found:
-            raise UnsoundStateError(
+            raise errors.UnsoundStateError(
                 f"the state after step {state.step} is not finite: {'; '.join(found)}",
                 place.cursor,
                 found,
             )
 
-    def go_back(self, state: TrainState, error: UnsoundStateError) -> None:
+    def go_back(self, state: TrainState, error: errors.UnsoundStateError) -> None:
         """Leave out what led to a broken state: the batch before it shows, and, should that not do,
         two more before, then four. Collective.
 
@@ -154,7 +148,7 @@ class FaultHandler:
             TrainingError: it breaks whatever is left out, or there is nothing to go back to.
         """
         if not self._config.spikes.rewind:
-            raise TrainingError(f"{error}; spikes.rewind is off. {_BROKEN}") from error
+            raise errors.TrainingError(f"{error}; spikes.rewind is off. {_BROKEN}") from error
         self._finish_records()
         plan = self._config.batches
 
@@ -169,7 +163,7 @@ class FaultHandler:
         first, to_step = dist.on_first(choose, "looking for a checkpoint to go back to")
         self._leave_out(state, plan.number(first), to_step, str(error), unsound=error.found)
 
-    def repeat(self, state: TrainState, error: DivergedError) -> None:
+    def repeat(self, state: TrainState, error: errors.DivergedError) -> None:
         """Prepare to repeat all steps since the newest good checkpoint: no batch is the reason why
         ranks differ, so none is left out. Collective.
 
@@ -182,7 +176,7 @@ class FaultHandler:
         def choose() -> int:
             manifest = self._newest_before(state.cursor)
             if manifest is None:
-                raise DivergedError(
+                raise errors.DivergedError(
                     f"{error}; no good checkpoint is there to go back to: a new start begins from "
                     "scratch. Look for a faulty device there",
                     error.found,
@@ -190,7 +184,7 @@ class FaultHandler:
             records = read_ledger(self._run_dir).diverged
             times = sum(each.to_step == manifest.step for each in records)
             if times >= self._config.spikes.max_rewinds:
-                raise TrainingError(
+                raise errors.TrainingError(
                     f"{error}; the run repeated the steps from {manifest.step} on {times} times "
                     "before (spikes.max_rewinds). Where one rank is named each time, its device "
                     "is faulty: leave its node out. Different kinds of devices in one run round "
@@ -211,7 +205,7 @@ class FaultHandler:
             self._saver.finish()
         # What was being saved may hold the same values: it is gone, and the run goes back all the
         # same.
-        except UnsoundStateError as other:
+        except errors.UnsoundStateError as other:
             logger.warning("%s", other)
 
     def detect_spike(self, state: TrainState) -> bool:
@@ -239,7 +233,7 @@ class FaultHandler:
                 found = dist.on_first(
                     lambda: self._before_spike(high[0][0], jumped), "looking for a checkpoint"
                 )
-            except TrainingError as error:
+            except errors.TrainingError as error:
                 if len(state.losses.usual) >= config.window_steps:
                     raise
                 found, text = None, str(error)
@@ -307,7 +301,7 @@ class FaultHandler:
         """Find the newest good checkpoint from before `cursor` and return its step."""
         manifest = self._newest_before(cursor)
         if manifest is None:
-            raise TrainingError(
+            raise errors.TrainingError(
                 f"{text}; no good checkpoint is from before sequence {cursor} to go back to. "
                 f"{remedy} Save more often (checkpoint.every_steps, checkpoint.keep); batches can "
                 "be left out from the start with train.skip_batches"
@@ -318,7 +312,7 @@ class FaultHandler:
         """Return a step to go back to, unless the run went there too often."""
         times = sum(each.to_step == step for each in read_ledger(self._run_dir).rewinds)
         if times >= self._config.spikes.max_rewinds:
-            raise TrainingError(
+            raise errors.TrainingError(
                 f"{text}; the run went back to step {step} {times} times before "
                 "(spikes.max_rewinds) and left out other batches each time, so the data is not "
                 f"the cause. {remedy}"
@@ -336,7 +330,7 @@ class FaultHandler:
                     continue
                 verify(path, lambda _: dist.heartbeat_all("verifying checkpoints"))
                 require_usable(path)
-            except CheckpointError as error:
+            except errors.CheckpointError as error:
                 logger.warning("checkpoint rejected: %s", error)
                 continue
             return manifest
@@ -349,7 +343,7 @@ class FaultHandler:
             try:
                 add_to_ledger(self._run_dir, record)
             except OSError as error:
-                raise not_written(
+                raise errors.not_written(
                     error,
                     f"the ledger of {self._run_dir} cannot be written: {error}; it is unchanged",
                 ) from error

@@ -3,15 +3,13 @@
 It uses the same few held-out sequences each time. All ranks use the same ones, so that it works
 for a model whose weights are divided, too.
 
-Falling entropy of attention in every head warns of collapse; with carried scores, the known danger
-is that all layers attend alike (He et al. 2020, arXiv 2012.11747, section 5 measures both).
+Falling entropy of attention in every head warns of collapse.
 
 Pillow draws the text of maps; TensorBoard needs it as well.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +28,7 @@ _NUM_EXAMPLES = 5
 _BEFORE, _AFTER = 12, 36
 """Tokens shown around an example's first mask."""
 _TOP = 3
-# Attention probabilities in one pass: 0.25 GB in bf16, and 0.5 GB in fp32.
+# Attention probabilities in one pass, of all layers: 0.25 GB in bf16, and a layer in fp32.
 _MOST_PROBABILITIES = 1 << 27
 # Five colours of matplotlib's viridis, low to high: readable in grey and by the colour-blind.
 _COLOURS = np.array(
@@ -43,51 +41,29 @@ _MARGIN, _GAP, _BAR = 10, 6, 14
 _NUM_TICKS = 5
 
 
-@dataclass(frozen=True)
-class AttentionStatistics:
-    """Means over real tokens, fp32; L layers, N heads."""
-
-    entropy: Tensor
-    """(L, N) nats: 0 for attention to one token, log(keys) for equal attention to all."""
-    divergence: Tensor
-    """(L - 1, N) nats: Jensen-Shannon divergence of a head from the same head one layer below, 0
-    for equal attention, log 2 at most."""
-
-
 @torch.no_grad()
-def attention_statistics(
+def attention_entropy(
     encoder: Encoder,
     input_ids: Tensor,
     layout: Layout,
     real: Tensor,
     segments: Tensor | None = None,
-) -> AttentionStatistics:
-    """Run the encoder once, at the alpha that it has, and measure its attention.
+) -> Tensor:
+    """Run the encoder once, at the alpha that it has; return the (L, N) entropies of its attention.
 
-    `real`, as input_ids, are the tokens that are not padding.
+    Nats of layers and heads, fp32, means over real tokens: 0 for attention to one token, log(keys)
+    for equal attention to all. `real`, as input_ids, are the tokens that are not padding.
     """
     trace = Trace()
     encoder(input_ids, layout, segments=segments, trace=trace)
     real_BNS = layout.to_rows(real[..., None, None].float())[..., 0]
-    shares = [share.float() for share in trace.probabilities]
-    none = torch.zeros(0, encoder.config.num_heads, device=input_ids.device)
-    entropy = [_mean(entropy_of(share), real_BNS) for share in shares]
-    divergence = [_mean(divergence_of(lower, upper), real_BNS) for lower, upper in pairwise(shares)]
-    return AttentionStatistics(
-        torch.stack(entropy), torch.stack(divergence) if divergence else none
-    )
+    return torch.stack([_mean(entropy_of(each.float()), real_BNS) for each in trace.probabilities])
 
 
 def entropy_of(share_BNSS: Tensor) -> Tensor:
     """Compute (B, N, S) entropies, in nats, of (B, N, S, S) attention probabilities."""
     terms_BNSS: Tensor = torch.special.xlogy(share_BNSS, share_BNSS)
     return -terms_BNSS.sum(-1)
-
-
-def divergence_of(first_BNSS: Tensor, second_BNSS: Tensor) -> Tensor:
-    """Compute (B, N, S) Jensen-Shannon divergences, in nats, of two (B, N, S, S) attentions."""
-    middle_BNSS = (first_BNSS + second_BNSS) / 2
-    return entropy_of(middle_BNSS) - (entropy_of(first_BNSS) + entropy_of(second_BNSS)) / 2
 
 
 def _mean(value_BNS: Tensor, weight_BNS: Tensor) -> Tensor:
@@ -111,16 +87,19 @@ class Observer:
         self._examples = loader.spread(_NUM_EXAMPLES)
         config = model.encoder.config
         length = self._examples.input_ids.shape[1]
-        each = config.num_layers * config.num_heads * length * length
-        self._attention = loader.spread(min(8, max(1, _MOST_PROBABILITIES // each)))
+        maps = config.num_layers * config.num_heads
+        # Of longer sequences the beginning alone: flash attention trains what would not fit here.
+        self._length = min(length, math.isqrt(_MOST_PROBABILITIES // maps))
+        each = maps * self._length**2
+        self._attention = loader.spread(min(8, _MOST_PROBABILITIES // each))
 
-    def attention(self) -> AttentionStatistics:
-        """Measure the entropies and divergences of attention at the model's alpha."""
-        batch = self._attention.to(self._device)
-        layout = rows(batch.documents, batch.positions)
-        encoder = self._model.eval().encoder
-        real = batch.documents > 0
-        return attention_statistics(encoder, batch.input_ids, layout, real, batch.segments)
+    def attention(self) -> Tensor:
+        """Measure the (L, N) entropies of attention at the model's alpha."""
+        batch, cut = self._attention.to(self._device), np.s_[:, : self._length]
+        documents = batch.documents[cut]
+        segments = None if batch.segments is None else batch.segments[cut]
+        encoder, layout = self._model.eval().encoder, rows(documents, batch.positions[cut])
+        return attention_entropy(encoder, batch.input_ids[cut], layout, documents > 0, segments)
 
     @torch.no_grad()
     def examples(self) -> str:

@@ -192,12 +192,11 @@ class HeldOut:
         counts = ", ".join(f"{count:,} {name}" for name, count in total.counts.items())
         text = f"held-out {means_text(total.loss, total.means)}  ({counts})"
         text += "".join(f"  {name} {other.total.loss:.4f}" for name, other in others)
-        statistics = self.observer.attention()
+        entropy = self.observer.attention().cpu().numpy()
         examples = self.observer.examples()
         probes = self.probes(step) if self.probes else {}
         if not shows:
             return HeldOutResult(total.loss, text, {})
-        entropy = statistics.entropy.cpu().numpy()
         layers = {
             f"attention_entropy_layer_{number:02d}": float(of_heads.mean())
             for number, of_heads in enumerate(entropy)

@@ -88,10 +88,7 @@ def held_out_stages(timeline: Timeline) -> list[RunStage]:
 
 
 def held_out_loaders(
-    config: PretrainConfig,
-    stages: Sequence[StageData],
-    objective: TextObjective,
-    share: DataRank,
+    config: PretrainConfig, stages: Sequence[StageData], objective: TextObjective, share: DataRank
 ) -> dict[str, EvalLoader]:
     """Open the text of `held_out_stages` whose data is there, by name of the stage."""
     by_number, found = {stage.number: stage for stage in stages}, {}

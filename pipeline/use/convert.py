@@ -162,6 +162,7 @@ def load_own_hf(folder: Path) -> TrainedModel:
     if left_out:
         logger.info("%s: left out %s", folder, ", ".join(left_out))
     own, made_new = only_encoder(config, own, str(folder))
+    made_new = made_new or body.get(MADE_NEW, [])  # an export's head may be untrained, too
     facts = {MADE_NEW: made_new} if made_new else {}
     return TrainedModel(build_model(config, own, str(folder)), read_tokenizer(folder), facts)
 
@@ -241,7 +242,8 @@ def read_foreign(
         "assumed": translated.assumed,
         "config_sha256": sha256_file(read.config_path),
     }
-    facts = {"converted_from": origin, **({MADE_NEW: made_new} if made_new else {})}
+    untrained = made_new or read.config.get(MADE_NEW, [])
+    facts = {"converted_from": origin, **({MADE_NEW: untrained} if untrained else {})}
     trained = TrainedModel(model, tokenizer, facts)
     require_rows(trained, str(source))
     return Foreign(

@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
+from pipeline import errors
 from pipeline.checkpoints.manifest import verify
 from pipeline.config.data import DataConfig, EvalDataConfig
 from pipeline.config.load import build, provenance
@@ -33,14 +34,6 @@ from pipeline.data.format import DatasetIndex
 from pipeline.data.loader import EvalLoader
 from pipeline.data.objects import open_index
 from pipeline.data.run_order import DataRank
-from pipeline.errors import (
-    EXIT_FINISHED,
-    EXIT_PREEMPTED,
-    CheckpointError,
-    ConfigError,
-    DataError,
-    PostnormError,
-)
 from pipeline.model.architecture import is_model_folder, read_architecture
 from pipeline.objectives.choose import make_objective
 from pipeline.runtime import dist
@@ -124,7 +117,7 @@ def evaluate_config(arguments: EvaluateArguments) -> EvaluateConfig:
     known = sorted(f"data.{name}" for name in (*MASK_FIELDS, "stage_dir", "stage_gb"))
     for text in arguments.overrides:
         if text.partition("=")[0].strip() not in known:
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"override {text!r}: an evaluation takes only {', '.join(known)}; for dataset, "
                 "length and batch see --help"
             )
@@ -155,7 +148,7 @@ def evaluate_config(arguments: EvaluateArguments) -> EvaluateConfig:
     config = build(EvaluateConfig, values, str(origin), [*arguments.overrides, *given])
     limit = model.longest_document
     if limit is not None and config.data.seq_len > limit:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"data.seq_len={config.data.seq_len} is longer than the {limit} learned positions of "
             f"the model; give --seq-len {limit} or less"
         )
@@ -165,9 +158,11 @@ def evaluate_config(arguments: EvaluateArguments) -> EvaluateConfig:
 def _model_to_evaluate(arguments: EvaluateArguments) -> ModelConfig:
     folder = arguments.source
     if arguments.step is not None or arguments.every:
-        raise CheckpointError(f"{folder} is a model folder, of one model; leave out --step, --all")
+        raise errors.CheckpointError(
+            f"{folder} is a model folder, of one model; leave out --step, --all"
+        )
     if arguments.data is None:
-        raise CheckpointError(
+        raise errors.CheckpointError(
             f"{folder} is a model folder, which does not know its dataset; give its folder with "
             "--data"
         )
@@ -214,8 +209,7 @@ class Evaluator:
         self.index: DatasetIndex = open_index(config.data)
         seq_len = config.data.seq_len
         counts = dist.on_first(
-            lambda: sequences_at(self.index, [seq_len], run, config.objective),
-            "counting sequences",
+            lambda: sequences_at(self.index, [seq_len], run, config.objective), "counting sequences"
         )
         with dist.raise_on_all_ranks():
             share = DataRank(process.rank, process.world_size)
@@ -253,6 +247,7 @@ class Evaluator:
         """
         if not is_run(source):
             trained = load_source(source)
+            trained.require_head()
             self._require_fit(source, (), trained.tokenizer, other_data=True)
             result = self._result(trained.model)
             yield TextEvaluation(source, trained.facts.get("step"), 1.0, result)
@@ -262,7 +257,7 @@ class Evaluator:
             with dist.raise_on_all_ranks():
                 try:
                     model, manifest = load_objective(path, self._objective)
-                except (CheckpointError, OSError) as error:
+                except (errors.CheckpointError, OSError) as error:
                     raise _reading_error(path, error) from error
             tokenizer = read_tokenizer(path)
             seen = [manifest.fingerprint, *manifest.fingerprints]
@@ -286,14 +281,14 @@ class Evaluator:
         if self.index.fingerprint in seen:
             return
         if seen and not other_data:
-            raise DataError(
+            raise errors.DataError(
                 f"{folder} has fingerprint {self.index.fingerprint}, {path} was trained on "
                 f"{' and '.join(seen)}; name the folder of that dataset with --data, or this one "
                 "if you mean it"
             )
         other_ids, other_text = tokenizer_differences(tokenizer, self.index)
         if other_ids:
-            raise DataError(
+            raise errors.DataError(
                 f"{folder} was made with another tokenizer than {path} has: "
                 f"{'; '.join(other_ids)}; losses of other tokens cannot be compared: give a "
                 "dataset made with the model's tokenizer"
@@ -352,13 +347,13 @@ def _good_checkpoints(
                 return
             continue
         if step is not None:
-            raise CheckpointError(
+            raise errors.CheckpointError(
                 f"{problem}: step {step} cannot be evaluated; give another --step, or none for "
                 "the newest good checkpoint"
             )
         rejected.append(problem)
     if len(rejected) == len(paths):
-        raise CheckpointError(
+        raise errors.CheckpointError(
             f"none of the {len(paths)} checkpoints of {run} verifies: {'; '.join(rejected)}"
         )
 
@@ -366,23 +361,23 @@ def _good_checkpoints(
 def _problem(path: Path, *, tell: bool) -> str | None:
     try:
         verify(path, lambda _: dist.heartbeat_all("verifying checkpoints"))
-    except CheckpointError as error:
+    except errors.CheckpointError as error:
         if tell:
             logger.warning("checkpoint rejected: %s", error)
         return str(error)
     return None
 
 
-def _reading_error(path: Path, found: Exception) -> PostnormError:
+def _reading_error(path: Path, found: Exception) -> errors.PostnormError:
     if not path.exists():
-        return CheckpointError(
+        return errors.CheckpointError(
             f"{path} was removed while it was read, by the retention of the run, which goes on "
             "(checkpoint.keep); evaluate again, or ask for a checkpoint that is kept"
         )
     return (
         found
-        if isinstance(found, PostnormError)
-        else CheckpointError(f"{path} cannot be read: {found}")
+        if isinstance(found, errors.PostnormError)
+        else errors.CheckpointError(f"{path} cannot be read: {found}")
     )
 
 
@@ -502,7 +497,7 @@ def evaluate_as_rank(
     rank.if_lost = "Its own message says more. Nothing is damaged: start the evaluation again"
     device = dist.own_device(rank.process)
     dist.open_group(rank.process, device, TrainConfig.collective_timeout_s)
-    code = EXIT_FINISHED
+    code = errors.EXIT_FINISHED
     try:
         source, config, process = arguments.source, evaluate_config(arguments), rank.process
         run, stop = source if is_run(source) else None, AgreedStop(rank.stop)
@@ -524,7 +519,7 @@ def evaluate_as_rank(
             deque(evaluations, maxlen=0)  # this rank's part
     except Stopped as signal:
         logger.warning("stopped by %s; there is nothing to save, start again", signal)
-        code = EXIT_PREEMPTED
+        code = errors.EXIT_PREEMPTED
     dist.close_group()
     return code
 

@@ -23,48 +23,12 @@ from pipeline.config.load import provenance
 from pipeline.config.model import ModelConfig
 from pipeline.data.format import INDEX_FILE, NUM_SPECIAL
 from pipeline.errors import CheckpointError, not_written
-from pipeline.model.architecture import (
-    CONFIG_FILE,
-    FORMAT,
-    FORMAT_VERSION,
-    HEAD_FILE,
-    INTEGRITY,
-    OBJECTIVE_FILE,
-    OBJECTIVE_PARTS,
-    SENTENCEPIECE_FILE,
-    SIGNATURE,
-    TASK_FILE,
-    TASK_HEADS,
-    TOKENIZERS_FILE,
-    WEIGHTS_FILE,
-    is_model_folder,
-    read_architecture,
-    read_config,
-    tokenizer_path,
-)
+from pipeline.model import architecture
 from pipeline.model.encoder import EncoderModel, fresh_head, without_storage
 from pipeline.model.layout import rows
 from pipeline.objectives.base import Objective
 from pipeline.objectives.choose import read_objective
-from pipeline.runtime import tensors
-from pipeline.runtime.checkpoints import (
-    A_RUN_OR_ITS_COPY,
-    Manifest,
-    Step,
-    at_step,
-    folder_of,
-    read_manifest,
-    split_step,
-)
-from pipeline.runtime.files import (
-    make_folder,
-    read_json_lines,
-    rename,
-    sha256_file,
-    signed,
-    write_atomic,
-    write_json_atomic,
-)
+from pipeline.runtime import checkpoints, files, tensors
 from pipeline.runtime.run_folder import RunFolder
 from pipeline.tokenizer.fast import FastTokenizer
 from pipeline.tokenizer.sentencepiece import Tokenizer
@@ -72,14 +36,23 @@ from pipeline.train.initial import ObjectiveParts
 
 logger = logging.getLogger(__name__)
 
-A_MODEL = f"{A_RUN_OR_ITS_COPY}, or a model folder"
+A_MODEL = f"{checkpoints.A_RUN_OR_ITS_COPY}, or a model folder"
 _LISTED = 5
-_HASHED = (WEIGHTS_FILE, HEAD_FILE, OBJECTIVE_FILE, SENTENCEPIECE_FILE, TOKENIZERS_FILE)
+_HASHED = (
+    architecture.WEIGHTS_FILE,
+    architecture.HEAD_FILE,
+    architecture.OBJECTIVE_FILE,
+    architecture.SENTENCEPIECE_FILE,
+    architecture.TOKENIZERS_FILE,
+)
 _OBJECTIVE = "objective"
 """The fact that holds the config of the objective whose parts lie beside the weights."""
 _PROBE_DOCUMENT = 8
 LARGEST_DIFFERENCE = 1e-3
 """Largest difference between exported and trained logits that is accepted."""
+
+
+AnyTokenizer = Tokenizer | FastTokenizer
 
 
 @dataclass(frozen=True)
@@ -98,9 +71,19 @@ class TrainedModel:
         if self.tokenizer is None:
             raise CheckpointError(
                 "this model came without a tokenizer, so it cannot read text; put its "
-                f"{TOKENIZERS_FILE} or vocab.txt beside the weights and convert it again"
+                f"{architecture.TOKENIZERS_FILE} or vocab.txt beside the weights and convert it "
+                "again"
             )
         return self.tokenizer
+
+    def require_head(self) -> None:
+        """Check that the head for masked tokens was trained (CheckpointError: it was not)."""
+        if MADE_NEW in self.facts:
+            raise CheckpointError(
+                "this model came without a head for masked tokens "
+                f"({', '.join(self.facts[MADE_NEW])}), so its logits mean nothing; take the model "
+                "that it was fine-tuned from, or train it on text"
+            )
 
 
 @contextmanager
@@ -116,11 +99,11 @@ def publishing(out: Path) -> Iterator[Path]:
     unfinished = out.with_name(f".{out.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
-        make_folder(unfinished)
+        files.make_folder(unfinished)
         yield unfinished
         if out.exists():
             out.rmdir()
-        rename(unfinished, out)
+        files.rename(unfinished, out)
     except OSError as error:
         raise not_written(error, f"{out} could not be written: {error}") from error
     finally:
@@ -141,11 +124,11 @@ def write_model(
     """
     if parts is not None:
         tensors.require_weights(parts.weights, str(folder))
-        tensors.write_file(parts.weights, folder / OBJECTIVE_FILE)
+        tensors.write_file(parts.weights, folder / architecture.OBJECTIVE_FILE)
         facts = {**facts, _OBJECTIVE: parts.objective}
     whole = {name: tensor.detach().cpu() for name, tensor in weights.items()}
     model = build_model(config, whole, str(folder))
-    tensors.write_file(whole, folder / WEIGHTS_FILE)
+    tensors.write_file(whole, folder / architecture.WEIGHTS_FILE)
     write_config(folder, config, facts, model)
 
 
@@ -157,19 +140,23 @@ def write_config(
     Raises:
         CheckpointError: `model` gives infinite or NaN logits.
     """
-    hashes = {name: sha256_file(folder / name) for name in _HASHED if (folder / name).is_file()}
+    hashes = {
+        name: files.sha256_file(folder / name) for name in _HASHED if (folder / name).is_file()
+    }
     body = {
-        "format": FORMAT,
-        "format_version": FORMAT_VERSION,
+        "format": architecture.FORMAT,
+        "format_version": architecture.FORMAT_VERSION,
         "model": asdict(config),
         **facts,
         "exported_with": provenance(),
-        INTEGRITY: {
+        architecture.INTEGRITY: {
             "sha256": hashes,
             "probe_logits": None if model is None else _sample(model, str(folder)),
         },
     }
-    write_json_atomic(folder / CONFIG_FILE, signed(body, SIGNATURE))
+    files.write_json_atomic(
+        folder / architecture.CONFIG_FILE, files.signed(body, architecture.SIGNATURE)
+    )
 
 
 def probe_logits(model: EncoderModel) -> Tensor:
@@ -209,18 +196,18 @@ def require_intact(folder: Path, facts: dict[str, Any]) -> None:
     Raises:
         CheckpointError: one is missing or differs; names it.
     """
-    if INTEGRITY not in facts:
+    if architecture.INTEGRITY not in facts:
         logger.warning(
             "%s has no sha256 of its weights: it is of an earlier version. `postnorm export` "
             "writes a copy with them",
             folder,
         )
         return
-    for name, expected in facts[INTEGRITY]["sha256"].items():
+    for name, expected in facts[architecture.INTEGRITY]["sha256"].items():
         path = folder / name
         if not path.is_file():
             raise CheckpointError(f"{folder}: {name} is missing; copy or export the model again")
-        if sha256_file(path) != expected:
+        if files.sha256_file(path) != expected:
             raise CheckpointError(
                 f"{path} is not as it was written, its sha256 differs; copy or export the model "
                 "again"
@@ -233,7 +220,7 @@ def _require_probe(model: EncoderModel, folder: Path, facts: dict[str, Any]) -> 
     Raises:
         CheckpointError: they differ by more than `LARGEST_DIFFERENCE` of the largest, or of 1.
     """
-    written = facts.get(INTEGRITY, {}).get("probe_logits")
+    written = facts.get(architecture.INTEGRITY, {}).get("probe_logits")
     if written is None:
         return
     expected, found = torch.tensor(written), torch.tensor(_sample(model, str(folder)))
@@ -251,14 +238,18 @@ def write_tokenizer(trained: TrainedModel, folder: Path) -> None:
     """Write the tokenizer of a model to a folder, if it has one."""
     tokenizer = trained.tokenizer
     if tokenizer is not None:
-        name = SENTENCEPIECE_FILE if isinstance(tokenizer, Tokenizer) else TOKENIZERS_FILE
-        write_atomic(folder / name, tokenizer.content)
+        name = (
+            architecture.SENTENCEPIECE_FILE
+            if isinstance(tokenizer, Tokenizer)
+            else architecture.TOKENIZERS_FILE
+        )
+        files.write_atomic(folder / name, tokenizer.content)
 
 
 def copy_head(source: str | Path, folder: Path) -> None:
     """Copy the head and the task of a fine-tuned model, if `source` names one."""
-    model = fine_tuned(split_step(source)[0])
-    for name in (HEAD_FILE, TASK_FILE):
+    model = fine_tuned(checkpoints.split_step(source)[0])
+    for name in (architecture.HEAD_FILE, architecture.TASK_FILE):
         if (model / name).is_file():
             shutil.copyfile(model / name, folder / name)
 
@@ -270,14 +261,14 @@ def load_model(folder: Path) -> TrainedModel:
         CheckpointError: a file is missing, of another format, or not as it was written; or the
             logits of the fixed input differ.
     """
-    config, facts = read_architecture(folder)
+    config, facts = architecture.read_architecture(folder)
     require_intact(folder, facts)
-    model = build_model(config, tensors.read_file(folder / WEIGHTS_FILE), str(folder))
+    model = build_model(config, tensors.read_file(folder / architecture.WEIGHTS_FILE), str(folder))
     _require_probe(model, folder, facts)
-    facts.pop(INTEGRITY, None)
+    facts.pop(architecture.INTEGRITY, None)
     parts, objective = None, facts.pop(_OBJECTIVE, None)
     if objective is not None:
-        parts = ObjectiveParts(objective, tensors.read_file(folder / OBJECTIVE_FILE))
+        parts = ObjectiveParts(objective, tensors.read_file(folder / architecture.OBJECTIVE_FILE))
     return TrainedModel(model, read_tokenizer(folder), facts, parts)
 
 
@@ -287,10 +278,10 @@ def read_tokenizer(folder: Path) -> Tokenizer | FastTokenizer | None:
     Raises:
         DataError: its file is damaged.
     """
-    path = tokenizer_path(folder)
+    path = architecture.tokenizer_path(folder)
     if path is None:
         return None
-    return Tokenizer(path) if path.name == SENTENCEPIECE_FILE else FastTokenizer(path)
+    return Tokenizer(path) if path.name == architecture.SENTENCEPIECE_FILE else FastTokenizer(path)
 
 
 def build_model(config: ModelConfig, weights: dict[str, Tensor], origin: str) -> EncoderModel:
@@ -357,7 +348,7 @@ def _listed(names: list[str]) -> str:
     return f"{len(names)} tensors: {', '.join(names[:_LISTED])}{more}"
 
 
-def load_run(run: Path, step: Step | None = None) -> TrainedModel:
+def load_run(run: Path, step: checkpoints.Step | None = None) -> TrainedModel:
     """Load a run's newest good checkpoint, or that of a step, at the alpha that the step has.
 
     Raises:
@@ -367,7 +358,7 @@ def load_run(run: Path, step: Step | None = None) -> TrainedModel:
     if step is None:
         path = newest(run)
     else:
-        path = at_step(run, step)
+        path = checkpoints.at_step(run, step)
         verify(path)
     model, manifest, made_new, parts = load_checkpoint(path)
     if manifest.alpha < 1:
@@ -388,7 +379,7 @@ def load_run(run: Path, step: Step | None = None) -> TrainedModel:
 def fine_tuned(source: Path) -> Path:
     """Return the model's folder of a finished fine-tuning, and any other folder as it is."""
     folders = (source / "model", *sorted(source.glob("seed-*/model"))[:1])
-    return next((folder for folder in folders if is_model_folder(folder)), source)
+    return next((folder for folder in folders if architecture.is_model_folder(folder)), source)
 
 
 def warn_of_optimizer(trained: TrainedModel, source: str, optimizer: str) -> None:
@@ -434,7 +425,7 @@ def require_rows(trained: TrainedModel, origin: str) -> None:
 
 def load_checkpoint(
     path: Path,
-) -> tuple[EncoderModel, Manifest, list[str], ObjectiveParts | None]:
+) -> tuple[EncoderModel, checkpoints.Manifest, list[str], ObjectiveParts | None]:
     """Load one checkpoint in fp32 and evaluation mode, at its alpha, without verifying its files.
 
     Returns:
@@ -445,7 +436,7 @@ def load_checkpoint(
         CheckpointError: files are missing or damaged, or do not fit the architecture.
     """
     manifest, config, weights = _read_checkpoint(path)
-    names = [name for name in weights if name.startswith(OBJECTIVE_PARTS)]
+    names = [name for name in weights if name.startswith(architecture.OBJECTIVE_PARTS)]
     beside = {name: weights.pop(name).float() for name in names}
     parts = ObjectiveParts(manifest.identity["objective"], beside) if beside else None
     made_new: list[str] = []
@@ -458,7 +449,7 @@ def load_checkpoint(
     return model, manifest, made_new, parts
 
 
-def load_objective(path: Path, objective: Objective) -> tuple[EncoderModel, Manifest]:
+def load_objective(path: Path, objective: Objective) -> tuple[EncoderModel, checkpoints.Manifest]:
     """Load one checkpoint as `load_checkpoint` does, with all parts that its objective trains."""
     manifest, config, weights = _read_checkpoint(path)
     with torch.device("meta"):
@@ -468,21 +459,21 @@ def load_objective(path: Path, objective: Objective) -> tuple[EncoderModel, Mani
     return model, manifest
 
 
-def _read_checkpoint(path: Path) -> tuple[Manifest, ModelConfig, dict[str, Tensor]]:
+def _read_checkpoint(path: Path) -> tuple[checkpoints.Manifest, ModelConfig, dict[str, Tensor]]:
     """Read architecture and weights, but for heads of tasks."""
-    manifest = read_manifest(path)
-    config = read_config(manifest.identity["model"], str(path))
+    manifest = checkpoints.read_manifest(path)
+    config = architecture.read_config(manifest.identity["model"], str(path))
     weights = {
         name: tensor
         for name, tensor in read_weights(path).items()
-        if not name.startswith(TASK_HEADS)
+        if not name.startswith(architecture.TASK_HEADS)
     }
     return manifest, config, weights
 
 
 def newest(run: Path) -> Path:
     """Return a run's newest good checkpoint (errors as `load_run`)."""
-    path, rejected = newest_good(folder_of(run, A_MODEL))
+    path, rejected = newest_good(checkpoints.folder_of(run, A_MODEL))
     if path is None:
         raise CheckpointError(f"{run} has no good checkpoint: {'; '.join(rejected)}")
     for text in rejected:
@@ -501,7 +492,7 @@ def _sources(checkpoint: Path) -> list[str]:
 
 def _scores(run_dir: Path, step: int) -> dict[str, float]:
     """Find the last held-out evaluation up to a step; empty if there was none."""
-    records = read_json_lines(RunFolder(run_dir).metrics)
+    records = files.read_json_lines(RunFolder(run_dir).metrics)
     found = [record for record in records if record["kind"] == "eval" and record["step"] <= step]
     names = ("step", "loss", "accuracy")
     return {name: found[-1][name] for name in names if name in found[-1]} if found else {}

@@ -98,7 +98,7 @@ bos_token_id eos_token_id sep_token_id cls_token_id mask_token_id unk_token_id
 decoder_start_token_id
 initializer_range classifier_dropout gradient_checkpointing chunk_size_feed_forward use_cache
 use_bfloat16 output_attentions output_hidden_states output_past return_dict torchscript
-tf_legacy_loss
+tf_legacy_loss made_new
 tie_word_embeddings tie_encoder_decoder pooler_fc_size pooler_num_attention_heads
 pooler_num_fc_layers pooler_size_per_head
 summary_activation summary_first_dropout summary_hidden_size summary_last_dropout
@@ -261,6 +261,11 @@ def _activation(source: ForeignCheckpoint, values: dict[str, Any], assumed: dict
         raise CheckpointError(
             f"{source.origin}: hidden_act {name!r} is not known; expected one of "
             f"{', '.join(_ACTIVATIONS)}"
+        )
+    if source.family == "roberta" and _ACTIVATIONS[name] != "gelu":
+        raise CheckpointError(
+            f"{source.origin}: hidden_act is {name!r}, but RoBERTa's head for masked tokens has "
+            "gelu whatever the layers have; two activations have no place here"
         )
     values["activation"] = _ACTIVATIONS[name]
     if source.is_tensorflow and name == "gelu":

@@ -32,16 +32,13 @@ from pipeline.runtime import env, tensors
 from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.use.convert import OWN_TYPE, Style, hugging_face
 from pipeline.use.export import ExportReport, compare, load_for_export
-from pipeline.use.folder import (
-    OPTIMIZER,
-    TrainedModel,
-    publishing,
-)
+from pipeline.use.folder import MADE_NEW, OPTIMIZER, AnyTokenizer, TrainedModel, publishing
 from pipeline.use.hf_tokenizer import NO_MAX_LENGTH, write_hf_tokenizer
 
 logger = logging.getLogger(__name__)
 
 METADATA = "library_name: transformers\npipeline_tag: {}\ntags: [postnorm, encoder]"
+_NO_HEAD_TAG = "feature-extraction"
 NO_LICENSE = "unknown"
 """What hubs call a license that nobody named."""
 _INTENDED = (
@@ -93,21 +90,27 @@ def loading(name: str, family: str | None) -> str:
 
 def masked_card(trained: TrainedModel, name: str) -> Card:
     """Describe what a pre-trained model is."""
-    facts, family = trained.facts, native_family(trained.model.config)
-    scores = facts.get("scores") or {}
+    facts, family = trained.facts, native_family(trained.model.config, trained.tokenizer)
+    scores, at = facts.get("scores") or {}, ""
+    if scores.get("step") not in (None, facts.get("step")):
+        at = f", at step {scores['step']}"
     rows = {
         "optimizer": facts.get(OPTIMIZER) or "unknown",
         "optimizer steps": facts.get("step", "unknown"),
         "training text": ", ".join(facts.get("data_sources", ())) or "unknown",
         "data fingerprint": facts.get("data_fingerprint", "unknown"),
-        "held-out loss": f"{scores['loss']:.4f} nats a masked token" if scores else "unknown",
-        "held-out accuracy": f"{scores['accuracy']:.4f}" if scores else "unknown",
+        "held-out loss": f"{scores['loss']:.4f} nats a masked token{at}" if scores else "unknown",
+        "held-out accuracy": f"{scores['accuracy']:.4f}{at}" if scores else "unknown",
         "converted from": facts.get("converted_from", {}).get("path", "no other format"),
     }
-    text = "A bidirectional encoder, pre-trained with masked language modelling."
+    text, tag = "A bidirectional encoder, pre-trained with masked language modelling.", "fill-mask"
+    if MADE_NEW in facts:
+        # Scores are of a head that is not here, such as the generator's of replaced tokens.
+        rows = {name: value for name, value in rows.items() if not name.startswith("held-out")}
+        text, tag = "A bidirectional encoder. Its head of masked words is untrained.", _NO_HEAD_TAG
     intended = _INTENDED + _TUNED_BY_MUON * (facts.get(OPTIMIZER) == "muon")
     usage = _LOADING.format(loading(name, family))
-    return Card(METADATA.format("fill-mask"), text, rows, usage, intended)
+    return Card(METADATA.format(tag), text, rows, usage, intended)
 
 
 def model_card(
@@ -161,6 +164,8 @@ _NATIVE: dict[str, Any] = {
     "mlm_head": "bert",
 }
 _ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu"}
+ROFORMER_LONGEST = 8192
+"""Rows of the table of angles that transformers' RoFormer makes; our rotary models have no end."""
 _CLASSES = {"bert": "Bert", "roberta": "Roberta", "roformer": "RoFormer"}
 
 # By head: the families whose own class has nothing of its own before the last matrix. The last two
@@ -199,7 +204,8 @@ def export_hf(source: str | Path, out: Path, license_id: str = NO_LICENSE) -> Ex
     trained = load_for_hf(source)
     with publishing(out) as folder:
         report = write_hf(trained, folder)
-        family, card = native_family(trained.model.config), masked_card(trained, out.name)
+        family = native_family(trained.model.config, trained.tokenizer)
+        card = masked_card(trained, out.name)
         text = model_card(out.name, trained, family, report.max_abs_diff, card, license_id)
         write_atomic(folder / "README.md", text.encode())
     return report
@@ -219,9 +225,11 @@ def write_hf(trained: TrainedModel, folder: Path) -> ExportReport:
     """
     config = trained.model.config
     head, weights = HFTaskHead("MaskedLM", {}, {}), dict(trained.model.state_dict())
-    write_files(folder, trained, weights, native_family(config), head)
+    family = native_family(config, trained.tokenizer)
+    write_files(folder, trained, weights, family, head)
     if trained.tokenizer is not None:
-        limit = config.longest_document or NO_MAX_LENGTH
+        no_limit = ROFORMER_LONGEST if family == "roformer" else NO_MAX_LENGTH
+        limit = config.longest_document or no_limit
         write_hf_tokenizer(
             trained.tokenizer, folder, max_length=limit, token_types=config.type_vocab_size > 1
         )
@@ -260,12 +268,17 @@ def write_files(
         }
         body = _own_config(trained, head.auto)
         write_atomic(folder / MODELING_FILE, modeling_source().encode())
+    if MADE_NEW in trained.facts:
+        body[MADE_NEW] = trained.facts[MADE_NEW]
     tensors.write_file({**renamed, **head.weights}, folder / WEIGHTS_FILE)
     write_json_atomic(folder / CONFIG_FILE, {**body, **head.settings})
 
 
-def native_family(config: ModelConfig) -> Style | None:
-    """Find the transformers family that computes exactly this architecture; None if none does."""
+def native_family(config: ModelConfig, tokenizer: AnyTokenizer | None = None) -> Style | None:
+    """Find the transformers family that computes exactly this architecture; None if none does.
+
+    RoBERTa's own class takes the token before the first position for padding wherever it stands.
+    """
     values = asdict(config)
     if any(values[name] != value for name, value in _NATIVE.items()):
         return None
@@ -278,6 +291,8 @@ def native_family(config: ModelConfig) -> Style | None:
         return None
     if config.position_offset == 0:
         return "bert"
+    if tokenizer is not None and tokenizer.pad_id != config.position_offset - 1:
+        return None
     # RobertaForMaskedLM's head has gelu by erf whatever the feed-forward has.
     return "roberta" if config.activation == "gelu" else None
 
@@ -315,6 +330,7 @@ def native_config(trained: TrainedModel, family: Style, auto: str) -> dict[str, 
     }
     if family == "roformer":
         body |= {"embedding_size": config.embedding_width, "rotary_value": config.rotary_value}
+        body["max_position_embeddings"] = ROFORMER_LONGEST
     if tokenizer is not None:
         body |= {
             "pad_token_id": tokenizer.pad_id,
@@ -361,10 +377,9 @@ def modeling_source() -> str:
 
 def _own_config(trained: TrainedModel, auto: str) -> dict[str, Any]:
     module = Path(MODELING_FILE).stem
-    classes = {
-        "AutoConfig": "PostnormConfig",
-        "AutoModel": "PostnormModel",
-    } | {f"AutoModelFor{head}": f"PostnormFor{head}" for head in HEADS}
+    classes = {"AutoConfig": "PostnormConfig", "AutoModel": "PostnormModel"} | {
+        f"AutoModelFor{head}": f"PostnormFor{head}" for head in HEADS
+    }
     body = {
         "model_type": OWN_TYPE,
         "architectures": [f"PostnormFor{auto}"],

@@ -17,6 +17,7 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -129,7 +130,13 @@ def _config(
 ) -> dict[str, Any]:
     """Make the content of tokenizer_config.json."""
     is_of_words = isinstance(tokenizer, FastTokenizer) and bool(tokenizer.words)
+    rules: dict[str, Any] = {}
+    if isinstance(tokenizer, FastTokenizer) and tokenizer.kind == "wordpiece":
+        # BERT's and RoFormer's classes make their rules anew, by these or by their own defaults.
+        rules = asdict(tokenizer.options)
+        del rules["words"]
     return {
+        **rules,
         "tokenizer_class": "RoFormerTokenizer" if is_of_words else "PreTrainedTokenizerFast",
         "model_max_length": max_length,
         "clean_up_tokenization_spaces": False,

@@ -25,7 +25,7 @@ from pipeline.runtime.checkpoints import Step
 from pipeline.runtime.files import temporary_beside
 from pipeline.tokenizer.fast import FastTokenizer
 from pipeline.tokenizer.sentencepiece import Tokenizer
-from pipeline.use.folder import MADE_NEW, TrainedModel
+from pipeline.use.folder import TrainedModel
 from pipeline.use.source import load_source
 from pipeline.use.whiten import Vectors, Whitening, fingerprint, fit
 
@@ -414,8 +414,7 @@ class Model:
         if top < 1:
             raise DataError(f"top={top} must be at least 1")
         tokenizer = self._trained.require_tokenizer()
-        if not isinstance(text, str):
-            raise DataError(f"text is {type(text).__name__}, expected one string")
+        _require_text(text, "text")
         encoded = [tokenizer.cls_id, *tokenizer.encode_with_masks(text), tokenizer.sep_id]
         if tokenizer.mask_id not in encoded:
             raise DataError(
@@ -441,18 +440,12 @@ class Model:
 
     def _project(self, x: Tensor) -> Tensor:
         """Compute (..., V) logits of (..., D) hidden states."""
-        if MADE_NEW in self.facts:
-            raise CheckpointError(
-                "this model came without a head for masked tokens "
-                f"({', '.join(self.facts[MADE_NEW])}), so its logits mean nothing; take the model "
-                "that it was fine-tuned from, or train it on text"
-            )
+        self._trained.require_head()
         return self.module.head(x)  # type: ignore[no-any-return]
 
     def _document(self, text: str, number: int) -> list[int]:
         """Encode a text with its specials; `number` is for the message."""
-        if not isinstance(text, str):
-            raise DataError(f"texts[{number}] is {type(text).__name__}, expected a string")
+        _require_text(text, f"texts[{number}]")
         tokenizer = self._trained.require_tokenizer()
         return [tokenizer.cls_id, *tokenizer.encode(text), tokenizer.sep_id]
 
@@ -517,6 +510,19 @@ class Model:
             if pooling != "pooler":  # whose weights are in the model's dtype
                 hidden = [each.float() for each in hidden]
             return pool(pooling, hidden, packed_documents(ends, len(ids)), encoder).float()
+
+
+def _require_text(text: Any, name: str) -> None:
+    """Check that this is text (DataError: it is not)."""
+    if not isinstance(text, str):
+        raise DataError(f"{name} is {type(text).__name__}, expected a string")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{name} has half of a character at {error.start} ({text[error.start]!a}), as UTF-16 "
+            "that was cut has it; expected whole characters"
+        ) from None
 
 
 def write_header(file: Any, count: int, width: int) -> None:

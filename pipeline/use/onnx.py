@@ -18,16 +18,9 @@ from pipeline.data.format import NUM_SPECIAL
 from pipeline.model.encoder import EncoderModel
 from pipeline.model.layout import masked
 from pipeline.runtime.files import write_atomic
+from pipeline.use import hf
 from pipeline.use.export import ExportReport, require_equal
 from pipeline.use.folder import TrainedModel, publishing
-from pipeline.use.hf import (
-    NO_LICENSE,
-    load_for_hf,
-    masked_card,
-    model_card,
-    native_family,
-    write_hf,
-)
 
 _FILE = Path("onnx", "model.onnx")
 _OPSET = 17
@@ -49,7 +42,7 @@ class _Graph(nn.Module):
         return self.encoder(ids, masked(mask), segments=segments)  # type: ignore[no-any-return]
 
 
-def export_onnx(source: str | Path, out: Path, license_id: str = NO_LICENSE) -> ExportReport:
+def export_onnx(source: str | Path, out: Path, license_id: str = hf.NO_LICENSE) -> ExportReport:
     """Write a model for ONNX Runtime, and for transformers.
 
     Raises:
@@ -60,13 +53,14 @@ def export_onnx(source: str | Path, out: Path, license_id: str = NO_LICENSE) -> 
     for name in _PACKAGES:
         if importlib.util.find_spec(name) is None:
             raise ModuleNotFoundError(f"no module named {name!r}", name=name)
-    trained = load_for_hf(source)
+    trained = hf.load_for_hf(source)
     with publishing(out) as folder:
-        write_hf(trained, folder)
+        hf.write_hf(trained, folder)
         write_graph(trained, folder / _FILE)
         report = compare_graph(trained, folder / _FILE)
-        family, card = native_family(trained.model.config), masked_card(trained, out.name)
-        text = model_card(out.name, trained, family, report.max_abs_diff, card, license_id)
+        family = hf.native_family(trained.model.config, trained.tokenizer)
+        card = hf.masked_card(trained, out.name)
+        text = hf.model_card(out.name, trained, family, report.max_abs_diff, card, license_id)
         write_atomic(folder / "README.md", text.encode())
     note = f"{_FILE}: opset {_OPSET}, {', '.join(_inputs(trained))} to {_OUTPUT}"
     return ExportReport(report.max_abs_diff, report.num_logits, note)

@@ -23,16 +23,9 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.model.heads import Pool
 from pipeline.runtime import tensors
 from pipeline.runtime.files import write_atomic, write_json_atomic
+from pipeline.use import hf
 from pipeline.use.export import ExportReport
 from pipeline.use.folder import publishing
-from pipeline.use.hf import (
-    NO_LICENSE,
-    load_for_hf,
-    masked_card,
-    model_card,
-    native_family,
-    write_hf,
-)
 from pipeline.use.model import Model
 from pipeline.use.whiten import Vectors, Whitening
 
@@ -180,7 +173,7 @@ def export_sentence_transformers(
     pooling: Pool | None = None,
     max_length: int | None = None,
     whitening_file: Path | None = None,
-    license_id: str = NO_LICENSE,
+    license_id: str = hf.NO_LICENSE,
 ) -> ExportReport:
     """Write a model for sentence-transformers, which makes the vectors of `Model.encode`.
 
@@ -195,7 +188,7 @@ def export_sentence_transformers(
     Raises:
         PostnormError: as `export_hf` and `Model.encode`; or the pooling cannot be expressed.
     """
-    trained = load_for_hf(source)
+    trained = hf.load_for_hf(source)
     trained.require_tokenizer()
     whitening = None if whitening_file is None else Whitening.load(whitening_file)
     model = Model(trained, torch.device("cpu"), torch.float32)
@@ -217,14 +210,14 @@ def export_sentence_transformers(
         tensor = torch.from_numpy(weight).contiguous()
         layers.append((tensor, torch.from_numpy(bias), "torch.nn.modules.linear.Identity"))
     with publishing(out) as folder:
-        report = write_hf(trained, folder)
+        report = hf.write_hf(trained, folder)
         _write_modules(folder, pooling, max_length, trained.model.config.hidden_size, layers)
         about = _about(pooling, max_length, whitening)
-        card = masked_card(trained, out.name)
+        card = hf.masked_card(trained, out.name)
         text = f"{card.text}\n\n{_CARD.format(name=out.name, table=about)}"
         card = replace(card, metadata=_METADATA, text=text)
-        family = native_family(trained.model.config)
-        body = model_card(out.name, trained, family, report.max_abs_diff, card, license_id)
+        family = hf.native_family(trained.model.config, trained.tokenizer)
+        body = hf.model_card(out.name, trained, family, report.max_abs_diff, card, license_id)
         write_atomic(folder / "README.md", body.encode())
     return report
 

@@ -15,20 +15,13 @@ from pipeline.errors import CheckpointError, RunFolderError
 from pipeline.model.architecture import CONFIG_FILE, is_model_folder
 from pipeline.runtime.checkpoints import Step, split_step
 from pipeline.train.initial import InitialWeights
+from pipeline.use import folder
 from pipeline.use.convert import is_foreign, is_own_hf, load_foreign, load_own_hf
-from pipeline.use.folder import (
-    TrainedModel,
-    fine_tuned,
-    load_model,
-    load_run,
-    require_full_alpha,
-    require_rows,
-)
 
 _HUB_NAME = re.compile(r"[\w-]+(/[\w.-]+)?")
 
 
-def load_source(source: str | Path, step: Step | None = None) -> TrainedModel:
+def load_source(source: str | Path, step: Step | None = None) -> folder.TrainedModel:
     """Load a model of any form, in fp32 on the CPU.
 
     Args:
@@ -45,14 +38,14 @@ def load_source(source: str | Path, step: Step | None = None) -> TrainedModel:
     if named is not None and step is not None:
         raise CheckpointError(f"{source} names a step already, so step {step} cannot be meant too")
     step = step if named is None else named
-    path = fine_tuned(path)
+    path = folder.fine_tuned(path)
     trained = _without_step(path, step)
     if trained is None:
         try:
-            trained = load_run(path, step)
+            trained = folder.load_run(path, step)
         except RunFolderError as error:
             raise _with_advice(error, path) from None
-    require_rows(trained, str(path))
+    folder.require_rows(trained, str(path))
     return trained
 
 
@@ -64,18 +57,18 @@ def is_foreign_source(source: str | Path) -> bool:
 
 def is_run(source: Path) -> bool:
     """Return whether a folder can only be a run: no model of another form lies in it."""
-    return not (fine_tuned(source) / CONFIG_FILE).is_file() and not is_foreign(source)
+    return not (folder.fine_tuned(source) / CONFIG_FILE).is_file() and not is_foreign(source)
 
 
 def initial_weights(source: str | Path) -> InitialWeights:
     """Load what `load_source` does, and with its errors, as the start of another run."""
     trained = load_source(source)
-    require_full_alpha(trained, source, "a run that starts from it has an alpha of its own")
+    folder.require_full_alpha(trained, source, "a run that starts from it has an alpha of its own")
     weights = dict(trained.model.state_dict())
     return InitialWeights(trained.model.config, weights, trained.tokenizer, trained.parts)
 
 
-def _without_step(path: Path, step: Step | None) -> TrainedModel | None:
+def _without_step(path: Path, step: Step | None) -> folder.TrainedModel | None:
     """Load what is not a run; None if it can only be one."""
     if is_run(path):
         return None
@@ -83,7 +76,7 @@ def _without_step(path: Path, step: Step | None) -> TrainedModel | None:
         raise CheckpointError(f"{path} is a model, without steps; leave out the step {step}")
     if is_foreign_source(path):
         return load_foreign(path)
-    return load_own_hf(path) if is_own_hf(path) else load_model(path)
+    return load_own_hf(path) if is_own_hf(path) else folder.load_model(path)
 
 
 def _with_advice(error: RunFolderError, path: Path) -> RunFolderError:

@@ -12,11 +12,9 @@ is a u_i + (1 - a) u_j, which for i = 0 is p_j itself; a = 0.4.
 Shapes: an embedding is (V, E), rows by width, the output bias (V,), a table of positions (n, E).
 """
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,13 +22,15 @@ from torch import Tensor
 from pipeline.config.model import ModelConfig
 from pipeline.data.format import INDEX_FILE, read_index
 from pipeline.errors import ConfigError
-from pipeline.model.architecture import SENTENCEPIECE_FILE
-from pipeline.tokenizer.fast import BertOptions, FastTokenizer, build_tokenizer_json, word_piece
+from pipeline.model.architecture import SENTENCEPIECE_FILE, read_config
+from pipeline.tokenizer import fast
+from pipeline.tokenizer.fast import BertOptions, FastTokenizer
 from pipeline.tokenizer.sentencepiece import Tokenizer
 from pipeline.tokenizer.wordpiece import CONTINUES, read_vocab_txt
 from pipeline.use.convert import Foreign, read_foreign
 from pipeline.use.export import load_for_export
 from pipeline.use.folder import (
+    AnyTokenizer,
     TrainedModel,
     build_model,
     copy_head,
@@ -41,7 +41,6 @@ from pipeline.use.folder import (
 from pipeline.use.foreign_config import Family
 from pipeline.use.source import is_foreign_source
 
-AnyTokenizer = Tokenizer | FastTokenizer
 _ROLES = ("pad_id", "unk_id", "cls_id", "sep_id", "mask_id")
 _SHARE = 0.4
 """Su's a; 0.5 would make row i n + j equal to row j n + i."""
@@ -179,33 +178,29 @@ class VocabularyChange:
 def read_vocabulary(path: Path, old: AnyTokenizer) -> AnyTokenizer:
     """Read the tokenizer of a dataset or model folder, or a tokenizer's file.
 
-    A vocab.txt says nothing of upper case and accents: it is read as `old` reads text, if that is
-    WordPiece, too.
+    A vocab.txt without a tokenizer_config.json beside it says nothing of upper case and accents: it
+    is read as `old` reads text, if that is WordPiece, too.
 
     Raises:
         DataError: there is no tokenizer, or it is damaged.
     """
     if (path / INDEX_FILE).is_file():
         path = path / read_index(str(path)).tokenizer_file
+    if path.is_dir() and not (path / fast.TOKENIZER_JSON).is_file():
+        path = path / fast.VOCAB_TXT if (path / fast.VOCAB_TXT).is_file() else path
+    if path.suffix == ".txt" and path.is_file():
+        pieces, options = read_vocab_txt(path.read_bytes(), path), BertOptions()
+        if path.with_name(fast.CONFIG_JSON).is_file():
+            options = BertOptions.from_json(fast.read_settings(path.parent))
+        elif isinstance(old, FastTokenizer):
+            options = old.options
+        return FastTokenizer(path, fast.word_piece(pieces, options, path).encode())
     if path.is_dir():
-        content = build_tokenizer_json(path)
+        content = fast.build_tokenizer_json(path)
         if content is not None:
             return FastTokenizer(path, content.encode())
         path = path / SENTENCEPIECE_FILE
-    if path.suffix == ".txt" and path.is_file():
-        pieces = read_vocab_txt(path.read_bytes(), path)
-        return FastTokenizer(path, word_piece(pieces, _options(old), path).encode())
     return FastTokenizer(path) if path.suffix == ".json" else Tokenizer(path)
-
-
-def _options(tokenizer: AnyTokenizer) -> BertOptions:
-    rules: Any = None
-    if isinstance(tokenizer, FastTokenizer):
-        rules = json.loads(tokenizer.to_json())["normalizer"]
-    if not isinstance(tokenizer, FastTokenizer) or not rules or rules["type"] != "BertNormalizer":
-        return BertOptions()
-    splits = rules["handle_chinese_chars"] or bool(tokenizer.words)
-    return BertOptions(rules["lowercase"], rules["strip_accents"], splits, tokenizer.words)
 
 
 def with_vocabulary(
@@ -271,7 +266,7 @@ def with_rotary_base(trained: TrainedModel, base: float) -> TrainedModel:
         raise ConfigError(
             f"--rotary-base {base:g}: the model has positions={config.positions}, not rotary ones"
         )
-    config = replace(config, rotary_base=base)
+    config = read_config(asdict(replace(config, rotary_base=base)), f"--rotary-base {base:g}")
     return _changed(trained, config, dict(trained.model.state_dict()), trained.tokenizer)
 
 

@@ -113,11 +113,10 @@ def whiten(
 
 def _lines(source: str) -> Iterator[str]:
     """Yield the lines of a file that are not blank."""
-    if source == "-":
-        yield from (line.rstrip("\r\n") for line in sys.stdin if line.strip())
-        return
     try:
-        with Path(source).open(encoding="utf-8-sig", newline="\n") as file:
+        # File descriptor 0 is standard input.
+        where = 0 if source == "-" else source
+        with open(where, encoding="utf-8-sig", newline="\n", closefd=source != "-") as file:
             yield from (line.rstrip("\r\n") for line in file if line.strip())
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{source} cannot be read as UTF-8 text: {error}") from None

@@ -27,6 +27,20 @@ from pipeline.runtime.files import write_atomic
 Vectors = npt.NDArray[np.float32]
 Floats = npt.NDArray[np.float64]
 
+_FUNCTION = [
+    "num_layers",
+    "num_heads",
+    "position_offset",
+    "rotary_value",
+    "norm_placement",
+    "norm",
+    "norm_eps",
+    "activation",
+    "score_residual",
+    "attention_scale",
+    "residual",
+]
+"""Fields of the architecture that change what is computed and not the tensors."""
 TRANSDUCTIVE = (
     "fit on the texts that it is evaluated on, without their gold: transductive, not comparable "
     "with a whitening fit elsewhere"
@@ -165,8 +179,10 @@ def fit(
 
 
 def fingerprint(encoder: Encoder) -> str:
-    """Digest what makes vectors: names, shapes and weights of an encoder, and its alpha."""
-    digest = hashlib.sha256(f"alpha {float(encoder.alpha):.6g}".encode())
+    """Digest what makes vectors: an encoder's function, its alpha, names, shapes and weights."""
+    config, digest = encoder.config, hashlib.sha256(f"alpha {float(encoder.alpha):.6g}".encode())
+    base = config.rotary_base if config.positions == "rotary" else None
+    digest.update(f"{base} {[getattr(config, name) for name in _FUNCTION]}".encode())
     for name, tensor in sorted(encoder.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
         # Weights count as bfloat16, so that a model loaded in that is the same one.

@@ -1,5 +1,6 @@
 """Damaged checkpoints are rejected by name, and the one before them is used."""
 
+import errno
 import json
 import re
 import shutil
@@ -12,7 +13,7 @@ from pipeline.checkpoints import manifest as saved
 from pipeline.checkpoints.manifest import newest_good, state_file
 from pipeline.checkpoints.resume import require_usable
 from pipeline.errors import NewerFormatError
-from pipeline.runtime import checkpoints
+from pipeline.runtime import checkpoints, files
 from pipeline.runtime.checkpoints import FOLDER, MANIFEST_FILE, published
 from pipeline.runtime.tensors import SlicedFile, read_file, write_file
 from tests.support.checkpoints import make_checkpoint, write_manifest
@@ -127,3 +128,41 @@ def test_only_finished_checkpoints_are_published_and_steps_are_numbers(tmp_path:
         (tmp_path / name).mkdir()
     assert [path.name for path in published(tmp_path)] == ["step-100000000", "step-99999999",
                                                            "step-00000009"]  # fmt: skip
+
+
+def test_storage_that_fails_in_passing_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [make_checkpoint(tmp_path, step) for step in (10, 20)]
+    read, failures = Path.read_bytes, [errno.ESTALE, errno.ESTALE]
+
+    def flaky(path: Path) -> bytes:
+        if path == paths[1] / MANIFEST_FILE and failures:
+            raise OSError(failures.pop(), "in passing", str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", flaky)
+    monkeypatch.setattr(files, "PAUSES_S", (0.0, 0.0))
+    assert newest_good(tmp_path / FOLDER) == (paths[1], [])
+    # What lasts is told, and the one before is not taken for the newest.
+    failures += [errno.ESTALE] * 9
+    with pytest.raises(OSError, match="in passing"):
+        newest_good(tmp_path / FOLDER)
+
+
+def test_a_file_that_the_disk_cannot_read_is_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [make_checkpoint(tmp_path, step) for step in (10, 20)]
+    digest = files.sha256_file
+
+    def broken(path: Path) -> str:
+        if paths[1] in path.parents:
+            raise OSError(errno.EIO, "Input/output error")
+        return digest(path)
+
+    monkeypatch.setattr(saved, "sha256_file", broken)
+    monkeypatch.setattr(files, "PAUSES_S", (0.0,))
+    good, [rejected] = newest_good(tmp_path / FOLDER)
+    assert good == paths[0]
+    assert "cannot be read: " in rejected

@@ -56,6 +56,24 @@ def test_copies_follow_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert (target / FOLDER / "latest").read_text() == "step-00000040\n"
 
 
+def test_copies_of_a_way_that_was_left_go(tmp_path: Path) -> None:
+    run, target = tmp_path / "run", tmp_path / "copies"
+    for step in (400, 500):
+        make_checkpoint(run, step)
+    mirror = Mirror(run, target, Retention(2))
+    _copy(mirror)
+    shutil.rmtree(run / FOLDER / "step-00000500")  # the run went back
+    _copy(mirror)
+    assert _steps(target) == [400]
+    make_checkpoint(run, 450)
+    _copy(mirror)
+    assert _steps(target) == [450, 400]
+    # A folder that lost all of them has not gone back.
+    shutil.rmtree(run / FOLDER)
+    _copy(mirror)
+    assert _steps(target) == [450, 400]
+
+
 def test_failures_warn_and_are_retried(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run, target = tmp_path / "run", tmp_path / "copies"
     make_checkpoint(run, 10)

@@ -11,7 +11,7 @@ from sklearn.linear_model import RidgeClassifier
 from sklearn.preprocessing import StandardScaler
 
 from pipeline.data.format import DatasetIndex
-from pipeline.inspect.status import run_status, summary
+from pipeline.inspect.status import progress_lines, run_status
 from pipeline.use.model import load
 from tests.distributed.conftest import Train, tensorboard
 from tests.support.grids import first_in_ci
@@ -98,7 +98,7 @@ def test_probes_are_shown(probed: Path) -> None:
     assert (status.probes["mine"].majority, status.probes["mine"].step) == (
         lines[-1]["majority_mine"], 40,
     )  # fmt: skip
-    assert "accuracy" in summary(probed, status).text()
+    assert "accuracy" in str(list(progress_lines(status)))
 
 
 def test_a_probed_run_resumes(straight_run: Path, task: Path, tmp_path: Path, train: Train) -> None:

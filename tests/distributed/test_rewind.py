@@ -88,7 +88,7 @@ def test_commands_tell_what_was_left_out(spiking: Path) -> None:
     assert all("; left out when the run went back; epoch/sample 0/" in line for line in lines[:8])
     assert "back from step 30 to 20, without batches 22 to 29" in lines[8]
     assert "'train.skip_batches=[{first: 22, last: 29}]'" in lines[-1]
-    text = warm.run("pipeline", "status", spiking).stdout
+    text = warm.run("postnorm", "status", spiking).stdout
     assert "went back" in text
     assert "the run went back 1 times" in text
 
@@ -127,7 +127,7 @@ def test_without_a_checkpoint_from_before_it_goes_on_and_is_told(train: Train) -
     assert losses(ranks.run_dir)[40] > told["limit"]
     names = [json.loads(line)["event"] for line in events.read_text().splitlines()]
     assert names == ["started", "diverged", "finished"]
-    text = warm.run("pipeline", "status", ranks.run_dir).stdout
+    text = warm.run("postnorm", "status", ranks.run_dir).stdout
     assert f"diverged: the loss is {losses(ranks.run_dir)[40]:.3f}, high since batch 9" in text
     assert "plateau" not in text
 

@@ -177,6 +177,29 @@ def test_the_data_of_a_coming_stage_is_looked_at_before_the_run_starts(
         assert not (runs.folder / "run/checkpoints").exists()
 
 
+def test_data_of_stages_that_are_over_may_be_gone(runs: Runs, variants: Variants) -> None:
+    """Of all of them, or of one in the middle: the last stage goes on, and is forked."""
+    names = {"base": "a", "changed": "b"}
+    a, b = (
+        Path(shutil.copytree(variants[of].folder, runs.folder / to)) for of, to in names.items()
+    )
+    one = {**_STABLE, "data": {"dir": str(a)}}
+    two = {**_LONG, "data": {**_LONG["data"], "dir": str(b)}}
+    run = runs("run", [one, two, runs.decay])
+    shutil.rmtree(run / "checkpoints" / name_of(16))
+    resumed = []
+    for number, gone in enumerate(([b], [a, b])):
+        away = [folder.rename(runs.folder / f"gone-{folder.name}") for folder in gone]
+        again = Path(shutil.copytree(run, runs.folder / f"again-{number}"))
+        resumed.append(runs(again.name, [one, two, runs.decay]))
+        assert _lines(resumed[-1]) == _lines(run)
+        assert_same_bits(
+            runs(f"fork-{number}", [runs.decay], f"continue_from={run}@11"), resumed[-1]
+        )
+        for folder, path in zip(gone, away, strict=True):
+            path.rename(folder)
+
+
 def test_alpha_and_rate_do_not_jump_at_a_resume(runs: Runs, whole: Path) -> None:
     run = Path(shutil.copytree(whole, runs.folder / "run"))
     # Longer, a decay that has ended would stand higher up again.

@@ -1,27 +1,24 @@
-"""`python -m pipeline status` on runs that run, were stopped, killed, finished, or are none."""
+"""`postnorm status` on runs that run, were stopped, killed, finished, or are none."""
 
 import json
 import re
 import signal
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.training_report import long_run
-from pipeline.inspect.status import run_status, summary
+from pipeline.inspect.status import run_status
 from tests.distributed.conftest import Train
-from tests.support.processes import without
+from tests.support import warm
 from tests.support.ranks import records
-
-_command = partial(without, "torch numpy", "status")
 
 
 def test_a_finished_run(straight_run: Path) -> None:
-    done = _command(straight_run, "--json")
+    done = warm.run("postnorm", "status", straight_run, "--json")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = json.loads(done.stdout)["run"]
     assert (found["state"], found["step"], found["num_steps"]) == ("finished", 40, 40)
     train, held_out = records(straight_run), records(straight_run, "eval")
     assert found["loss"] == train[-1]["loss"]
@@ -33,7 +30,7 @@ def test_a_finished_run(straight_run: Path) -> None:
     assert found["tokens"] == sum(record["tokens"] for record in train)
     assert (found["eta_s"], found["checkpoint"]["step"]) == (0, 40)
     assert [start["end"] for start in found["starts"]] == ["finished"]
-    text = _command(straight_run).stdout
+    text = warm.run("postnorm", "status", straight_run).stdout
     assert f"[{'#' * 40}] 100.0%  step 40 of 40" in text
 
 
@@ -66,7 +63,6 @@ def test_running_then_killed_then_stopped(tmp_path: Path, train: Train) -> None:
     killed = run_status(run_dir)
     assert killed.state == "killed"
     assert killed.starts[0].end == "killed: no rank left an exit code"
-    assert summary(run_dir, killed).text().splitlines()[0].endswith(": killed")
 
     ranks = train.start("run", *overrides)
     ranks.wait_for_step(killed.step + 3)

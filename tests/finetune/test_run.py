@@ -28,7 +28,7 @@ from pipeline.finetune.model import TaskModel
 from pipeline.finetune.prepare import prepare
 from pipeline.finetune.result import read_runs
 from pipeline.finetune.run import DevScores, TaskWork, finetune, run_config
-from pipeline.inspect.status import run_status, summary
+from pipeline.inspect.status import progress_lines, run_status
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.runtime.checkpoints import published
 from pipeline.tasks.kinds.table import KINDS
@@ -107,7 +107,7 @@ def test_a_run_is_a_model(task_file: Make, tuned: Path, tiny_model: Path, tmp_pa
     assert not published(run / "checkpoints"), "what the model was made of is removed"
     status = run_status(run)
     assert (status.result.metric, status.result.score) == ("accuracy", body["scores"][0])
-    assert any("majority" in str(line) for line in summary(run, status).lines)
+    assert any("majority" in str(line) for line in progress_lines(status))
     with pytest.raises(RunFolderError, match="seed-N"):
         run_status(out)
     kinds = Counter(record["kind"] for record in _lines(run / "metrics.jsonl"))

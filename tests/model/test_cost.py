@@ -251,3 +251,20 @@ def test_a_run_may_be_included_and_numbers_begin_at_one(tmp_path: Path) -> None:
 def test_wrong_key_is_refused(file: str, override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_plan(ROOT / "configs" / file, [override])
+
+
+def test_state_is_that_of_the_run_s_optimizer_and_stage() -> None:
+    def state(*words: str) -> float:
+        plan = read_plan(
+            ROOT / "configs/demo.yaml", ["model.vocab_size=21128", *words], num_ranks=8
+        )
+        text = describe(plan).partition("MiB of state on each")[2]
+        assert f"ZeRO {plan.train.zero_stage}" in text
+        return float(_numbers(text.partition("\n")[2], "total")[0])
+
+    whole, divided, muon = (state(f"train.zero_stage={n}", *more) for n, more in
+                            ((0, ()), (1, ()), (1, ("train.optimizer=muon",))))  # fmt: skip
+    # 20 bytes a parameter against 8 and an eighth of 12.
+    assert whole / divided == pytest.approx(20 / 9.5, rel=0.02)
+    assert muon < divided
+    assert cost.limits("NVIDIA H200 NVL") != cost.limits("NVIDIA H200")

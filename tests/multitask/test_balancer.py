@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pipeline.config.train import TrainConfig
 from pipeline.data.loader import MicroBatch
+from pipeline.errors import ConfigError
 from pipeline.multitask import balance
 from pipeline.multitask.balancer import Balancer, LossBaseline, StepWeighing
 from pipeline.multitask.config import BalanceConfig, Method
@@ -295,7 +296,11 @@ def test_rules_of_losses_have_the_slope_of_their_means(gamma: float | None) -> N
         for name, loss in zip(counts, losses, strict=True)
     ]
     slope = [(mean(losses + each) - mean(losses - each)) / 2e-6 for each in 1e-6 * np.eye(3)]
-    assert np.array(of_each) * float(step.common()) == pytest.approx(slope, rel=1e-6)
+    applied = np.array(of_each) * float(step.common())
+    assert applied == pytest.approx(slope, rel=1e-6)
+    # What is shown is what was applied.
+    step.done(list(counts), losses.tolist())
+    assert [step.values[f"weight_{name}"] for name in counts] == pytest.approx(applied)
 
 
 def test_late_norms_and_rates_of_losses_are_those_measured() -> None:
@@ -313,3 +318,14 @@ def test_late_norms_and_rates_of_losses_are_those_measured() -> None:
     weights = balance.dwa(np.array([0.5, 1.0]), 2.0)
     assert weights.sum() == pytest.approx(2)
     assert weights[0] < weights[1]
+
+
+@pytest.mark.parametrize(("values", "message"), [
+    ({"method": "mgda", "gamma": 0.1}, r"balance\.gamma=0\.1 .* generalised_mean; leave"),
+    ({"method": "dwa", "lr": 3.0}, r"balance\.lr=3\.0 .* uncertainty or gradnorm"),
+    ({"method": "gradient_norm", "every": 5}, r"balance\.every=5 .* but with late"),
+], ids=str)  # fmt: skip
+def test_settings_of_another_rule_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        BalanceConfig(**values)
+    BalanceConfig(method="gradient_norm", norms="late", every=5, decay=0.5)

@@ -16,6 +16,7 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.objective import MLM, ObjectiveConfig
 from pipeline.data.loader import MicroBatch, document_bounds
 from pipeline.kernels import attention
+from pipeline.kernels.choose import REFERENCE, Choice
 from pipeline.model.cost import TrainingPass
 from pipeline.model.encoder import EncoderModel
 from pipeline.objectives.activations import activation_bytes
@@ -126,6 +127,14 @@ def test_objectives(kind: str, changes: dict[str, Any]) -> None:
     config = family("realformer_v2", **changes)
     given = TrainingPass(config, 3, SEQ_LEN, "fp32", MASKED_SHARE, objective=objective)
     assert activation_bytes(given)["total"] == pytest.approx(kept_by_step(given), abs=150)
+
+
+def test_a_generator_too_narrow_for_a_kernel_is_counted_without_it() -> None:
+    config = ModelConfig(vocab_size=99, num_layers=2, hidden_size=48, num_heads=4, ffn_size=96)
+    fused = Choice(attention=False, residual_norm=True, loss=False)
+    given = TrainingPass(config, 2, SEQ_LEN, fused=fused, objective=ObjectiveConfig(kind="rtd"))
+    plain = replace(given, fused=REFERENCE)
+    assert 0 < activation_bytes(given)["total"] < activation_bytes(plain)["total"]
 
 
 @pytest.mark.usefixtures("as_on_cpu")

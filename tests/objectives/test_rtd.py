@@ -385,5 +385,14 @@ def test_the_generator_has_whole_heads_and_a_config_that_fits() -> None:
     assert build(PretrainConfig, values, "test", ours).objective.discriminator_weight == 50
     with pytest.raises(ConfigError, match=wanted):
         build(PretrainConfig, values, "test", [*ours, "data.similar=table.npy"])
+    train = {"num_steps": 20, "warmup_steps": 1}
+    stage = {
+        "name": "b",
+        "steps": 10,
+        "data": {"replace_mask_prob": 0.8, "replace_random_prob": 0.1},
+    }
+    stages = {"train": train, "stages": [{"name": "a", "steps": 10}, stage]}
+    with pytest.raises(ConfigError, match=f"stage b: .*{wanted}"):
+        build(PretrainConfig, values | stages, "test", ours)
     with pytest.raises(ConfigError, match=r"objective\.temperature=2\.0 has no meaning"):
         build(PretrainConfig, values, "test", ["objective.kind=mlm", "objective.temperature=2"])

@@ -14,11 +14,12 @@ import torch.distributed
 from data_prep.lease import held, this_process
 from data_prep.stage import Stage, StageTask, replacing, run_tasks
 from pipeline.checkpoints.background import RankFiles
-from pipeline.checkpoints.manifest import published, remove, state_file
+from pipeline.checkpoints.manifest import remove, state_file
 from pipeline.checkpoints.state import KINDS, TensorShard
 from pipeline.data.ledger import Diverged, add_to_ledger, read_ledger
 from pipeline.data.record import BatchRecord, read_batches
 from pipeline.errors import PostnormError, explained
+from pipeline.runtime.checkpoints import published
 from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.files import (
     PAUSES_S,

@@ -162,3 +162,44 @@ def test_unusable_vocabularies_are_refused(tmp_path: Path, bert: FastTokenizer) 
     (tmp_path / "bert/vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\na\n")
     with pytest.raises(DataError, match=r"vocab\.txt has no \[MASK\]"):
         build_tokenizer_json(tmp_path / "bert")
+
+
+@pytest.mark.parametrize("options", [
+    {"do_lower_case": False}, {"do_lower_case": True, "strip_accents": False},
+    {"tokenize_chinese_chars": False}, {},
+], ids=str)  # fmt: skip
+def test_the_config_beside_a_tokenizer_json_decides(
+    tmp_path: Path, options: dict[str, bool]
+) -> None:
+    content = build_tokenizer_json(_write_vocabulary(tmp_path))
+    assert content is not None
+    (tmp_path / "vocab.txt").unlink()
+    (tmp_path / "tokenizer.json").write_text(content, encoding="utf-8")
+    assert build_tokenizer_json(tmp_path) == content
+    config = {"tokenizer_class": "BertTokenizer", **options}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    body = json.loads(build_tokenizer_json(tmp_path) or "")
+    names = {"do_lower_case": "lowercase", "tokenize_chinese_chars": "handle_chinese_chars"}
+    for key, value in options.items():
+        assert body["normalizer"][names.get(key, key)] is value
+    # A class without rules of its own leaves them.
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **options}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert build_tokenizer_json(tmp_path) == content
+
+
+@pytest.mark.parametrize("where", ["config.json", "tokenizer_config.json"])
+def test_classes_with_other_rules_are_refused_wherever_they_stand(
+    tmp_path: Path, where: str
+) -> None:
+    _write_vocabulary(tmp_path)
+    for name, message in (("BertJapaneseTokenizer", "MeCab"), ("HerbertTokenizerFast", "Herbert")):
+        (tmp_path / where).write_text(json.dumps({"tokenizer_class": name}))
+        with pytest.raises(DataError, match=message):
+            build_tokenizer_json(tmp_path)
+    (tmp_path / where).write_text(json.dumps({"tokenizer_class": "ElectraTokenizerFast"}))
+    assert build_tokenizer_json(tmp_path)
+    (tmp_path / "vocab.txt").unlink()
+    _write_byte_level(tmp_path, tokenizer_class="HerbertTokenizerFast")
+    with pytest.raises(DataError, match=r"rules are not known.*RobertaTokenizer"):
+        build_tokenizer_json(tmp_path)

@@ -14,7 +14,9 @@ import transformers
 
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, CheckpointError, ConfigError, DataError
 from pipeline.model.layout import padded
-from pipeline.use.folder import load_model
+from pipeline.use.folder import MADE_NEW, load_model
+from pipeline.use.hf import export_hf
+from pipeline.use.source import load_source
 from pipeline.use.surgery import convert
 from pipeline.use.tf_checkpoint import TfCheckpoint
 from tests.support import warm
@@ -346,12 +348,25 @@ def test_tables_and_vocabularies_that_would_be_lost(tmp_path: Path) -> None:
     _refuse(source, "tokenizer has 21 tokens, the embedding 20 rows")
 
 
+def test_an_activation_that_roberta_s_head_does_not_have_is_refused(tmp_path: Path) -> None:
+    config = transformers.RobertaConfig(**{**CONFIG, "hidden_act": "relu"})
+    transformers.RobertaForMaskedLM(config).save_pretrained(tmp_path / "hf")
+    _refuse(tmp_path / "hf", "hidden_act is 'relu', but RoBERTa's head")
+
+
+@pytest.mark.usefixtures("processes")
 def test_a_model_without_a_head_is_converted_as_one(tmp_path: Path) -> None:
-    config = transformers.BertConfig(**CONFIG)
+    config = transformers.BertConfig(**{**CONFIG, "max_position_embeddings": 40})
     transformers.BertModel(config).save_pretrained(tmp_path / "hf")
     report = convert(tmp_path / "hf", tmp_path / "out").read
     assert "head_dense.weight" in report.made_new
     assert "mlm_head=linear" in report.assumed[-1]
+    # It leaves as it came: a head that nobody trained is not taken for one.
+    export_hf(tmp_path / "out", tmp_path / "again")
+    assert load_source(tmp_path / "again").facts[MADE_NEW] == report.made_new
+    card = (tmp_path / "again/README.md").read_text()
+    assert "pipeline_tag: feature-extraction" in card
+    assert "untrained" in card
     linear = convert(tmp_path / "hf", tmp_path / "lin", overrides=["mlm_head=linear"]).read
     assert linear.made_new == []
     state = transformers.BertForMaskedLM(config).state_dict()

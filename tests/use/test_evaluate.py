@@ -23,6 +23,8 @@ from pipeline.runtime.stop import StopRequest
 from pipeline.train.evaluate import EvalResult, EvalScore
 from pipeline.use.evaluate import Report, TextEvaluation
 from pipeline.use.export import export
+from pipeline.use.folder import MADE_NEW, publishing, write_model, write_tokenizer
+from pipeline.use.source import load_source
 from tests.support.damage import flip
 from tests.support.prepare import config_of
 from tests.support.processes import wait_until
@@ -234,6 +236,13 @@ def test_a_folder(run: Path, two_sources: DatasetIndex, evaluate: Command, tmp_p
     assert wide["setting"]["precision"] == "fp32"
     assert 0 < abs(wide["loss"] - found["loss"]) < 0.01
     assert not (model / "evaluations.jsonl").exists()
+    trained = load_source(model)
+    with publishing(tmp_path / "headless") as folder:
+        write_tokenizer(trained, folder)
+        weights = dict(trained.model.state_dict())
+        write_model(folder, trained.model.config, weights, {MADE_NEW: ["head_dense.weight"]})
+    with pytest.raises(CheckpointError, match="without a head for masked tokens"):
+        evaluate(tmp_path / "headless", *data)
 
 
 def test_bad_checkpoints(run: Path, evaluate: Command, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,7 +11,9 @@ import torch
 from pipeline.config.model import ModelConfig
 from pipeline.data.format import CLS_ID, SEP_ID, DatasetIndex
 from pipeline.errors import CheckpointError
+from pipeline.model.layout import padded
 from pipeline.runtime import env
+from pipeline.tokenizer.fast import BertOptions, FastTokenizer, word_piece
 from pipeline.tokenizer.sentencepiece import Tokenizer
 from pipeline.use import hf
 from pipeline.use.hf import export_hf, modeling_source, native_family
@@ -81,6 +83,7 @@ def _alone(folder: Path, tmp_path: Path) -> dict[str, torch.Tensor]:
 BERT = {"norm": "layernorm", "norm_affine": True, "bias": True, "mlm_head": "bert",
         "embedding_dropout": "after_norm", "activation": "gelu",
         "score_residual": "none"}  # fmt: skip
+_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 KINDS = {
     "run": {},
     "bert": {**BERT, "positions": "learned"},
@@ -159,7 +162,15 @@ def test_every_switch_decides_whether_the_form_is_native() -> None:
     assert native_family(bert) == "bert"
     assert native_family(replace(bert, positions="rotary")) == "roformer"
     assert native_family(replace(bert, positions="rotary", rotary_value=True)) == "roformer"
-    assert native_family(replace(bert, position_offset=2)) == "roberta"
+    roberta = replace(bert, position_offset=2)
+    assert native_family(roberta) == "roberta"
+    # transformers gives no position to the token before the first one, which [UNK] may be.
+    for names, family in (
+        ([*_SPECIALS], None),
+        ([_SPECIALS[1], _SPECIALS[0], *_SPECIALS[2:]], "roberta"),
+    ):
+        content = word_piece(names, BertOptions(), Path("vocab.txt"))
+        assert native_family(roberta, FastTokenizer(Path("x"), content.encode())) == family
     other = {"norm_placement": "pre", "norm": "rmsnorm", "norm_affine": False, "bias": False,
              "embedding_dropout": "before_norm", "activation": "swiglu", "score_residual": "sum",
              "attention_scale": "entropy_invariant", "residual": "rezero", "share_layers": True,
@@ -179,3 +190,20 @@ def test_difference(straight_run: Path, tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(CheckpointError, match=r"exported logits differ from the trainer's by"):
         export_hf(straight_run, tmp_path / "hf")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_rotary_model_reads_long_texts_in_transformers(
+    dataset: DatasetIndex, tmp_path: Path
+) -> None:
+    source = write(tmp_path / "ours", dataset, **BERT)
+    export_hf(source, tmp_path / "hf")
+    ids = torch.randint(5, 1000, (1, 600))
+    found = hf.transformers_logits(tmp_path / "hf", "MaskedLM", ids, torch.ones_like(ids))
+    with torch.no_grad():
+        expected = load_source(source).model(
+            ids, padded(torch.tensor([600]), 600), torch.arange(600)
+        )
+    torch.testing.assert_close(found[0], expected, atol=1e-4, rtol=0)
+    body = json.loads((tmp_path / "hf/tokenizer_config.json").read_text())
+    assert body["model_max_length"] == hf.ROFORMER_LONGEST

@@ -179,6 +179,20 @@ def test_word_piece_is_written_for_transformers(tmp_path: Path) -> None:
     assert both.token_type_ids == [0] * 7 + [1] * 4
 
 
+@pytest.mark.parametrize("lower", [True, False])
+def test_rules_of_word_piece_are_written_for_classes_that_make_them_anew(
+    tmp_path: Path, lower: bool
+) -> None:
+    words = [*SPECIAL_TOKENS, "A", "##B", "##c", "a", "##b", "e", "é"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": lower}))
+    ours = FastTokenizer(tmp_path / "x", (build_tokenizer_json(tmp_path) or "").encode())
+    write_hf_tokenizer(ours, tmp_path / "hf")
+    for of in (transformers.AutoTokenizer, transformers.BertTokenizer):
+        found = of.from_pretrained(tmp_path / "hf", local_files_only=True)
+        assert found("ABc é", add_special_tokens=False).input_ids == ours.encode("ABc é")
+
+
 def test_rows_of_tasks_are_one_segment(exported: tuple[Tokenizer, Path], tmp_path: Path) -> None:
     trained = tokenizers.ByteLevelBPETokenizer()
     specials = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]

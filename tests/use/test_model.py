@@ -184,6 +184,8 @@ WRONG: dict[str, tuple[Callable[[Model], object], type[Exception], str]] = {
     "no text": (lambda m: m.encode([]), DataError, "no text to encode"),
     "no text to call": (lambda m: m([]), DataError, r"shape \(0,\)"),
     "not a text": (lambda m: m.encode(["a", 3]), DataError, r"texts\[1\] is int, expected a str"),  # type: ignore[list-item]
+    "half": (lambda m: m.encode(["a\ud800"]), DataError, r"texts\[0\] has half of a character"),
+    "half to fill": (lambda m: m.fill_mask("\ud800 [MASK]"), DataError, "half of a character"),
     "pooling": (lambda m: m.encode(["a"], "max"), ConfigError, "'max' is not known; exp.* mean"),  # type: ignore[arg-type]
     "batch": (lambda m: m.encode(["a"], batch_size=0), ConfigError, "batch_size=0 must be at le"),
     "short": (lambda m: m.encode(["a"], max_length=2), ConfigError, "max_length=2 must be at le"),
@@ -201,7 +203,7 @@ WRONG: dict[str, tuple[Callable[[Model], object], type[Exception], str]] = {
     "mask of texts": (lambda m: m(["a"], mask=[[1]]), DataError, "leave it out"),
     "segment": (lambda m: m([[5]], segments=[[2]]), DataError, "segments has 2, .* 0 to 1"),
     "no mask": (lambda m: m.fill_mask("nothing to fill"), DataError, r"has no \[MASK\]"),
-    "texts": (lambda m: m.fill_mask(["a [MASK]"]), DataError, "is list, expected one string"),  # type: ignore[arg-type]
+    "texts": (lambda m: m.fill_mask(["a [MASK]"]), DataError, "is list, expected a string"),  # type: ignore[arg-type]
     "top": (lambda m: m.fill_mask("a [MASK]", top=0), DataError, "top=0 must be at least 1"),
 }
 

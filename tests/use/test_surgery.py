@@ -15,10 +15,10 @@ from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layout import masked
 from pipeline.tokenizer.fast import BertOptions, FastTokenizer, word_piece
 from pipeline.tokenizer.sentencepiece import Tokenizer
-from pipeline.use.folder import TrainedModel
+from pipeline.use.folder import AnyTokenizer, TrainedModel
 from pipeline.use.hf import export_hf
 from pipeline.use.model import load
-from pipeline.use.surgery import AnyTokenizer, Surgery, operate, with_vocabulary
+from pipeline.use.surgery import Surgery, operate, read_vocabulary, with_vocabulary
 from tests.parity.test_hugging_face import randomised
 from tests.support import byte_bpe
 
@@ -169,6 +169,8 @@ def test_rotary_base_and_what_does_not_fit() -> None:
     assert new.model.config.rotary_base == 160_000
     assert "10000 before, 160000 now" in changes[0]
     for trained, surgery, fact in (
+        (old, Surgery(rotary_base=1.0), "rotary_base"),
+        (old, Surgery(rotary_base=-5.0), "rotary_base"),
         (old, Surgery(positions=9), "positions=rotary"),
         (learned, Surgery(rotary_base=2e4), "positions=learned"),
     ):
@@ -176,3 +178,14 @@ def test_rotary_base_and_what_does_not_fit() -> None:
             operate(trained, surgery)
     with pytest.raises(CheckpointError, match="without a tokenizer"):
         operate(TrainedModel(old.model, None, {}), Surgery(Path("vocab.txt")))
+
+
+def test_a_vocabulary_is_read_alike_as_file_and_as_folder(tmp_path: Path) -> None:
+    content = word_piece(PIECES, BertOptions(do_lower_case=False), Path("vocab.txt"))
+    cased = FastTokenizer(Path("tokenizer.json"), content.encode())
+    (tmp_path / "vocab.txt").write_text("".join(f"{piece}\n" for piece in PIECES))
+    for path in (tmp_path, tmp_path / "vocab.txt"):
+        assert not read_vocabulary(path, cased).options.do_lower_case
+    (tmp_path / "tokenizer_config.json").write_text('{"do_lower_case": true}')
+    for path in (tmp_path, tmp_path / "vocab.txt"):
+        assert read_vocabulary(path, cased).options.do_lower_case

@@ -132,6 +132,11 @@ def test_another_models_whitening_is_refused(
     other = load(write(tmp_path / "other", dataset))
     with pytest.raises(ConfigError, match=r"fit on vectors of another model \(those\)"):
         other.encode(["a"], whitening=model.fit_whitening(texts, name="those"))
+    # The same tensors compute something else with another base, or another constant of the norm.
+    for change in ({"rotary_base": 5e4}, {"norm_eps": 1e-3}):
+        alike = load(write(tmp_path / next(iter(change)), dataset, **change))
+        with pytest.raises(ConfigError, match="fit on vectors of another model"):
+            alike.encode(["a"], whitening=model.fit_whitening(texts, name="those"))
     with pytest.raises(ConfigError, match=r"this model has no pooler .*take cls, mean or first_l"):
         other.encode(["a"], "pooler")
 

@@ -12,17 +12,7 @@ import numpy as np
 from pipeline.errors import ConfigError, DataError
 from pipeline.tasks.config import HeadConfig, InputConfig
 from pipeline.tasks.formats import Row, TableFile
-from pipeline.tasks.kinds.base import (
-    Answered,
-    Arrays,
-    Decided,
-    HuggingFace,
-    Kind,
-    Labels,
-    UnitBatch,
-    Values,
-    text_sizes,
-)
+from pipeline.tasks.kinds import base
 from pipeline.tasks.rows import RowWriter, slots_of
 from pipeline.tasks.scores import Tables, mean_table
 from pipeline.tasks.types import Answer, Example, Gold, HeadSpec, TaskRows, TokenRow, TokenSpan
@@ -31,7 +21,7 @@ _STEPS_BACK = 3  # characters that CMRC's reference code steps back for an answe
 _NUM_SPECIAL = 3
 
 
-class Answers(Kind):
+class Answers(base.Kind):
     """The stretch of a passage that answers a question, or none; windows cover long passages."""
 
     gold: ClassVar = "answers"
@@ -44,7 +34,7 @@ class Answers(Kind):
     form: ClassVar = "answer"
     gold_form: ClassVar = ["answer"]
     long_texts: ClassVar = "the run reads long passages in windows, {stride} tokens apart"
-    hugging_face: ClassVar = HuggingFace(
+    hugging_face: ClassVar = base.HuggingFace(
         "QuestionAnswering",
         '"a question", "a passage"',
         "output.start_logits.argmax(-1), output.end_logits.argmax(-1)",
@@ -132,14 +122,14 @@ class Answers(Kind):
         """Return both ends."""
         return ("start", "end")
 
-    def inputs(self, batch: UnitBatch) -> Arrays:
+    def inputs(self, batch: base.UnitBatch) -> base.Arrays:
         """Return `text` and `starts` (B, S) bool: slots an answer may end and may begin at."""
         starts = np.zeros(batch.shape, np.bool_)
         for number, row in enumerate(batch.rows):
             starts[number, slice(*row.starts)] = True
         return {"text": batch.text, "starts": starts}
 
-    def targets(self, spec: HeadSpec, batch: UnitBatch) -> Arrays:
+    def targets(self, spec: HeadSpec, batch: base.UnitBatch) -> base.Arrays:
         """Return `start` and `last` (B,) int64; both 0, [CLS], in a window without the answer."""
         rows = batch.rows
         bounds = [row.spans[0][1:] if row.spans else (0, 1) for row in rows]
@@ -148,9 +138,9 @@ class Answers(Kind):
 
     def loss_of_zero_scores(self, spec: HeadSpec, data: TaskRows) -> float:
         """Return the mean entropy of equal probabilities, [CLS] among them."""
-        return float(np.mean(np.log1p(text_sizes(data))))
+        return float(np.mean(np.log1p(base.text_sizes(data))))
 
-    def prediction(self, spec: HeadSpec, example: Example, decided: Decided) -> Answered:
+    def prediction(self, spec: HeadSpec, example: Example, decided: base.Decided) -> base.Answered:
         """Take the best answer over all windows, or none if its margin is too small.
 
         Source: google-research/bert `run_squad.py`, write_predictions.
@@ -165,7 +155,9 @@ class Answers(Kind):
             return "", None
         return example.text[int(row.offsets[first, 0]) : int(row.offsets[last, 1])], None
 
-    def tables(self, golds: Values, predictions: Values, labels: Labels, scorer: str) -> Tables:
+    def tables(
+        self, golds: base.Values, predictions: base.Values, labels: base.Labels, scorer: str
+    ) -> Tables:
         """Return exact matches and f1 by the rules of a scorer."""
         pairs = [_SCORERS[scorer](g, p) for g, p in zip(golds, predictions, strict=True)]
         return {
@@ -173,7 +165,7 @@ class Answers(Kind):
             "f1": mean_table([f1 for _, f1 in pairs]),
         }
 
-    def constants(self, golds: Values, labels: Labels) -> list[str]:
+    def constants(self, golds: base.Values, labels: base.Labels) -> list[str]:
         """Return no answer."""
         return [""]
 

@@ -10,17 +10,7 @@ import numpy as np
 from pipeline.errors import DataError
 from pipeline.tasks.cells import OTHER_LABEL, choices_of, holds_lists, name_of, text_of
 from pipeline.tasks.formats import Row, TableFile, each_blank
-from pipeline.tasks.kinds.base import (
-    Answered,
-    Arrays,
-    Decided,
-    HuggingFace,
-    Kind,
-    Labels,
-    UnitBatch,
-    Values,
-    short,
-)
+from pipeline.tasks.kinds import base
 from pipeline.tasks.rows import RowWriter, Tokens
 from pipeline.tasks.scores import Floats, Tables, accuracy
 from pipeline.tasks.types import Example, Gold, HeadSpec, PredictionRow, Span, TaskRows, TokenRow
@@ -30,13 +20,13 @@ _OTHER_BLANK = "[MASK]" * 4  # an idiom has four characters
 _NO_CHOICE = -1e9
 
 
-class TextChoice(Kind):
+class TextChoice(base.Kind):
     """One of the choices of a row, each of which is a row of tokens with the texts."""
 
     has_one_answer: ClassVar = True
     masks_scores: ClassVar = True
     form: ClassVar[Any] = 0
-    hugging_face: ClassVar = HuggingFace(
+    hugging_face: ClassVar = base.HuggingFace(
         "MultipleChoice",
         '["a text"] * 2, ["a choice", "another choice"]',
         "int(output.logits.argmax(-1))",
@@ -102,7 +92,7 @@ class TextChoice(Kind):
         """Return the only output, of each choice."""
         return ("score",)
 
-    def inputs(self, batch: UnitBatch) -> Arrays:
+    def inputs(self, batch: base.UnitBatch) -> base.Arrays:
         """Return `choices` (U, C) bool, true where an example has a choice with a row."""
         most = max(len(example.choices) for example in batch.examples)
         there = np.zeros((len(batch.units), most), np.bool_)
@@ -110,7 +100,7 @@ class TextChoice(Kind):
             there[number, [batch.data.rows[row].part for row in unit]] = True
         return {"choices": there}
 
-    def targets(self, spec: HeadSpec, batch: UnitBatch) -> Arrays:
+    def targets(self, spec: HeadSpec, batch: base.UnitBatch) -> base.Arrays:
         """Return `labels` (U,) int64."""
         return {"labels": np.array(batch.golds, np.int64)}
 
@@ -118,15 +108,15 @@ class TextChoice(Kind):
         """Return the mean entropy of equal probabilities."""
         return float(np.mean([math.log(sum(row.distinct)) for row in data.examples]))
 
-    def prediction(self, spec: HeadSpec, example: Example, decided: Decided) -> Answered:
+    def prediction(self, spec: HeadSpec, example: Example, decided: base.Decided) -> base.Answered:
         """Return the index of the choice with the highest score."""
         scores = decided[0][1]
         kept = scores[: len(example.choices)]
         return int(np.argmax(scores)), [
-            short(score) if math.isfinite(score) else None for score in kept
+            base.short(score) if math.isfinite(score) else None for score in kept
         ]
 
-    def problem(self, labels: Labels, row: PredictionRow) -> str:
+    def problem(self, labels: base.Labels, row: PredictionRow) -> str:
         """Check that the prediction is a choice."""
         if row.scores is None:
             return "scores are missing, which tell how many choices there are"
@@ -137,16 +127,20 @@ class TextChoice(Kind):
         """Return the index as text."""
         return {"label": str(prediction)}
 
-    def tables(self, golds: Values, predictions: Values, labels: Labels, scorer: str) -> Tables:
+    def tables(
+        self, golds: base.Values, predictions: base.Values, labels: base.Labels, scorer: str
+    ) -> Tables:
         """Return the accuracy."""
         return {"accuracy": accuracy(golds, predictions)}
 
-    def constants(self, golds: Values, labels: Labels) -> list[int]:
+    def constants(self, golds: base.Values, labels: base.Labels) -> list[int]:
         """Return the commonest index."""
         counts = Counter(golds)
         return [min(counts, key=lambda index: (-counts[index], str(index)))]
 
-    def chance(self, golds: Values, labels: Labels, num_choices: Values = ()) -> dict[str, float]:
+    def chance(
+        self, golds: base.Values, labels: base.Labels, num_choices: base.Values = ()
+    ) -> dict[str, float]:
         """Guess uniformly among the choices of a row."""
         return {"accuracy": float(np.mean([1 / num for num in num_choices]))}
 

@@ -9,30 +9,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from pipeline.errors import DataError
+from pipeline.tasks import scores
 from pipeline.tasks.cells import require_text
 from pipeline.tasks.formats import Row, TableFile
-from pipeline.tasks.kinds.base import (
-    Answered,
-    Arrays,
-    Decided,
-    HuggingFace,
-    Kind,
-    Labels,
-    UnitBatch,
-    Values,
-    place_of,
-    text_sizes,
-)
+from pipeline.tasks.kinds import base
 from pipeline.tasks.rows import RowWriter, labelled, slots_of, text_spans, without_space
-from pipeline.tasks.scores import (
-    Tables,
-    class_counts,
-    decode_tags,
-    encode_tags,
-    macro_f1,
-    micro_f1,
-    split_tag,
-)
 from pipeline.tasks.types import (
     IGNORED,
     Example,
@@ -45,7 +26,7 @@ from pipeline.tasks.types import (
 )
 
 
-class Entities(Kind):
+class Entities(base.Kind):
     """Typed stretches of a text, which may nest: the head scores every span of every type."""
 
     gold: ClassVar = "spans"
@@ -91,9 +72,9 @@ class Entities(Kind):
             ) from None
         return tuple(sorted(spans, key=lambda span: (span.start, span.end, span.type)))
 
-    def types(self, labels: Labels) -> tuple[str, ...]:
+    def types(self, labels: base.Labels) -> tuple[str, ...]:
         """Return the types; of tags such as O, B-ORG, I-ORG those behind their prefixes."""
-        types = [split_tag(label)[1] for label in labels if label != "O"]
+        types = [scores.split_tag(label)[1] for label in labels if label != "O"]
         is_tags = "O" in labels and all(types)
         return tuple(dict.fromkeys(types) if is_tags else labels)
 
@@ -122,13 +103,13 @@ class Entities(Kind):
         """Return the spans that the head can give together, and count the others."""
         return spans
 
-    def inputs(self, batch: UnitBatch) -> Arrays:
+    def inputs(self, batch: base.UnitBatch) -> base.Arrays:
         """Return `text` (B, S) bool, true at the slots that may be labelled."""
         return {"text": batch.text}
 
-    def targets(self, spec: HeadSpec, batch: UnitBatch) -> Arrays:
+    def targets(self, spec: HeadSpec, batch: base.UnitBatch) -> base.Arrays:
         """Return `spans` (N, 4) int64: row, type, first and last slot of each entity."""
-        places = place_of(spec)
+        places = base.place_of(spec)
         spans = [
             (number, places[span.type], span.start, span.end - 1)
             for number, row in enumerate(batch.rows)
@@ -139,14 +120,14 @@ class Entities(Kind):
     def loss_of_zero_scores(self, spec: HeadSpec, data: TaskRows) -> float:
         """Return the mean of what `span_losses` gives for zeros."""
         losses = []
-        for row, size in zip(data.rows, text_sizes(data), strict=True):
+        for row, size in zip(data.rows, base.text_sizes(data), strict=True):
             of_type = Counter(span.type for span in row.spans)
             for label in spec.labels:
                 spans = size * (size + 1) // 2
                 losses.append(math.log1p(spans - of_type[label]) + math.log1p(of_type[label]))
         return float(np.mean(losses))
 
-    def prediction(self, spec: HeadSpec, example: Example, decided: Decided) -> Answered:
+    def prediction(self, spec: HeadSpec, example: Example, decided: base.Decided) -> base.Answered:
         """Return [type, start, end] of each span."""
         [(row, spans)] = decided
         typed = [TokenSpan(spec.labels[span.type], span.start, span.end) for span in spans]
@@ -159,12 +140,14 @@ class Entities(Kind):
             of_type.setdefault(kind, {}).setdefault(text[start:end], []).append([start, end - 1])
         return {"text": text, "label": of_type}
 
-    def tables(self, golds: Values, predictions: Values, labels: Labels, scorer: str) -> Tables:
+    def tables(
+        self, golds: base.Values, predictions: base.Values, labels: base.Labels, scorer: str
+    ) -> scores.Tables:
         """Return F1 of all entities, and its mean over the types."""
-        counts = class_counts(golds, predictions, labels)
-        return {"f1": micro_f1(counts), "macro_f1": macro_f1(counts)}
+        counts = scores.class_counts(golds, predictions, labels)
+        return {"f1": scores.micro_f1(counts), "macro_f1": scores.macro_f1(counts)}
 
-    def constants(self, golds: Values, labels: Labels) -> list[Any]:
+    def constants(self, golds: base.Values, labels: base.Labels) -> list[Any]:
         """Return no entity."""
         return [[]]
 
@@ -176,8 +159,8 @@ class Tags(Entities):
     decoders: ClassVar[tuple[str, ...]] = ("softmax", "crf")
     decoder: ClassVar[str] = "softmax"
     head: ClassVar[str] = "tags"
-    batch_rows: ClassVar = Kind.batch_rows
-    hugging_face: ClassVar = HuggingFace(
+    batch_rows: ClassVar = base.Kind.batch_rows
+    hugging_face: ClassVar = base.HuggingFace(
         "TokenClassification",
         answer="[model.config.id2label[i] for i in output.logits[0].argmax(-1).tolist()]",
     )
@@ -196,7 +179,7 @@ class Tags(Entities):
         prefixes = "BIES" if spec.scheme == "bioes" else "BI"
         return ("O", *(f"{prefix}-{label}" for label in spec.labels for prefix in prefixes))
 
-    def targets(self, spec: HeadSpec, batch: UnitBatch) -> Arrays:
+    def targets(self, spec: HeadSpec, batch: base.UnitBatch) -> base.Arrays:
         """Return `tags` (B, S) int64, `IGNORED` at slots without one."""
         tags = np.full(batch.shape, IGNORED, np.int64)
         number_of = {tag: number for number, tag in enumerate(self.outputs(spec))}
@@ -208,7 +191,7 @@ class Tags(Entities):
                 for span in row.spans
             ]
             there = [span for span in spans if span.start < span.end]
-            names = encode_tags(there, len(slots), spec.scheme)
+            names = scores.encode_tags(there, len(slots), spec.scheme)
             assert names is not None, "encode keeps no overlapping spans"
             tags[number, slots] = [number_of[name] for name in names]
         return {"tags": tags}
@@ -216,10 +199,10 @@ class Tags(Entities):
     def loss_of_zero_scores(self, spec: HeadSpec, data: TaskRows) -> float:
         """Return the entropy of equal probabilities."""
         # Of a CRF all tags of a row together are one choice.
-        weight = float(np.mean(text_sizes(data))) if spec.decoder == "crf" else 1.0
+        weight = float(np.mean(base.text_sizes(data))) if spec.decoder == "crf" else 1.0
         return weight * math.log(len(self.outputs(spec)))
 
-    def prediction(self, spec: HeadSpec, example: Example, decided: Decided) -> Answered:
+    def prediction(self, spec: HeadSpec, example: Example, decided: base.Decided) -> base.Answered:
         """Read entities from tags of slots; an end is that of the word, or token of several."""
         [(row, tags)] = decided
         slots = labelled(row, example).tolist()
@@ -232,7 +215,7 @@ class Tags(Entities):
             bounds.append((start, max(end, ends.get(start, end))))
         return [
             [kind, bounds[first][0], bounds[last - 1][1]]
-            for kind, first, last in decode_tags(names)
+            for kind, first, last in scores.decode_tags(names)
         ], None
 
 

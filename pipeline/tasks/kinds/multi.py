@@ -8,17 +8,7 @@ import numpy as np
 from pipeline.errors import DataError
 from pipeline.tasks.cells import name_of
 from pipeline.tasks.formats import Row, TableFile
-from pipeline.tasks.kinds.base import (
-    Answered,
-    Arrays,
-    Decided,
-    Kind,
-    Labels,
-    UnitBatch,
-    Values,
-    place_of,
-    short,
-)
+from pipeline.tasks.kinds import base
 from pipeline.tasks.scores import (
     Tables,
     accuracy,
@@ -34,14 +24,14 @@ _LABEL_JOINER = ","
 _ON, _OFF = {"1", "true"}, {"0", "false"}
 
 
-class MultiLabel(Kind):
+class MultiLabel(base.Kind):
     """Any number of the labels for each row."""
 
     has_labels: ClassVar = True
     may_be_empty: ClassVar = True
     loss: ClassVar = "multi_label"
     form: ClassVar = ["label"]
-    hugging_face: ClassVar = Kind.hugging_face._replace(
+    hugging_face: ClassVar = base.Kind.hugging_face._replace(
         answer="[name for i, name in model.config.id2label.items() if output.logits[0, i] > 0]",
         problem_type="multi_label_classification",
     )
@@ -69,9 +59,9 @@ class MultiLabel(Kind):
         """Return the labels."""
         return list(value or ())
 
-    def targets(self, spec: HeadSpec, batch: UnitBatch) -> Arrays:
+    def targets(self, spec: HeadSpec, batch: base.UnitBatch) -> base.Arrays:
         """Return `labels` (B, K) bool."""
-        places = place_of(spec)
+        places = base.place_of(spec)
         chosen = np.zeros((len(batch.units), len(places)), np.bool_)
         for number, gold in enumerate(batch.golds):
             chosen[number, [places[name] for name in gold]] = True
@@ -82,25 +72,29 @@ class MultiLabel(Kind):
         chosen = np.array([len(self.labels_in(row.gold)) for row in data.examples])
         return float(np.mean(np.log1p(len(spec.labels) - chosen) + np.log1p(chosen)))
 
-    def prediction(self, spec: HeadSpec, example: Example, decided: Decided) -> Answered:
+    def prediction(self, spec: HeadSpec, example: Example, decided: base.Decided) -> base.Answered:
         """Return the labels with a score above 0."""
         [(_, scores)] = decided
         chosen = [label for label, score in zip(spec.labels, scores, strict=True) if score > 0]
-        return chosen, [short(score) for score in scores]
+        return chosen, [base.short(score) for score in scores]
 
-    def tables(self, golds: Values, predictions: Values, labels: Labels, scorer: str) -> Tables:
+    def tables(
+        self, golds: base.Values, predictions: base.Values, labels: base.Labels, scorer: str
+    ) -> Tables:
         """Return accuracy (all labels of a row right), micro and macro f1."""
         counts = class_counts(golds, predictions, labels)
         exact = accuracy(golds, predictions)
         return {"accuracy": exact, "f1": micro_f1(counts), "macro_f1": macro_f1(counts)}
 
-    def constants(self, golds: Values, labels: Labels) -> list[list[str]]:
+    def constants(self, golds: base.Values, labels: base.Labels) -> list[list[str]]:
         """Return the commonest label alone, or each of two."""
         counts = Counter(name for gold in golds for name in set(gold))
         ordered = sorted(counts, key=lambda name: (-counts[name], name)) or [""]
         return [[name] for name in ordered[: 2 if len(labels) == 2 else 1]]
 
-    def chance(self, golds: Values, labels: Labels, num_choices: Values = ()) -> dict[str, float]:
+    def chance(
+        self, golds: base.Values, labels: base.Labels, num_choices: base.Values = ()
+    ) -> dict[str, float]:
         """Throw a coin for each label."""
         rate, shares = 1 / 2, gold_shares(golds, labels)
         micro = 2 * shares.sum() * rate / (shares.sum() + rate * len(labels))

@@ -7,26 +7,17 @@ import numpy as np
 from pipeline.errors import DataError
 from pipeline.tasks.cells import OTHER_LABEL
 from pipeline.tasks.formats import Row, TableFile
-from pipeline.tasks.kinds.base import (
-    Answered,
-    Arrays,
-    Decided,
-    Kind,
-    Labels,
-    UnitBatch,
-    Values,
-    short,
-)
+from pipeline.tasks.kinds import base
 from pipeline.tasks.scores import Tables, correlations
 from pipeline.tasks.types import Example, HeadSpec, TaskRows
 
 
-class Number(Kind):
+class Number(base.Kind):
     """A number for each row."""
 
     loss: ClassVar = "regression"
     form: ClassVar = 0.5
-    hugging_face: ClassVar = Kind.hugging_face._replace(
+    hugging_face: ClassVar = base.Kind.hugging_face._replace(
         answer="float(output.logits)", problem_type="regression"
     )
 
@@ -44,7 +35,7 @@ class Number(Kind):
         """Return the task's name, for its only number."""
         return (spec.name,)
 
-    def targets(self, spec: HeadSpec, batch: UnitBatch) -> Arrays:
+    def targets(self, spec: HeadSpec, batch: base.UnitBatch) -> base.Arrays:
         """Return `labels` (B,) float32."""
         return {"labels": np.array(batch.golds, np.float32)}
 
@@ -53,20 +44,22 @@ class Number(Kind):
         golds: list[Any] = [row.gold for row in data.examples]
         return float((np.array(golds, np.float64) ** 2).mean())
 
-    def loss_of_prior(self, golds: Values) -> float:
+    def loss_of_prior(self, golds: base.Values) -> float:
         """Return their variance, the loss of their mean."""
         return float(np.array(golds, np.float64).var())
 
-    def prediction(self, spec: HeadSpec, example: Example, decided: Decided) -> Answered:
+    def prediction(self, spec: HeadSpec, example: Example, decided: base.Decided) -> base.Answered:
         """Return the number."""
         [(_, [score])] = decided
-        return short(score), None
+        return base.short(score), None
 
-    def tables(self, golds: Values, predictions: Values, labels: Labels, scorer: str) -> Tables:
+    def tables(
+        self, golds: base.Values, predictions: base.Values, labels: base.Labels, scorer: str
+    ) -> Tables:
         """Return Pearson's and Spearman's correlations."""
         return correlations(golds, predictions)
 
-    def constants(self, golds: Values, labels: Labels) -> list[float]:
+    def constants(self, golds: base.Values, labels: base.Labels) -> list[float]:
         """Return the mean."""
         return [float(np.mean(golds))]
 

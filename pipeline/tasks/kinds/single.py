@@ -11,18 +11,7 @@ import numpy as np
 from pipeline.errors import DataError
 from pipeline.tasks.cells import name_of, require_text
 from pipeline.tasks.formats import Row, TableFile
-from pipeline.tasks.kinds.base import (
-    Answered,
-    Arrays,
-    Decided,
-    HuggingFace,
-    Kind,
-    Labels,
-    UnitBatch,
-    Values,
-    place_of,
-    short,
-)
+from pipeline.tasks.kinds import base
 from pipeline.tasks.rows import RowWriter
 from pipeline.tasks.scores import (
     Tables,
@@ -40,7 +29,7 @@ _METRICS = ("accuracy", "f1", "macro_f1", "matthews")
 _MARKS = {"span1": ("_", "_"), "span2": ("[", "]")}  # as CLUE's own baseline marks WSC
 
 
-class SingleLabel(Kind):
+class SingleLabel(base.Kind):
     """One of the labels for each row."""
 
     has_labels: ClassVar = True
@@ -55,30 +44,32 @@ class SingleLabel(Kind):
         """Return the label."""
         return [] if value is None else [value]
 
-    def targets(self, spec: HeadSpec, batch: UnitBatch) -> Arrays:
+    def targets(self, spec: HeadSpec, batch: base.UnitBatch) -> base.Arrays:
         """Return `labels` (B,) int64."""
-        places = place_of(spec)
+        places = base.place_of(spec)
         return {"labels": np.array([places[gold] for gold in batch.golds], np.int64)}
 
     def loss_of_zero_scores(self, spec: HeadSpec, data: TaskRows) -> float:
         """Return the entropy of equal probabilities."""
         return math.log(len(spec.labels))
 
-    def loss_of_prior(self, golds: Values) -> float:
+    def loss_of_prior(self, golds: base.Values) -> float:
         """Return the entropy of the labels' frequencies."""
         shares = np.array(list(Counter(map(str, golds)).values())) / len(golds)
         return float(-(shares * np.log(shares)).sum())
 
-    def prediction(self, spec: HeadSpec, example: Example, decided: Decided) -> Answered:
+    def prediction(self, spec: HeadSpec, example: Example, decided: base.Decided) -> base.Answered:
         """Return the label with the highest score."""
         [(_, scores)] = decided
-        return spec.labels[int(np.argmax(scores))], [short(score) for score in scores]
+        return spec.labels[int(np.argmax(scores))], [base.short(score) for score in scores]
 
     def submission(self, text: str, prediction: Any) -> dict[str, Any]:
         """Return the label."""
         return {"label": str(prediction)}
 
-    def tables(self, golds: Values, predictions: Values, labels: Labels, scorer: str) -> Tables:
+    def tables(
+        self, golds: base.Values, predictions: base.Values, labels: base.Labels, scorer: str
+    ) -> Tables:
         """Return accuracy, f1 (of the second of two labels), its mean and Matthews' coefficient."""
         counts = class_counts(golds, predictions, labels)
         return {
@@ -88,13 +79,15 @@ class SingleLabel(Kind):
             "matthews": matthews(counts),
         }
 
-    def constants(self, golds: Values, labels: Labels) -> list[str]:
+    def constants(self, golds: base.Values, labels: base.Labels) -> list[str]:
         """Return the commonest label, or both of two."""
         counts = Counter(golds)
         ordered = sorted(counts, key=lambda name: (-counts[name], name))
         return ordered[: 2 if len(labels) == 2 else 1]
 
-    def chance(self, golds: Values, labels: Labels, num_choices: Values = ()) -> dict[str, float]:
+    def chance(
+        self, golds: base.Values, labels: base.Labels, num_choices: base.Values = ()
+    ) -> dict[str, float]:
         """Guess uniformly among the labels."""
         rate = 1 / len(labels)
         shares = gold_shares(golds, labels)
@@ -107,14 +100,14 @@ class SingleLabel(Kind):
 class LabelOfPair(SingleLabel):
     """One of the labels for each pair of texts."""
 
-    hugging_face: ClassVar = HuggingFace("SequenceClassification", '"a text", "another text"')
+    hugging_face: ClassVar = base.HuggingFace("SequenceClassification", '"a text", "another text"')
 
 
 class Coreference(SingleLabel):
     """Whether two marked spans mean the same."""
 
     has_offsets: ClassVar = True
-    hugging_face: ClassVar = HuggingFace(
+    hugging_face: ClassVar = base.HuggingFace(
         "SequenceClassification", '"_the mark of the first span_ and [that of the second]"'
     )
 

@@ -32,11 +32,7 @@ class PartitionedOptimizer(torch.optim.Optimizer, ABC):
         self._is_divided = False
 
     def bind(
-        self,
-        matrices: dict[str, tuple[int, ...]],
-        pieces: list[TensorSlice],
-        *,
-        is_divided: bool,
+        self, matrices: dict[str, tuple[int, ...]], pieces: list[TensorSlice], *, is_divided: bool
     ) -> None:
         """Set which matrices the groups' tensors are pieces of; before the first step. Collective.
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.checkpoints.state import MOMENTS
 from pipeline.config.train import TrainConfig
 from pipeline.train.optimizers.base import PartitionedOptimizer, update_averages
 
@@ -72,7 +73,10 @@ class Lamb(PartitionedOptimizer):
     # bert4keras.
     def _trust_ratios(self, updates: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Compute |w| / |u| of every matrix, (matrices,) float32; 1 for those not in this call."""
-        held = [(flat, (flat, update)) for flat, update in updates]
-        weights, directions = self._squared_norms(held, 2).sqrt()
-        ratios = torch.where((weights > 0) & (directions > 0), weights / directions, 1.0)
+        held = [(flat, (flat, update, self.state_of(flat)[MOMENTS[0]])) for flat, update in updates]
+        weights, directions, averages = self._squared_norms(held, 3).sqrt()
+        # Of weight decay alone, as of a pooler without a loss, the ratio would be its inverse: all
+        # of the rate would be decay.
+        is_moved = (weights > 0) & (directions > 0) & (averages > 0)
+        ratios = torch.where(is_moved, weights / directions, 1.0)
         return ratios.float()
