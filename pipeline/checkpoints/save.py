@@ -415,8 +415,10 @@ def _past_files(config: RunConfig) -> dict[str, bytes]:
     A fork begins with a save, of the stage that ended before it.
     """
     paths = [*published(config.folder.checkpoints), *([config.origin] if config.origin else [])]
-    names = (name for name in read_manifest(paths[0]).files if not name.startswith(STATE_FOLDER))
-    return {name: (paths[0] / name).read_bytes() for name in names}
+    names = [name for path in paths[:1] for name in read_manifest(path).files]
+    return {
+        name: (paths[0] / name).read_bytes() for name in names if not name.startswith(STATE_FOLDER)
+    }
 
 
 def _read_tokenizer(index: DataIdentity) -> bytes:
