@@ -358,7 +358,8 @@ class Saver:
         """
         every, took_s = self._config.checkpoint.probe_every, None
         # By the run's steps, not by the saves of this process, which may end before it has so many.
-        if every and step_of(path) // self._config.checkpoint.every_steps % every == 0:
+        number = step_of(path) // self._config.checkpoint.every_steps
+        if every and number and number % every == 0:
             took_s = self._probe.run(path)
             if took_s is None:
                 return None  # not known to be good, so older checkpoints may still be needed

@@ -18,7 +18,7 @@ def test_retention_probe_and_copy_and_a_resume_from_the_copy(tmp_path: Path, tra
     run_dir, copies = tmp_path / "run", tmp_path / "copies"
     overrides = ("train.num_steps=20", "monitor.eval_every_steps=5", "checkpoint.every_steps=5",
                  "checkpoint.keep=1", "checkpoint.keep_every_steps=10", "checkpoint.keep_best=1",
-                 "checkpoint.probe_every=5", "checkpoint.keep_first=true",
+                 "checkpoint.probe_every=4", "checkpoint.keep_first=true",
                  f"checkpoint.copy_to={copies}",
                  "train.lr=0.3")  # fmt: skip
     ranks = train("run", *overrides, timeout_s=300)
