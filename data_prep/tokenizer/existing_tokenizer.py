@@ -150,7 +150,9 @@ def _options(config: TokenizerConfig, pieces: list[str], path: Path) -> fast.Ber
         settings = fast.read_settings(path.parent)
         stated = asdict(fast.BertOptions.from_json(settings))
     except (ValueError, AttributeError) as error:
-        raise DataError(f"{beside} is damaged: {error}; correct or remove it") from error
+        raise DataError(
+            f"{beside}, or config.json there, is damaged: {error}; correct or remove it"
+        ) from error
     fast.refuse_other_rules(settings["tokenizer_class"], path.parent)
     if not beside.is_file():
         stated["do_lower_case"] = not has_capitals

@@ -294,7 +294,8 @@ class CheckpointConfig:
     )
     probe_every: int = param(
         0,
-        "each so many-th save is read back and checked by another process; 0: none",
+        "saves at multiples of so many times every_steps are read back and checked by another "
+        "process; 0: none",
         unit="saves",
         ge=0,
     )

@@ -241,7 +241,8 @@ class Evaluator:
         Data other than the run's must be asked for.
 
         Raises:
-            CheckpointError: there is no such checkpoint, or none that verifies.
+            CheckpointError: there is no such checkpoint, none that verifies, or the head for masked
+                tokens was never trained.
             DataError: the model does not fit the data.
             Stopped: a rank is to stop.
         """

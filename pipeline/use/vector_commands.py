@@ -119,7 +119,8 @@ def _lines(source: str) -> Iterator[str]:
         with open(where, encoding="utf-8-sig", newline="\n", closefd=source != "-") as file:
             yield from (line.rstrip("\r\n") for line in file if line.strip())
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{source} cannot be read as UTF-8 text: {error}") from None
+        name = "standard input" if source == "-" else source
+        raise DataError(f"{name} cannot be read as UTF-8 text: {error}") from None
 
 
 @verb(
