@@ -35,7 +35,8 @@ BERT = {"norm": "layernorm", "norm_affine": True, "bias": True, "mlm_head": "ber
 MODELS: dict[str, dict[str, Any]] = {
     "own": {"pooler": True},
     "bert": {**BERT, "positions": "learned"},
-    "roberta": {**BERT, "positions": "learned", "position_offset": 2, "max_positions": 66},
+    # RoBERTa's own class counts positions from its padding token, which is 0 here.
+    "roberta": {**BERT, "positions": "learned", "position_offset": 1, "max_positions": 65},
     "roformer": {**BERT, "positions": "rotary"},
 }
 CASES = {

@@ -20,7 +20,7 @@ from pipeline.model.layers import Trace
 from pipeline.model.layout import packed, padded
 from pipeline.use.convert import hugging_face
 from pipeline.use.folder import load_model
-from pipeline.use.hf import export_hf
+from pipeline.use.hf import ROFORMER_LONGEST, export_hf
 from pipeline.use.surgery import convert
 from tests.support.grids import first_in_ci
 
@@ -159,6 +159,8 @@ def test_there_and_back_is_bit_identical(name: str, form: str, tmp_path: Path) -
     for key, value in model.config.to_dict().items():
         if key in SIZES or key in FAMILIES[name][1] or key == "layer_norm_eps":
             found = getattr(again.config, key)
+            if name.startswith("roformer") and key == "max_position_embeddings":
+                value = max(value, ROFORMER_LONGEST)  # angles are computed and have no end
             same = {found, value} == {"gelu_new", "gelu_pytorch_tanh"} or found == value
             assert same, (key, found, value)
 

@@ -195,9 +195,11 @@ def test_light_verbs_load_no_torch(module: str, tmp_path: Path) -> None:
     run.started("local", 1.0)
     run.saved(10, 1.0)
     status = f"status {run.folder}"
-    expected = {"--help": "pretrain", "pretrain --help": "example:", status: str(run.folder),
+    expected = {"--help": "pretrain", "pretrain --help": "example:",
                 "config configs/demo.yaml": "run_dir: ",
                 "model configs/model/roformer_v2-base.yaml": "parameters"}  # fmt: skip
+    if module == "postnorm":
+        expected[status] = str(run.folder)
     asked = json.dumps([module, *(command.split() for command in expected)])
     said = json.loads(python("-c", _WITHOUT_TORCH, asked))
     for text, (command, words) in zip(said, expected.items(), strict=True):
