@@ -30,9 +30,10 @@ from tests.support.checkpoints import save_state
 
 NUM_MICRO_BATCHES = 4
 WEIGHT_DECAY = 0.1
-# Matrices across the borders of 2 and of 4 equal parts, and smaller than a part; one starts at 0.
+# Matrices across the borders of 2 and of 4 equal parts, and smaller than a part; one starts at 0,
+# one has no gradient, as a pooler without a loss.
 SHAPES = {"embedding": (37, 6), "bias": (7,), "query": (6, 6), "zero": (5, 3), "gain": (3,),
-          "tiny": (1, 2), "output": (11, 6), "three": (9, 7)}  # fmt: skip
+          "tiny": (1, 2), "output": (11, 6), "three": (9, 7), "unused": (4, 3)}  # fmt: skip
 # Those inside layers, with the number of matrices that are stored as one.
 HIDDEN = {"query": 1, "zero": 1, "tiny": 1, "output": 1, "three": 3}
 NUM_HIDDEN = sum(HIDDEN.values())
@@ -110,6 +111,7 @@ def gradient(step: int, micro_batch: int) -> dict[str, Tensor]:
     }
     if step < 2:
         made["zero"].zero_()
+    made["unused"].zero_()
     if step % 10 == 9:
         made["three"][:3] *= 8
     return made

@@ -1,15 +1,31 @@
 """Entropy and likeness of attention, on cases whose answer is known."""
 
 import math
+from dataclasses import replace
 
+import pytest
 import torch
 
+from pipeline.config.data import DataConfig
 from pipeline.config.model import ModelConfig
-from pipeline.model.encoder import Encoder
+from pipeline.config.runs import PretrainConfig
+from pipeline.data.format import DatasetIndex
+from pipeline.data.run_order import DataRank
+from pipeline.model.encoder import Encoder, MaskedLanguageModel
 from pipeline.model.layout import packed, padded, rows
+from pipeline.train import look
 from pipeline.train.look import attention_entropy, entropy_of
+from tests.support.steps import eval_loader
 
 CONFIG = ModelConfig(vocab_size=40, num_layers=3, hidden_size=24, num_heads=3, ffn_size=40)
+
+
+def _even(encoder: Encoder) -> Encoder:
+    """Let each token attend alike to all of its document."""
+    with torch.no_grad():
+        for layer in encoder.layers:
+            layer.attention.qkv.weight.zero_()  # type: ignore[union-attr]
+    return encoder.eval()
 
 
 def test_entropy_of_known_distributions() -> None:
@@ -19,10 +35,7 @@ def test_entropy_of_known_distributions() -> None:
 
 
 def test_even_attention_has_the_entropy_of_its_documents_lengths() -> None:
-    encoder = Encoder(CONFIG).eval()
-    with torch.no_grad():
-        for layer in encoder.layers:
-            layer.attention.qkv.weight.zero_()  # type: ignore[union-attr]
+    encoder = _even(Encoder(CONFIG))
     documents = torch.tensor([[1] * 4 + [2] * 2 + [0] * 3])
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 0, 0, 0]])
     ids = torch.randint(40, (1, 9))
@@ -42,3 +55,19 @@ def test_packed_and_padded_are_alike() -> None:
     grid = torch.zeros(2, 5, dtype=torch.int64).masked_scatter(real, ids)
     side_by_side = attention_entropy(encoder, grid, padded(lengths, 5), real)
     torch.testing.assert_close(flat, side_by_side)
+
+
+def test_of_sequences_too_long_for_memory_the_beginning_is_seen(
+    dataset: DatasetIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = PretrainConfig(run_dir="unused", data=DataConfig(dir=str(dataset.folder), seq_len=64))
+    loader = eval_loader(dataset, config, DataRank(0, 1))
+    model = MaskedLanguageModel(replace(CONFIG, vocab_size=dataset.vocabulary.size))
+    _even(model.encoder)
+    for length in (20, 33):
+        monkeypatch.setattr(look, "_MOST_PROBABILITIES", 3 * 3 * length**2)
+        observer = look.Observer(model, loader, dataset, torch.device("cpu"))
+        documents = loader.spread(1).documents[0, :length]
+        lengths = documents[documents > 0].unique(return_counts=True)[1]
+        expected = (lengths * lengths.log()).sum() / lengths.sum()
+        torch.testing.assert_close(observer.attention(), expected.expand(3, 3))

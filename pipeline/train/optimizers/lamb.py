@@ -20,10 +20,10 @@ class Lamb(PartitionedOptimizer):
 
         u = m / (sqrt(v) + eps) + weight_decay w;    w := w - lr |w| / |u| u
 
-    The ratio |w| / |u| is 1 if one of the norms is 0, and for what does not decay, as in Google's
-    code (bert4keras adapts all); it is not clipped. Bias correction, as in the paper, first divides
-    m and v by 1 - beta^t; Google's code (google-research/albert, lamb_optimizer.py) and
-    RoFormerV2's recipe omit it.
+    The ratio |w| / |u| is 1 if one of the norms is 0, if no gradient has come yet, and for what
+    does not decay, as in Google's code (bert4keras adapts all); it is not clipped. Bias correction,
+    as in the paper, first divides m and v by 1 - beta^t; Google's code (google-research/albert,
+    lamb_optimizer.py) and RoFormerV2's recipe omit it.
     """
 
     def __init__(self, groups: list[dict[str, Any]], config: TrainConfig) -> None:
