@@ -1,5 +1,6 @@
 """What a pre-training run minimises: `objective:` in its config."""
 
+import json
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
@@ -45,8 +46,8 @@ class ObjectiveConfig:
             if kinds and self.kind not in kinds and value != field.default:
                 raise ConfigError(
                     f"objective.{field.name}={value} has no meaning with objective.kind="
-                    f"{self.kind}; leave it out (objective.{field.name}=null on the command line), "
-                    f"or set objective.kind={kinds[0]}"
+                    f"{self.kind}; leave it out (objective.{field.name}={json.dumps(field.default)} on "
+                    f"the command line), or set objective.kind={kinds[0]}"
                 )
 
     @property

@@ -5,6 +5,7 @@ Which implementations compute a step: for speed and for comparisons, never for r
 When a rise of the loss is a spike, and what a run does about it.
 """
 
+import json
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -209,7 +210,8 @@ class TrainConfig:
             if is_set and owner != chosen:
                 raise ConfigError(
                     f"train.{name}={value} has no meaning with train.{choice}={chosen}; leave it "
-                    f"out (train.{name}=null on the command line), or set train.{choice}={owner}"
+                    f"out (train.{name}={json.dumps(unset[name])} on the command line), or set "
+                    f"train.{choice}={owner}"
                 )
             if not is_set and owner == chosen and unset[name] in (None, ()):
                 raise ConfigError(f"train.{choice}={chosen} needs train.{name}; set it")

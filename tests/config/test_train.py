@@ -1,5 +1,7 @@
 """Schedules and optimizers as they are written in a config, and what of them does not fit."""
 
+import re
+
 import pytest
 
 from pipeline.config.schema import build
@@ -44,3 +46,15 @@ def _read(text: str) -> TrainConfig:
 def test_what_does_not_fit_is_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         _read(text)
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    ("decay_steps", "10"), ("decay_shape", "linear"), ("budget_hours", "2"),
+    ("lr_points", "[{step: 5, factor: 1}]"), ("lamb_bias_correction", "false"),
+    ("muon_momentum", "0.9"), ("muon_momentum_warmup_steps", "5"), ("muon_ns_steps", "3"),
+])  # fmt: skip
+def test_what_a_refusal_says_to_write_is_taken(field: str, value: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        _read(f"{{{field}: {value}}}")
+    [left_out] = re.findall(rf"\(train\.{field}=(\S+) on the command line\)", str(refused.value))
+    assert _read(f"{field}: {left_out}") == _read("{}")
