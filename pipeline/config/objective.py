@@ -46,8 +46,9 @@ class ObjectiveConfig:
             if kinds and self.kind not in kinds and value != field.default:
                 raise ConfigError(
                     f"objective.{field.name}={value} has no meaning with objective.kind="
-                    f"{self.kind}; leave it out (objective.{field.name}={json.dumps(field.default)} on "
-                    f"the command line), or set objective.kind={kinds[0]}"
+                    f"{self.kind}; leave it out (objective.{field.name}="
+                    f"{json.dumps(field.default)} on the command line), or set objective.kind="
+                    f"{kinds[0]}"
                 )
 
     @property
