@@ -25,7 +25,7 @@ SAME = "same in all seeds"
 POOLED = ("all levels",)
 """Levels of an effect that averages those of its part."""
 _LOWER_IS_BETTER = ("held_out_loss", "loss@", "train_loss.", "nats_per_char")
-_NO_BETTER = ("entropy", "js_layers", "js_heads", "gradient.", "pieces_per_char")
+_NO_BETTER = ("entropy", "js_layers", "js_heads", "pieces_per_char")
 
 
 Decision = tuple[str, tuple[str, ...]]

@@ -7,7 +7,7 @@ in a finished model lies in OUT/readings, so that a study goes on where it was s
 import json
 import logging
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import product
 from pathlib import Path
@@ -295,12 +295,11 @@ def _scores(
     """Read the scores of the fine-tunings that are finished, and what else is asked of them."""
     values: dict[str, float] = {}
     tasks: dict[str, TaskScores] = {}
-    asked = {metric for part in plan.parts.values() for metric in part.metrics}
     for task in plan.tasks:
         folders = [tasks_folder(out) / task_name(run.name, task, d) for d in plan.draws(task)]
         if not all((folder / "result.json").is_file() for folder in folders):
             continue
-        found = [_score(run, task, folder, asked) for folder in folders]
+        found = [_score(task, folder) for folder in folders]
         values |= {name: statistics.fmean(of[name] for of in found) for name in found[0]}
         if len(folders) == 1 and (folders[0] / TASK_FILE).is_file():  # with its predictions
             tasks[task] = read_scores(folders[0], read_result(folders[0]))
@@ -309,25 +308,10 @@ def _scores(
     return values, tasks
 
 
-def _score(run: StudyRun, task: str, folder: Path, asked: Collection[str]) -> dict[str, float]:
-    values = {task: float(read_result(folder)["mean"])}
+def _score(task: str, folder: Path) -> dict[str, float]:
     lines = read_json_lines(RunFolder(folder).metrics)
     last = [line for line in lines if line["kind"] == "train"][-1]
-    values[f"train_loss.{task}"] = last["loss"]
-    if "grad_norm_layer_00" in last:
-        values[f"gradient.{task}"] = last["grad_norm_layer_00"]
-    if f"entropy.{task}" in asked:
-        values[f"entropy.{task}"] = _upper_entropy(run, folder)
-    return values
-
-
-def _upper_entropy(run: StudyRun, folder: Path) -> float:
-    """Measure the highest layer of a fine-tuned encoder on the pre-training run's held-out text."""
-    path = folder / "study-entropy.json"
-    if not path.is_file():
-        found = PROBES["sparsity"].measure(folder, run.config, {})
-        write_json_atomic(path, {"entropy": found.profiles["entropy"][-1]})
-    return float(json.loads(path.read_bytes())["entropy"])
+    return {task: float(read_result(folder)["mean"]), f"train_loss.{task}": last["loss"]}
 
 
 def check_batches(plan: StudyPlan, out: Path) -> str:

@@ -17,7 +17,7 @@ from experiments import page
 from experiments.page import Point, draw_points, svg
 from experiments.study import PRESETS, StudyArguments, StudyConfig
 from experiments.study_run import embedded_corpus
-from pipeline.config.load import build
+from pipeline.config.load import build, git_revision
 from pipeline.config.schema import REQUIRED, param
 from pipeline.errors import ConfigError, DataError
 from pipeline.runtime.env import module_command
@@ -192,7 +192,10 @@ def _measure(subjects: list[str], config: SpeedConfig, out: Path, file: Path) ->
     command = [*module_command("benchmarks.step"), *words]
     if subprocess.run(command, cwd=root, stdout=subprocess.DEVNULL, check=False).returncode:
         raise DataError("no subject could be timed, see above")
-    unfinished.replace(file)
+    found = json.loads(unfinished.read_bytes())
+    found["machine"]["versions"]["revision"] = git_revision()
+    write_json_atomic(file, found)
+    unfinished.unlink()
 
 
 def analyse(
@@ -292,9 +295,11 @@ def _page(
                 f"{_shown(row['ratio'])} times RoBERTa's tokens/s"
             )
     changed = f" {' '.join(arguments.overrides)}" if arguments.overrides else ""
+    on = found[0]["machine"]
+    versions = [f"{of} {on['versions'].get(of, 'not recorded')}" for of in ("torch", "revision")]
     yield (
-        f"\n`postnorm study {name} --preset {arguments.preset}{changed}`, "
-        f"{found[0]['machine']['device']}, {found[0]['machine']['cpus']} CPU cores. Ratios are "
+        f"\n`postnorm study {name} --preset {arguments.preset}{changed}`, {on['device']}, "
+        f"{on['cpus']} CPU cores, {', '.join(versions)}. Ratios are "
         f"geometric means over {len(found)} starts of all processes, with {LEVEL:.0%} intervals of "
         f"their logarithms; !: stands after Holm. {body['how_sure']}\n"
     )

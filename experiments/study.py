@@ -32,9 +32,6 @@ HOME = Path(__file__).parents[1] / "postnorm" / "configs" / "studies"
 PRESETS = ("small", "gpu")
 OF_RUNS = ("held_out_loss", "accuracy", "tokens_per_s")
 """Metrics that every pre-training run has."""
-OF_TASKS = ("train_loss", "gradient", "entropy")
-"""Of a fine-tuning, besides its score, as `train_loss.TASK`: the loss and the gradient norm of the
-lowest layer in its last line, and the highest layer's attention entropy over log(keys) after it."""
 MEAN_SCORE = "mean_score"
 """The mean of a run's scores over all tasks of the study; absent while one of them is."""
 _HARDWARE = {
@@ -263,7 +260,7 @@ class StudyConfig:
                 known_name("reads, as a mean has no run's metrics", reads, metric, where)
         known = [*OF_RUNS, *part.tasks, *([MEAN_SCORE] if part.tasks else [])]
         known += reads
-        known += [f"{what}.{task}" for task in part.tasks for what in OF_TASKS]
+        known += [f"train_loss.{task}" for task in part.tasks]  # of its last log line
         known += [metric for probe in part.probes for metric in PROBES[probe].metrics]
         for metric in part.metrics:
             if not any(fits(metric, one) for one in known):

@@ -42,7 +42,6 @@ _MEANING = {
     "entropy": ("entropy of attention", "of log(keys)"),
     "js_layers": ("divergence of layers", "nats"),
     "js_heads": ("divergence of heads", "nats"),
-    "gradient": ("gradient of the lowest layer", ""),
     "nats_per_char": ("loss", "nats a letter"),
     "nats_per_char_listed": ("loss of new words", "nats a letter"),
     "nats_per_char_others": ("loss of others", "nats a letter"),

@@ -97,6 +97,8 @@ def grow(
         weights = _with_noise(weights, noise, seed)
         moved = _difference(config, weights, expected)
         notes.append(f"noise {noise:g}: with it logits are up to {moved:.2g} deviations apart")
+    elif width > 1:
+        notes.append("noise 0: doubled units learn the same; to train it, give --noise 0.01")
     model = build_model(config, weights, str(source))
     facts: dict[str, Any] = {
         "grown_from": {

@@ -8,6 +8,7 @@ arguments, too, `scontrol requeue` ends the script that calls it, as SLURM does,
 not.
 """
 
+import gc
 import json
 import os
 import signal
@@ -65,11 +66,14 @@ _SHELL = {
 @contextmanager
 def interruptible() -> Iterator[None]:
     """SIGINT raises KeyboardInterrupt, also where the tests themselves ignore it."""
+    gc.collect()
+    gc.disable()  # Python swallows what is raised in a callback of gc; hypothesis has one
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+        gc.enable()
 
 
 class FakeSlurm:

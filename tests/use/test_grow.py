@@ -119,6 +119,7 @@ def test_what_depth_and_noise_do_is_said(tmp_path: Path) -> None:
 def test_gradients_of_the_wider_model_differ_by_noise(straight_run: Path, tmp_path: Path) -> None:
     exact = grow(straight_run, tmp_path / "exact", width=2, depth=None, noise=0.0, seed=0)
     noisy = grow(straight_run, tmp_path / "noisy", width=2, depth=None, noise=0.01, seed=0)
+    assert [("--noise 0.01" in of.notes[-1]) for of in (exact, noisy)] == [True, False]
     assert exact.num_parameters == noisy.num_parameters > 2 * exact.num_parameters_before
     assert load_model(tmp_path / "exact").facts["optimizer"] == "adamw"
     first, second = load_model(tmp_path / "exact").model, load_model(tmp_path / "noisy").model
