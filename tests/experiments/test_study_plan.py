@@ -209,8 +209,8 @@ def test_equal_flops_count_the_start_too() -> None:
     flops = {name: run_plan(run.config).flops for name, run in made.runs.items()}
     for part in ("width", "depth"):
         scratch, grown = made.parts[part].arms
-        run = made.runs[made.of_cells[StudyCell(part, grown, ())][1]]
-        other = made.of_cells[StudyCell(part, scratch, ())][1]
+        run = made.runs[made.of_cells[StudyCell(part, grown, ())][2]]
+        other = made.of_cells[StudyCell(part, scratch, ())][2]
         total = flops[run.name] + flops[str(run.start)]
         one_step = flops[other] / made.runs[other].config.train.num_steps
         assert abs(flops[other] - total) <= one_step
