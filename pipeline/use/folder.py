@@ -377,8 +377,15 @@ def load_run(run: Path, step: checkpoints.Step | None = None) -> TrainedModel:
 
 
 def fine_tuned(source: Path) -> Path:
-    """Return the model's folder of a finished fine-tuning, and any other folder as it is."""
-    folders = (source / "model", *sorted(source.glob("seed-*/model"))[:1])
+    """Return the model's folder of a finished fine-tuning, and any other folder as it is.
+
+    Of several seeds it is the first of the result, whose predictions are the folder's own.
+    """
+    try:
+        first = json.loads((source / "result.json").read_bytes())["seeds"][0]
+    except (OSError, ValueError, LookupError, TypeError):
+        first = "*"
+    folders = (source / "model", *sorted(source.glob(f"seed-{first}/model"))[:1])
     return next((folder for folder in folders if architecture.is_model_folder(folder)), source)
 
 

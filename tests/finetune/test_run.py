@@ -34,7 +34,7 @@ from pipeline.runtime.checkpoints import published
 from pipeline.tasks.kinds.table import KINDS
 from pipeline.tasks.task import load_task
 from pipeline.use.export import export
-from pipeline.use.folder import load_model, write_model
+from pipeline.use.folder import fine_tuned, load_model, write_model
 from pipeline.use.hf import masked_card
 from pipeline.use.model import load
 from pipeline.use.pretrain import pretrain
@@ -255,6 +255,8 @@ def test_other_seeds_are_not_finished(tuned: Path, tiny_model: Path, tmp_path: P
     assert "can" in _run(path, tiny_model, two, seeds=[3, 1, 2])
     body = _run(path, tiny_model, two, seeds=[2, 1])
     assert body["scores"] == three["scores"][:0:-1]
+    # The model that is read is the one whose predictions stand there.
+    assert fine_tuned(two) == two / "seed-2/model"
     assert recompute(two)[two] == (body, body)
 
 
