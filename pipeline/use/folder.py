@@ -386,7 +386,9 @@ def fine_tuned(source: Path) -> Path:
     except (OSError, ValueError, LookupError, TypeError):
         first = "*"
     folders = (source / "model", *sorted(source.glob(f"seed-{first}/model"))[:1])
-    return next((folder for folder in folders if architecture.is_model_folder(folder)), source)
+    # Without a head it is an export, which stands still while the run beside it goes on.
+    tuned = (folder for folder in folders if (folder / architecture.HEAD_FILE).is_file())
+    return next((folder for folder in tuned if architecture.is_model_folder(folder)), source)
 
 
 def warn_of_optimizer(trained: TrainedModel, source: str, optimizer: str) -> None:

@@ -18,7 +18,7 @@ from pipeline.use.export import export
 from pipeline.use.grow import grow
 from pipeline.use.hf import export_hf
 from pipeline.use.model import load
-from pipeline.use.source import initial_weights, load_source
+from pipeline.use.source import initial_weights, is_run, load_source
 from tests.support import warm
 from tests.support.checkpoints import make_checkpoint
 
@@ -117,6 +117,14 @@ def test_best_is_the_checkpoint_with_the_lowest_loss_of_its_own_step(tmp_path: P
 )  # fmt: skip
 def test_words_that_name_a_step(text: str, step: int | str | None) -> None:
     assert split_step(text) == (Path(text.rpartition("@")[0] if step else text), step)
+
+
+def test_a_run_with_an_export_in_it_is_a_run(forms: dict[str, str], tmp_path: Path) -> None:
+    run = shutil.copytree(forms["run"], tmp_path / "run")
+    shutil.copytree(forms["own"], run / "model")
+    assert is_run(run)
+    assert load_source(f"{run}@30").facts["step"] == 30
+    assert "max_abs_diff" not in load_source(run).facts  # those of an export have it
 
 
 def test_a_folder_whose_name_has_such_an_end_is_itself(tmp_path: Path) -> None:
