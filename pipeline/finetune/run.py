@@ -542,7 +542,9 @@ def _write_folder(
             "from": prepared.source,
             OPTIMIZER: config.train.optimizer,
         }
-        if MADE_NEW in prepared.trained.facts:
+        if prepared.is_random:
+            task[MADE_NEW] = ["random weights"]
+        elif MADE_NEW in prepared.trained.facts:
             task[MADE_NEW] = prepared.trained.facts[MADE_NEW]
         tensors.write_file(head_weights(weights), new / HEAD_FILE)
         (new / prepared.tokenizer_file).write_bytes(prepared.tokenizer)

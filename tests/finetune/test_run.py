@@ -223,6 +223,17 @@ def test_other_layers_are_not_finished(task_file: Make, tiny_model: Path, tmp_pa
         _run(path, source, tmp_path / "out")
 
 
+def test_random_weights_have_no_head_for_masks(
+    task_file: Make, tiny_model: Path, tmp_path: Path
+) -> None:
+    path = task_file("classify", train={"steps": 1})
+    _run(path, f"random:{tiny_model}", tmp_path / "out")
+    _run(path, tmp_path / "out", tmp_path / "next")
+    for name in ("out", "next"):
+        with pytest.raises(CheckpointError, match=r"without a head .* \(random weights\)"):
+            load(tmp_path / name).fill_mask("the [MASK]")
+
+
 def test_time_is_that_of_the_whole_run(
     task_file: Make, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
