@@ -69,7 +69,7 @@ class TextLines:
 
     def __init__(self, stream: Iterable[bytes], *, skip_bad: bool) -> None:
         self._stream = iter(stream)
-        self._skip_bad = skip_bad
+        self.skip_bad = skip_bad
         self._bad_rows: list[int] = []
         self.digest = hashlib.sha256()
         """SHA-256 of the lines so far."""
@@ -91,7 +91,7 @@ class TextLines:
                 text = (line.removeprefix(_BOM) if first else line).decode().rstrip("\r\n")
             except UnicodeDecodeError as error:
                 self._count_bad(error)
-                if self._skip_bad:
+                if self.skip_bad:
                     continue
                 self._bad_rows.append(self.num_rows)
                 text = ""
@@ -112,7 +112,7 @@ class TextLines:
 
     def _count_bad(self, error: UnicodeDecodeError) -> None:
         self.num_bad += 1
-        done = "left out" if self._skip_bad else "its vector is NaN"
+        done = "left out" if self.skip_bad else "its vector is NaN"
         if self.num_bad <= _NAMED:
             byte = error.object[error.start]
             place = f"byte 0x{byte:02x} at {error.start}"
@@ -145,15 +145,16 @@ def encode_lines(
         "pooling": pooling,
         "max_length": max_length,
         "whitening": None if whitening is None else _digest(whitening),
+        "bad_lines": "skip" if lines.skip_bad else "nan",
     }
-    _resume(partial, record, lines, of, width)
+    model.num_cut += _resume(partial, record, lines, of, width)
     # Its rows are counted from here on, because the file may have more than the record knows.
     with partial.open("r+b" if partial.exists() else "w+b") as file:
         write_header(file, 0, width)
         file.truncate(file.tell() + 4 * width * lines.num_rows)
         file.seek(0, 2)
         blocks = model.iter_encode(lines, pooling, batch_size, max_length, whitening)
-        progress = _Progress(record, lines, of, file)
+        progress = _Progress(record, lines, model, of, file)
         try:
             for block in lines.vectors_of(blocks):
                 block.tofile(file)
@@ -171,20 +172,20 @@ def encode_lines(
     return lines.num_rows
 
 
-def _resume(partial: Path, record: Path, lines: TextLines, of: dict[str, Any], width: int) -> None:
-    """Pass over the lines whose vectors are there already."""
+def _resume(partial: Path, record: Path, lines: TextLines, of: dict[str, Any], width: int) -> int:
+    """Pass over the lines whose vectors are there already; return how many of them were cut."""
     if not record.is_file() or not partial.is_file():
-        return
+        return 0
     remedy = f"remove {partial} and {record.name} to start over"
     try:
         found = json.loads(record.read_bytes())
         done = [int(found[name]) for name in ("lines", "rows", "bad")]
         known, digest = found["of"], found["sha256"]
+        num_cut = int(found.get("cut", 0))  # which earlier versions did not write
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{record} is damaged ({error}); {remedy}") from error
-    if known != of:
-        differing = ", ".join(name for name in of if known.get(name) != of[name])
-        raise DataError(f"{partial} has vectors of another {differing}; {remedy}")
+    if differing := [name for name, value in of.items() if known.get(name, value) != value]:
+        raise DataError(f"{partial} has vectors of another {', '.join(differing)}; {remedy}")
     lines.pass_over(*done)
     if lines.digest.hexdigest() != digest or partial.stat().st_size < 4 * width * done[1]:
         raise DataError(
@@ -192,13 +193,17 @@ def _resume(partial: Path, record: Path, lines: TextLines, of: dict[str, Any], w
             f"give the same lines, or {remedy}"
         )
     logger.info("%s: goes on after line %d", partial, done[0])
+    return num_cut
 
 
 class _Progress:
     """Keeps the record of what a file has, and tells how fast it grows."""
 
-    def __init__(self, record: Path, lines: TextLines, of: dict[str, Any], file: Any) -> None:
-        self._record, self._lines, self._of, self._file = record, lines, of, file
+    def __init__(
+        self, record: Path, lines: TextLines, model: Model, of: dict[str, Any], file: Any
+    ) -> None:
+        self._record, self._lines, self._model = record, lines, model
+        self._of, self._file = of, file
         self._start_s = self._saved_s = self._told_s = time.monotonic()
         self._first, self._state = lines.num_rows, self._now()
 
@@ -222,6 +227,7 @@ class _Progress:
     def _now(self) -> dict[str, Any]:
         lines = self._lines
         counts = {"lines": lines.num_lines, "rows": lines.num_rows, "bad": lines.num_bad}
+        counts["cut"] = self._model.num_cut
         return {**counts, "sha256": lines.digest.hexdigest(), "of": self._of}
 
 

@@ -39,9 +39,17 @@ def _stream() -> list[bytes]:
     return lines
 
 
-def _write(model: Model, out: Path, stream: Iterator[bytes], *, pooling: str = "mean") -> TextLines:
-    lines = TextLines(stream, skip_bad=False)
-    encode_lines(model, lines, out, pooling, 1, 64, None)  # type: ignore[arg-type]
+def _write(
+    model: Model,
+    out: Path,
+    stream: Iterator[bytes],
+    *,
+    pooling: str = "mean",
+    max_length: int = 64,
+    skip_bad: bool = False,
+) -> TextLines:
+    lines = TextLines(stream, skip_bad=skip_bad)
+    encode_lines(model, lines, out, pooling, 1, max_length, None)  # type: ignore[arg-type]
     return lines
 
 
@@ -94,12 +102,23 @@ def test_a_killed_command(model: Model, tmp_path: Path, caplog: pytest.LogCaptur
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v.npy", "whole.npy"]
 
 
+def test_texts_that_were_cut_before_a_kill_are_counted(folder: Path, tmp_path: Path) -> None:
+    whole, killed, again = (load(folder, device="cpu") for _ in range(3))
+    _write(whole, tmp_path / "whole.npy", iter(_stream()), max_length=12)
+    with pytest.raises(OSError, match="is gone"):
+        _write(killed, tmp_path / "v.npy", _failing(80), max_length=12)
+    _write(again, tmp_path / "v.npy", iter(_stream()), max_length=12)
+    assert 0 < killed.num_cut < again.num_cut == whole.num_cut
+
+
 def test_what_does_not_go_on_is_refused(model: Model, tmp_path: Path) -> None:
     out = tmp_path / "v.npy"
     with pytest.raises(OSError, match="is gone"):
         _write(model, out, _failing(40))
     with pytest.raises(DataError, match=r"vectors of another pooling; remove .*v\.npy\.partial"):
         _write(model, out, iter(_stream()), pooling="cls")
+    with pytest.raises(DataError, match="vectors of another bad_lines"):
+        _write(model, out, iter(_stream()), skip_bad=True)
     with pytest.raises(DataError, match="of 32 lines that are not the first ones given now"):
         _write(model, out, iter(_stream()[1:]))
     (tmp_path / "v.npy.partial.json").write_text("{")
