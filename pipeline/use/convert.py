@@ -35,7 +35,6 @@ from pipeline.use.folder import (
     TrainedModel,
     build_model,
     only_encoder,
-    read_tokenizer,
     require_rows,
 )
 from pipeline.use.foreign_config import Family, ForeignCheckpoint, carry_of, translate
@@ -164,7 +163,9 @@ def load_own_hf(folder: Path) -> TrainedModel:
     own, made_new = only_encoder(config, own, str(folder))
     made_new = made_new or body.get(MADE_NEW, [])  # an export's head may be untrained, too
     facts = {MADE_NEW: made_new} if made_new else {}
-    return TrainedModel(build_model(config, own, str(folder)), read_tokenizer(folder), facts)
+    # As transformers saves it, tokenizer.json does not say that jieba cuts the words.
+    tokenizer, _ = _tokenizer(folder, "bert")
+    return TrainedModel(build_model(config, own, str(folder)), tokenizer, facts)
 
 
 def is_foreign(source: Path) -> bool:

@@ -8,18 +8,22 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline.config.model import ModelConfig
 from pipeline.data.format import DatasetIndex
 from pipeline.errors import CheckpointError, PostnormError, RunFolderError
+from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.runtime import env
 from pipeline.runtime.checkpoints import at_step, split_step
+from pipeline.tokenizer.fast import BertOptions, word_piece
 from pipeline.train.initial import tokenizer_differences
 from pipeline.use.evaluate import EvaluateArguments, evaluate_config
 from pipeline.use.export import export
+from pipeline.use.folder import write_model
 from pipeline.use.grow import grow
 from pipeline.use.hf import export_hf
 from pipeline.use.model import load
 from pipeline.use.source import initial_weights, is_run, load_source
-from tests.support import warm
+from tests.support import warm, words
 from tests.support.checkpoints import make_checkpoint
 
 pytestmark = [pytest.mark.usefixtures("processes"), pytest.mark.long]
@@ -147,6 +151,19 @@ def test_what_fits_no_form_is_named(reader: Callable[[str], object], forms: dict
             assert fact in str(caught.value)
     with pytest.raises(PostnormError, match="names a step already"):
         load_source(f"{forms['run']}@30", 40)
+
+
+def test_words_of_an_export_are_cut_alike_after_it_was_saved(tmp_path: Path) -> None:
+    texts, folder = words.texts(120), tmp_path / "own"
+    pieces = words.rows(texts, words=60)
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(word_piece(pieces, BertOptions(words="jieba"), folder))
+    config = ModelConfig(vocab_size=len(pieces), num_layers=1, hidden_size=8, num_heads=2)
+    write_model(folder, config, dict(MaskedLanguageModel(config).state_dict()), {})
+    export_hf(folder, tmp_path / "hf")
+    saved = load_source(_saved(tmp_path / "hf", tmp_path / "saved", "saved")).require_tokenizer()
+    expected = load_source(folder).require_tokenizer()
+    assert [saved.encode(text) for text in texts] == [expected.encode(text) for text in texts]
 
 
 def test_changed_exports(forms: dict[str, str], tmp_path: Path) -> None:
