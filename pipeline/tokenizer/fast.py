@@ -349,10 +349,11 @@ def build_tokenizer_json(folder: Path, default_class: str = "BertTokenizer") -> 
         if (path := folder / VOCAB_TXT).is_file():
             refuse_other_rules(named, folder)
             pieces = split_lines(path.read_bytes().decode())
-            return word_piece(pieces, BertOptions.from_json(config), path)
+            text = word_piece(pieces, BertOptions.from_json(config), path)
+            return with_added_tokens(text, folder)
         if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
             refuse_other_rules(named, folder, OF_ROBERTA)
-            return byte_level_bpe(folder, config).to_str()
+            return with_added_tokens(byte_level_bpe(folder, config).to_str(), folder)
     except DataError:
         raise
     except Exception as error:  # tokenizers raises plain Exception
@@ -399,6 +400,24 @@ def _with_options(text: str, config: dict[str, Any]) -> str:
         return text
     logger.info("tokenizer.json has other rules than %s, which decides: %s", CONFIG_JSON, changed)
     return json.dumps({**body, "normalizer": {**rules, **changed}}, ensure_ascii=False)
+
+
+def with_added_tokens(text: str, folder: Path) -> str:
+    """Add a folder's further tokens to a tokenizer.json (DataError: their ids do not follow)."""
+    body, path = json.loads(text), folder / "added_tokens.json"
+    listed = json.loads(path.read_bytes()) if path.is_file() else {}
+    found = {token: {"content": content} for content, token in listed.items()}
+    given = read_settings(folder).get("added_tokens_decoder") or {}
+    found |= {int(token): each for token, each in given.items()}
+    vocabulary = body["model"]["vocab"]
+    new = [token for token in sorted(found) if found[token]["content"] not in vocabulary]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "special"), False)
+    for place, token in enumerate(new, start=len(vocabulary)):
+        if token != place:
+            text = f"{found[token]['content']!r}, which was added, has id {token}, expected {place}"
+            raise DataError(f"{folder}: {text}; take the files of one model")
+        body["added_tokens"].append({**flags, "normalized": True, **found[token], "id": token})
+    return json.dumps(body, ensure_ascii=False) if new else text
 
 
 def split_lines(content: str) -> list[str]:

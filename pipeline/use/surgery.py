@@ -194,7 +194,8 @@ def read_vocabulary(path: Path, old: AnyTokenizer) -> AnyTokenizer:
             options = BertOptions.from_json(fast.read_settings(path.parent))
         elif isinstance(old, FastTokenizer):
             options = old.options
-        return FastTokenizer(path, fast.word_piece(pieces, options, path).encode())
+        text = fast.with_added_tokens(fast.word_piece(pieces, options, path), path.parent)
+        return FastTokenizer(path, text.encode())
     if path.is_dir():
         content = fast.build_tokenizer_json(path)
         if content is not None:

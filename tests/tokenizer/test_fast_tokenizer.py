@@ -81,6 +81,31 @@ def test_byte_level_bpe_has_the_ids_of_transformers(tmp_path: Path, add_prefix_s
     _assert_ids_of(reference, _load(folder))
 
 
+@pytest.mark.parametrize("file", ["added_tokens.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("kind", [transformers.BertTokenizer, transformers.RobertaTokenizer])
+def test_added_tokens_have_the_ids_of_transformers(tmp_path: Path, kind: Any, file: str) -> None:
+    is_bert = kind is transformers.BertTokenizer
+    folder = (_write_vocabulary if is_bert else _write_byte_level)(tmp_path)
+    first = _load(folder).vocab_size
+
+    def add(start: int) -> None:
+        ids = {"[MASK]" if is_bert else "<mask>": 4, "the value": start, "zzzyx": start + 1}
+        flags: dict[str, Any] = {"special": False, "normalized": True}
+        decoder = {token: {"content": content, **flags} for content, token in ids.items()}
+        body = ids if file == "added_tokens.json" else {"added_tokens_decoder": decoder}
+        (folder / file).write_text(json.dumps(body))
+
+    add(first)
+    tokenizer = _load(folder)
+    _assert_ids_of(kind.from_pretrained(folder, local_files_only=True), tokenizer)
+    assert tokenizer.vocab_size == first + 2
+    found = tokenizer.encode("the value of zzzyx")
+    assert [token for token in found if token >= first] == [first, first + 1]
+    add(first + 1)
+    with pytest.raises(DataError, match=f"has id {first + 1}, expected {first}"):
+        build_tokenizer_json(folder)
+
+
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> FastTokenizer:
     return _load(_write_vocabulary(tmp_path_factory.mktemp("bert")))

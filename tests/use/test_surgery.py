@@ -189,3 +189,5 @@ def test_a_vocabulary_is_read_alike_as_file_and_as_folder(tmp_path: Path) -> Non
     (tmp_path / "tokenizer_config.json").write_text('{"do_lower_case": true}')
     for path in (tmp_path, tmp_path / "vocab.txt"):
         assert read_vocabulary(path, cased).options.do_lower_case
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"zzzyx": len(PIECES)}))
+    assert read_vocabulary(tmp_path, cased).pieces()[-1] == "zzzyx"
