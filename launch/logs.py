@@ -116,7 +116,8 @@ def why_job_is_over(run_dir: Path, job: str) -> str:
     if facts.is_ended:
         return f"job {job} has ended: {facts.state}"
     if facts.state == UNKNOWN:
-        own = [line for line in history(run_dir) if str(line.get("job")) == job]
+        # Of a chain that SLURM has forgotten, only the id of its array is known.
+        own = [one for one in history(run_dir) if f"{one.get('job')}_".startswith(f"{job}_")]
         if own and own[-1]["decision"] != "requeue":
             return f"job {job} has ended, {own[-1]['decision']}: {own[-1]['reason']}"
     return ""

@@ -14,6 +14,7 @@ files, so the same call continues where another was ended.
 """
 
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -200,11 +201,17 @@ def current(jobs: Sequence[JobFacts]) -> JobFacts:
     The others of a chain that has ended are cancelled. A job that is in no chain is its own.
     """
     # By number: as text element 10 would come before element 2.
-    every = sorted(jobs, key=lambda job: int(job.job.partition("_")[2] or 0))
+    every = sorted(jobs, key=_number_in_array)
     running = [job for job in every if job.is_alive and not job.is_waiting]
     waiting = [job for job in every if job.is_waiting]
     done = [job for job in every if job.is_ended and job.state != "CANCELLED"]
     return (running or waiting or done[-1:] or every[-1:])[0]
+
+
+def _number_in_array(facts: JobFacts) -> int:
+    # Accounting has one line for all elements that never began, such as 413_[3-8%1].
+    number = re.search(r"\d+", facts.job.partition("_")[2])
+    return int(number[0]) if number else 0
 
 
 def _squeue(which: list[str]) -> list[JobFacts]:

@@ -75,4 +75,11 @@ def test_a_job_is_over_when_one_says_so(run: RunFolder, recorded: RecordedSlurm)
     assert logs.why_job_is_over(run.folder, "412") == ""
     run.decided("412", 1, "stopped", "by STOP", 2.0)
     assert logs.why_job_is_over(run.folder, "412") == "job 412 has ended, stopped: by STOP"
+    # The jobs of a chain are elements of an array, of which they are asked for by the id.
+    run.submitted("413", 1795292495.0)
+    run.decided("413_0", 0, "requeue", "saved", 3.0)
+    assert logs.why_job_is_over(run.folder, "413") == ""
+    run.decided("413_1", 0, "failed", "wrong", 4.0)
+    assert logs.why_job_is_over(run.folder, "413") == "job 413 has ended, failed: wrong"
+    assert logs.why_job_is_over(run.folder, "41") == ""
     assert logs.why_local_run_is_over(run.folder)

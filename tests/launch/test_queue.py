@@ -71,6 +71,13 @@ def test_accounting_knows_what_the_queue_forgot(recorded: RecordedSlurm) -> None
     assert facts.end_unix_s == 1795292932
     recorded.says("sacct", FINISHED.replace("COMPLETED", "CANCELLED by 1000"))
     assert job_facts("1").state == "CANCELLED"
+    # Of a chain that has ended, one line stands for all jobs that never began.
+    never = FINISHED.replace("1|COMPLETED", "1_[2-8%1]|CANCELLED by 1000", 1)
+    ended = [FINISHED.replace("1|", f"1_{n}|", 1) for n in (0, 1)]
+    recorded.says("sacct", "\n".join([never, ended[0].replace("COMPLETED", "TIMEOUT"), ended[1]]))
+    assert (job_facts("1").job, job_facts("1").state) == ("1", "COMPLETED")
+    recorded.says("sacct", never)
+    assert job_facts("1").state == "CANCELLED"
 
 
 @pytest.mark.parametrize(
