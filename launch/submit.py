@@ -138,7 +138,7 @@ def prepare_training(
 def prepare_mix(mix: TaskMix, cluster: ClusterConfig, source: Origin) -> SubmissionPlan:
     """Draft the training of a multi-task run, as `prepare_training` does."""
     config = mix.config
-    start = Path(source.work_dir, split_step(config.init_from.removeprefix(RANDOM))[0])
+    start = Path(source.work_dir, _model_folder(config.init_from))
     if not start.is_dir():
         raise ConfigError(f"init_from={config.init_from}: {start} does not exist; correct the path")
     require_split(mix, cluster.num_ranks)
@@ -162,7 +162,7 @@ def prepare_finetuning(
     run_dir = Path(source.work_dir, str(config.run_dir))
     file = submission_folder(run_dir, next_number(run_dir)) / CONFIG_FILE
     words = ("pipeline", FINETUNE, str(file))
-    inputs = [str(config.model).removeprefix(RANDOM), str(config.data.root)]
+    inputs = [_model_folder(str(config.model)), str(config.data.root)]
     return _draft(FINETUNE, run_dir, words, cluster, source, inputs)
 
 
@@ -170,10 +170,15 @@ def require_task(config: TaskConfig, work_dir: str) -> None:
     """Refuse a fine-tuning without a model, or whose files are missing or do not fit."""
     if config.model is None:
         raise ConfigError("model is not set: say what the run starts from, a run or model folder")
-    model = Path(work_dir, config.model.removeprefix(RANDOM))
+    model = Path(work_dir, _model_folder(config.model))
     if not model.is_dir():
         raise ConfigError(f"model={config.model}: {model} does not exist; correct the path")
     read_task(replace(config, data=replace(config.data, root=_root(config, work_dir))))
+
+
+def _model_folder(model: str) -> str:
+    """Name the folder of a model, without `random:` and the step of a run."""
+    return str(split_step(model.removeprefix(RANDOM))[0])
 
 
 def _root(config: TaskConfig, work_dir: str) -> str:

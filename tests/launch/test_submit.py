@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 
 from launch.cluster import ClusterConfig
-from launch.submit import Origin, prepare_training, require_data
+from launch.submit import Origin, prepare_finetuning, prepare_training, require_data
 from pipeline.config.load import build, load, resolved_text
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import DatasetIndex
 from pipeline.errors import ConfigError
+from pipeline.tasks.task import load_task
 from tests.support.checkpoints import make_checkpoint
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.processes import Processes, output, wait_until
+from tests.support.tiny_tasks import write_task
 
 ROOT = Path(__file__).parents[2]
 START = (sys.executable, str(ROOT / "pipeline/runtime/start.py"), "launch")
@@ -110,6 +112,21 @@ def test_a_job_has_the_data_of_all_stages(dataset: DatasetIndex, tmp_path: Path)
     require_data(config, str(work))
     mounts = prepare_training(config, cluster, source).job.mounts
     assert str(tmp_path / "gone") not in mounts, "a container would not start with it"
+
+
+@pytest.mark.parametrize("words", ["{}", "{}@10", "{}@best", "random:{}", "random:{}@best"])
+def test_a_fine_tuning_starts_from_all_that_names_a_model(words: str, tmp_path: Path) -> None:
+    (tmp_path / "tasks").mkdir()
+    task, run = write_task(tmp_path / "tasks", "classify"), tmp_path / "theirs"
+    own = (f"model={words.format(run)}", f"run_dir={tmp_path}/tuned")
+    config = load_task(str(task), own)
+    source = Origin(str(task), (), None, str(tmp_path / "work"))
+    with pytest.raises(ConfigError, match="theirs does not exist"):
+        prepare_finetuning(config, ClusterConfig(), source)
+    run.mkdir()
+    mounts = prepare_finetuning(config, ClusterConfig(), source).job.mounts
+    # A container does not start with a folder that is not there.
+    assert [Path(mount).name for mount in mounts] == ["work", "tuned", "theirs", "tasks"]
 
 
 def test_options_of_other_jobs_are_refused(place: Place) -> None:
