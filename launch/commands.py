@@ -19,6 +19,7 @@ from launch.preflight.check import check_node
 from launch.queue import room_of
 from launch.records import (
     EVALUATE,
+    FINETUNE,
     MULTITASK,
     PRETRAIN,
     PROGRAM,
@@ -224,6 +225,10 @@ def _submit_program(arguments: SubmitArguments) -> int:
         )
     cluster = arguments.profile()
     if arguments.local:
+        own = env.module_command("pipeline")
+        place = len(own)  # of the verb: a sweep here starts runs so, which are no programs
+        if words[:place] == own and words[place : place + 1] in ([PRETRAIN], [FINETUNE]):
+            return _run_here(arguments, words[place - 1 :], words[place], run_dir, cluster)
         return _run_here(arguments, ["launch", "rank", "--", *words], PROGRAM, run_dir, cluster)
     source = submit.Origin(words[0], tuple(words[1:]), arguments.cluster, os.getcwd())
     draft = submit.prepare_program(run_dir, words, cluster, source)

@@ -10,9 +10,10 @@ import pytest
 
 from launch.decide import Limits
 from launch.local import run_local, run_side_by_side
-from launch.records import FOLDER, PROGRAM, history
+from launch.records import FINETUNE, FOLDER, PRETRAIN, PROGRAM, history
+from pipeline.runtime.env import module_command
 from tests.launch.test_submit import START
-from tests.support.processes import Processes, wait_until
+from tests.support.processes import Processes, output, wait_until
 
 Rank = Callable[..., "Popen[str]"]
 
@@ -83,3 +84,12 @@ def test_local_starts_keep_exit_codes(tmp_path: Path, monkeypatch: pytest.Monkey
     assert list(codes.values()) == [[1], [0]]
     records = tmp_path.glob("exit/*/*")
     assert {path.parent.name: [int(path.read_text())] for path in records} == codes
+
+
+@pytest.mark.usefixtures("processes")
+@pytest.mark.parametrize("kind", [PRETRAIN, FINETUNE])
+def test_a_run_of_a_sweep_is_judged_as_one_alone(tmp_path: Path, kind: str) -> None:
+    """Not as a program, of which a STOP file is a failure and a checkpoint no progress."""
+    words = [*module_command("pipeline"), kind, str(tmp_path / "no.yaml")]
+    output(*START, "submit", "--program", str(tmp_path), "--local", "--", *words, code=2)
+    assert [line["kind"] for line in history(tmp_path)] == [kind]
