@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from launch import control
-from launch.records import measured_save_s
+from launch.records import measured_save_s, newest
 from launch.site import ask_sbatch, check, preemption, preemption_remarks, profile_here
 from launch.status import RunReport, decision, run_report
 from launch.submit import Origin, SubmissionPlan, prepare_mix, prepare_training, require_data
@@ -131,8 +131,9 @@ class _SlurmRun(SubmittedRun):
 
     def _state(self) -> tuple[State, str]:
         report = run_report(self.run_dir)
-        if report.submissions and report.submissions[-1].job != self.job:
-            return "unknown", f"job {report.submissions[-1].job} was submitted after this one"
+        # An evaluation that was submitted meanwhile is no later job of the training.
+        if (last := newest(report.submissions)[:1]) and last[0].job != self.job:
+            return "unknown", f"job {last[0].job} was submitted after this one"
         return _state_of(report)
 
 

@@ -58,6 +58,12 @@ def test_a_job_is_followed_from_the_queue_to_its_result(place: Place) -> None:
     assert run.status() == postnorm.SubmittedStatus("running", "", 10, 6.5)
     with pytest.raises(TimeoutError, match=r"is running after 0\.1 s"):
         run.wait(0.1, poll_s=0.03)
+    # Another kind of job for the same run changes nothing.
+    other = place.run_dir / "launch" / "0002"
+    other.mkdir()
+    evaluation = {**record, "number": 2, "job": "102", "kind": "evaluate"}
+    (other / "submission.json").write_text(json.dumps(evaluation))
+    assert run.status().state == "running"
 
     def end() -> None:
         time.sleep(0.5)
