@@ -18,17 +18,18 @@ from pathlib import Path
 from launch.cluster import ClusterConfig
 from launch.exchange import bus_of, sent_bytes
 from launch.memory import BatchMemory, CarriedScores, carried_text, fused_of, measure, one_row
+from pipeline.checkpoints.manifest import newest_readable
 from pipeline.config.data import BatchSpec, DataConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.runs import PretrainConfig, RunConfig, TaskRunConfig, load_run
-from pipeline.data.format import INDEX_FILE, DatasetIndex
+from pipeline.data.format import INDEX_FILE
 from pipeline.data.objects import find_index
 from pipeline.errors import ConfigError
 from pipeline.model import cost
 from pipeline.model.architecture import is_model_folder, read_architecture
 from pipeline.multitask.config import MLM, TaskMix, require_split
 from pipeline.multitask.draws import shares
-from pipeline.runtime.checkpoints import split_step
+from pipeline.runtime.checkpoints import published, split_step
 from pipeline.runtime.run_folder import RunFolder
 from pipeline.runtime.summary import counted, table
 
@@ -83,8 +84,7 @@ class RunPlan:
     slots: float
     flops: float
     step_s: float | None
-    """Mean over the run, without evaluations and saves; with the exchange of ranks, if its speed is
-    known."""
+    """Mean of the run, without evaluations and saves; with the exchange, if its speed is known."""
     exchange_s: float | None
     """Part of `step_s` in which ranks exchange gradients and weights; None: not known."""
     sent_bytes: float
@@ -118,7 +118,7 @@ class RunPlan:
     """Size of all that are kept, and of the one being written."""
     shards_bytes: int | None
     """Size of all datasets."""
-    free_bytes: int | None
+    free_bytes: int
     """Free space on the file system of run_dir."""
     problems: tuple[str, ...]
     """Why the run cannot start as configured; each says what to change."""
@@ -196,7 +196,9 @@ def plan(
         best_every_steps=max(1, round(best_s / step_s)) if step_s else None,
         lost_share=save_s / every_s + every_s / (2 * failure_s) if every_s else None,
         checkpoints_bytes=checkpoint * _num_checkpoints(config),
-        shards_bytes=_shards_bytes(there) if len(there) == len(indexes) else None,
+        shards_bytes=sum(shard.num_bytes for index in there for shard in index.shards)
+        if len(there) == len(indexes)
+        else None,
         free_bytes=_free_bytes(config.folder.path),
         problems=(),
         stretches=stretches,
@@ -225,10 +227,6 @@ def _places(config: PretrainConfig) -> list[BatchSpec]:
         for place in config.batches.stretches
         if place.number < num_steps and not stages[place.stage].of
     ]
-
-
-def _shards_bytes(indexes: Sequence[DatasetIndex]) -> int:
-    return sum(shard.num_bytes for index in indexes for shard in index.shards)
 
 
 def best_interval_s(save_s: float, failure_s: float) -> float:
@@ -267,7 +265,7 @@ def plan_text(result: RunPlan, config: PretrainConfig, cluster: ClusterConfig) -
         )
         if result.ranks > 1:
             yield _exchange_line(result, result.step_s)
-        how = "one requeued after the other" if cluster.requeue else "a chain, without requeueing"
+        how = "one requeued after the other" if cluster.requeue else "in chains of max_restarts + 1"
         yield f"jobs         {result.jobs} of {cluster.time_limit}, {how}"
     largest = result.largest_micro_batch
     worst = _worst(result.stretches)
@@ -300,11 +298,10 @@ def plan_text(result: RunPlan, config: PretrainConfig, cluster: ClusterConfig) -
         f"             Young and Daly: every {_time(result.best_every_s)}{best}, if a node fails "
         f"every {NODE_MTBF_HOURS:,.0f} h{lost}"
     )
-    shards = (
-        f", shards {result.shards_bytes / 1e9:,.1f} GB" if result.shards_bytes is not None else ""
-    )
-    free = f"; {result.free_bytes / 1e9:,.1f} GB are free" if result.free_bytes is not None else ""
-    yield f"disk         checkpoints {result.checkpoints_bytes / 1e9:,.1f} GB{shards}{free}"
+    data = result.shards_bytes
+    shards = "" if data is None else f", shards {data / 1e9:,.1f} GB"
+    free = f"{result.free_bytes / 1e9:,.1f} GB are free"
+    yield f"disk         checkpoints {result.checkpoints_bytes / 1e9:,.1f} GB{shards}; {free}"
     for problem in result.problems:
         yield f"problem      {problem}"
 
@@ -581,18 +578,23 @@ def _problems(
             f"a save takes {result.save_s:,.0f} s, more than half of stop_before_end_s="
             f"{cluster.stop_before_end_s}: raise it to {math.ceil(2 * result.save_s)}"
         )
-    if result.jobs is not None and result.jobs > cluster.max_restarts + 1:
+    newest = newest_readable(config.folder.checkpoints)
+    left = min(1.0, (config.train.num_steps - newest[1].step) / result.steps) if newest else 1.0
+    jobs = math.ceil((result.jobs or 0) * left)
+    if cluster.requeue and jobs > cluster.max_restarts + 1:
         yield (
-            f"{result.jobs} jobs are more than max_restarts={cluster.max_restarts} allows: raise "
-            "it, or time_limit, or nodes"
+            f"{jobs} jobs are more than max_restarts={cluster.max_restarts} allows: raise it, or "
+            "time_limit, or nodes"
         )
     if config.train.zero_stage not in _DIVIDE_MORE:
         yield from _memory_problems(result)
-    if result.free_bytes is not None and result.checkpoints_bytes * _FREE_SHARE > result.free_bytes:
+    # A run that goes on has some of its checkpoints already.
+    held = newest[1].num_bytes * len(published(config.folder.checkpoints)) if newest else 0
+    if (result.checkpoints_bytes - held) * _FREE_SHARE > result.free_bytes:
         yield (
             f"{_num_checkpoints(config)} checkpoints take {result.checkpoints_bytes / 1e9:,.1f} "
-            f"GB, {result.free_bytes / 1e9:,.1f} are free below {config.run_dir}: lower "
-            "checkpoint.keep, or choose another run_dir"
+            f"GB, {(result.free_bytes + held) / 1e9:,.1f} are free or theirs below "
+            f"{config.run_dir}: lower checkpoint.keep, or choose another run_dir"
         )
     budget = config.train.budget_hours
     if budget is not None and result.train_s is not None and result.train_s > budget * 3600:
@@ -686,12 +688,10 @@ def _setting(config: PretrainConfig, place: BatchSpec) -> str:
     return f"stages.{place.stage}.train.micro_batch" if config.stages else "train.micro_batch"
 
 
-def _free_bytes(run_dir: Path) -> int | None:
+def _free_bytes(run_dir: Path) -> int:
     """Measure the free space of the nearest parent folder that exists."""
-    for folder in (run_dir, *run_dir.absolute().parents):
-        if folder.is_dir():
-            return shutil.disk_usage(folder).free
-    return None
+    folders = (run_dir, *run_dir.absolute().parents)
+    return shutil.disk_usage(next(folder for folder in folders if folder.is_dir())).free
 
 
 def _time(seconds: float) -> str:

@@ -1,8 +1,10 @@
 """What a run will take: the arithmetic against other ways to it, and every refusal."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from pipeline.multitask.config import TaskMix, load_mix
 from pipeline.train.build import warn_of_scores
 from pipeline.use.folder import write_config
 from tests.support import warm
+from tests.support.checkpoints import make_checkpoint
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "configs/train/roformer_v2-base.yaml"
@@ -270,6 +273,30 @@ def test_impossible_plans_say_why(
     found, text = _plan(*overrides, run_dir=tmp_path / "run", **cluster)
     assert any(problem in each for each in found.problems), found.problems
     assert f"problem      {found.problems[0]}" in text
+
+
+def test_a_run_that_goes_on_needs_what_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["model.vocab_size=12000", f"run_dir={tmp_path}"]
+    config = load(PretrainConfig, RECIPE, words).config
+    hardware = HardwareConfig(tflops=989)
+
+    def planned(**more: object) -> RunPlan:
+        values: dict[str, Any] = {"gpus_per_node": 8, "hardware": hardware, **more}
+        return plan(config, ClusterConfig(**values), counts_activations=False)
+
+    short = {"time_limit": "0:30:00", "max_restarts": 20}
+    found = planned(**short)
+    assert found.jobs > 21
+    assert "more than max_restarts=20 allows" in found.problems[0]
+    # A chain that is used up is continued by another one.
+    assert planned(**short, requeue=False).problems == ()
+    free = shutil.disk_usage(tmp_path)._replace(free=int(1.05 * found.checkpoints_bytes) - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    assert "lower checkpoint.keep" in planned().problems[0]
+    make_checkpoint(tmp_path, config.train.num_steps - 1000)
+    assert planned(**short).problems == ()
 
 
 def test_vocabulary_and_shards_come_from_the_dataset(dataset: DatasetIndex, tmp_path: Path) -> None:
