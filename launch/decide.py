@@ -46,6 +46,8 @@ class JobAttempt:
     """The same when it ended."""
     codes: tuple[int, ...] = ()
     """Exit codes that ranks left behind; a rank that was killed left none."""
+    left_by: tuple[int, ...] = ()
+    """The ranks that left them, in the same order; empty stands for the first ones."""
     is_done: bool = False
     """Whether the run is complete."""
     at_limit: bool = False
@@ -112,14 +114,15 @@ class Decision:
     reason: str
 
 
-def exit_codes(run_dir: Path, job: str) -> tuple[int, ...]:
-    """Read the exit codes that the ranks of `JOB.RESTART` left, in their order."""
-    texts = [
-        path.read_text(encoding="utf-8").strip()
-        for path in sorted(RunFolder(run_dir).exits(job).glob("rank-*"))
-    ]
-    # A full disk leaves an empty file.
-    return tuple(int(text) if text.isdecimal() else errors.EXIT_FAILED_RETRY for text in texts)
+def exit_codes(run_dir: Path, job: str) -> dict[int, int]:
+    """Read the exit codes that the ranks of `JOB.RESTART` left, by rank, in their order."""
+    codes = {}
+    for path in sorted(RunFolder(run_dir).exits(job).glob("rank-*")):
+        text = path.read_text(encoding="utf-8").strip()
+        # A full disk leaves an empty file.
+        code = int(text) if text.isdecimal() else errors.EXIT_FAILED_RETRY
+        codes[int(path.name.removeprefix("rank-"))] = code
+    return codes
 
 
 def is_done(kind: str, run_dir: Path, codes: Sequence[int], ranks: int) -> bool:
@@ -131,10 +134,11 @@ def is_done(kind: str, run_dir: Path, codes: Sequence[int], ranks: int) -> bool:
 
 def read_end(begun: JobAttempt, kind: str, run_dir: Path) -> JobAttempt:
     """Fill in what the files of an attempt say of its end."""
-    codes = exit_codes(run_dir, f"{begun.job}.{begun.restart}")
+    left = exit_codes(run_dir, f"{begun.job}.{begun.restart}")
+    codes = tuple(left.values())
     done = is_done(kind, run_dir, codes, begun.ranks)
     after = records.progress(kind, run_dir)
-    return replace(begun, after=after, codes=codes, is_done=done, kind=kind)
+    return replace(begun, after=after, codes=codes, left_by=tuple(left), is_done=done, kind=kind)
 
 
 def decide(attempt: JobAttempt, misses_before: int, limits: Limits, run_dir: Path) -> Decision:
@@ -145,8 +149,9 @@ def decide(attempt: JobAttempt, misses_before: int, limits: Limits, run_dir: Pat
         return Decision("finished", errors.EXIT_FINISHED, f"done; {newest}")
     # One rank is enough: the others were ended by srun because of it, and say less.
     if (code := errors.EXIT_FAILED_DO_NOT_RETRY) in attempt.codes:
+        rank = (attempt.left_by or range(attempt.ranks))[attempt.codes.index(code)]
         return give_up(
-            f"rank {attempt.codes.index(code)} failed permanently (exit code {code}); see its "
+            f"rank {rank} failed permanently (exit code {code}); see its "
             f"message above and in {run_dir}/logs; {newest}"
         )
     # Of a user's program it is a code as any other.

@@ -17,6 +17,7 @@ from launch.decide import (
     exit_codes,
     is_miss,
     patiently,
+    read_end,
 )
 from launch.records import EVALUATE, FINETUNE, PRETRAIN, PROGRAM, newest_checkpoint, progress
 from pipeline.runtime.files import append_json
@@ -42,7 +43,13 @@ VERDICTS: dict[str, tuple[JobAttempt, int, str, str]] = {
     "done": (replace(MARKED, codes=(0,) * 4), 0, "finished", ""),
     "an old mark": (MARKED, 0, "requeue", ""),
     "no mark": (replace(FAILED, codes=(0,) * 4), 0, "requeue", ""),
-    "wrong input": (replace(FAILED, codes=(1, 2, 1)), 0, "failed", "rank 1 .*code 2.*/runs/a/logs"),
+    # Rank 0 was killed, and left no code.
+    "wrong input": (
+        replace(FAILED, codes=(1, 2), left_by=(1, 3)),
+        0,
+        "failed",
+        "rank 3 .*code 2.*/runs/a/logs",
+    ),
     "a person stopped it": (replace(FAILED, codes=(3,) * 4), 0, "stopped", "/runs/a/STOP"),
     "restarts are left": (replace(SAVED, restart=4), 0, "requeue", ""),
     "no restart is left": (replace(SAVED, restart=5), 0, "failed", "5 restarts .max_restarts=5"),
@@ -98,15 +105,18 @@ def test_history_counts_attempts_in_a_row_of_this_job(tmp_path: Path) -> None:
 
 def test_files_of_an_attempt(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path) is None
-    assert exit_codes(tmp_path, "7.0") == ()
+    assert exit_codes(tmp_path, "7.0") == {}
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "latest").write_text("step-00000020\n")
     (tmp_path / "exit" / "7.0").mkdir(parents=True)
-    for rank, text in enumerate(["75\n", "", "2\n"]):
+    for rank, text in {0: "75\n", 1: "", 3: "2\n"}.items():
         (tmp_path / "exit" / "7.0" / f"rank-{rank:05d}").write_text(text)
     assert newest_checkpoint(tmp_path) == "step-00000020"
-    assert exit_codes(tmp_path, "7.0") == (75, 1, 2)
-    assert exit_codes(tmp_path, "7.1") == ()
+    assert exit_codes(tmp_path, "7.0") == {0: 75, 1: 1, 3: 2}
+    assert exit_codes(tmp_path, "7.1") == {}
+    ended = read_end(FAILED, PRETRAIN, tmp_path)
+    assert ended.after == "step-00000020"
+    assert "rank 3 failed permanently" in decide(ended, 0, LIMITS, tmp_path).reason
 
 
 def test_a_verdict_does_not_need_its_record(tmp_path: Path) -> None:
@@ -168,7 +178,7 @@ def test_damaged_history_and_exit_codes_do_not_hide_the_verdict(tmp_path: Path) 
         file.write(b'{"other": 1}\n\xff\xfe\n[1]\n{"job": "7", "res')
     (tmp_path / "exit" / "7.0").mkdir(parents=True)
     (tmp_path / "exit" / "7.0" / "rank-00000").write_text("7x\n")
-    assert exit_codes(tmp_path, "7.0") == (1,)
+    assert exit_codes(tmp_path, "7.0") == {0: 1}
     assert end_attempt(replace(FAILED, restart=1), LIMITS, tmp_path).word == "failed"
 
 
