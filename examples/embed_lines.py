@@ -55,10 +55,8 @@ def main() -> None:
 
 def _lines(name: str) -> Iterator[str]:
     """Yield lines without their ends."""
-    if name == "-":
-        yield from (line.rstrip("\r\n") for line in sys.stdin)
-        return
-    with open(name, encoding="utf-8") as file:
+    # Lines end with \n alone, as for `postnorm encode`: a bare \r may stand within a text.
+    with open(sys.stdin.fileno() if name == "-" else name, encoding="utf-8", newline="\n") as file:
         yield from (line.rstrip("\r\n") for line in file)
 
 

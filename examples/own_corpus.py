@@ -65,7 +65,16 @@ def main() -> None:
     (out / "train.yaml").write_text(TRAIN.format(**names))
 
     _command("prep", "run", out / "prep.yaml")
-    result = postnorm.pretrain(out / "train.yaml", {"train.num_steps": arguments.steps})
+    steps = arguments.steps
+    warm_up = min(20, steps // 2)
+    result = postnorm.pretrain(
+        out / "train.yaml",
+        {
+            "train.num_steps": steps,
+            "train.warmup_steps": warm_up,
+            "train.alpha_warmup_steps": warm_up,
+        },
+    )
     if not result.finished:
         sys.exit(f"stopped at step {result.step}; the same command continues")
     print(f"trained: {result.step} steps, held-out loss {result.held_out_loss:.2f}")

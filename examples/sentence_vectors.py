@@ -47,6 +47,8 @@ def main() -> None:
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
     pairs = columns(arguments.train, 2)
+    if len(pairs) < arguments.batch:
+        sys.exit(f"{arguments.train} has {len(pairs)} pairs, fewer than --batch {arguments.batch}")
     (out / "texts.txt").write_text("\n".join(dict.fromkeys(chain(*pairs))) + "\n")
     width = postnorm.load(arguments.model).config.hidden_size
     sizes, length = [width, width // 2, width // 4], ("--max-length", arguments.length)
@@ -114,7 +116,7 @@ def train(
 
 def columns(path: Path, number: int) -> list[tuple[str, ...]]:
     """Read the first columns of a file with tabs."""
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_text(encoding="utf-8").split("\n")  # splitlines() cuts at U+2028, too
     return [tuple(row[:number]) for row in (of.split("\t") for of in lines) if len(row) >= number]
 
 

@@ -58,7 +58,7 @@ from pipeline.train.evaluate import evaluate
 from pipeline.train.initial import tokenizer_differences
 from pipeline.train.look import heat_map
 from pipeline.train.run import HeldOutResult
-from pipeline.use.folder import TrainedModel, require_full_alpha, warn_of_optimizer
+from pipeline.use.folder import MADE_NEW, TrainedModel, require_full_alpha, warn_of_optimizer
 from pipeline.use.source import load_source
 
 logger = logging.getLogger(__name__)
@@ -190,8 +190,18 @@ class MultiTaskWork:
             },
         }
         folder = config.folder.path
-        identity = folder, hash_of(content), json.dumps(content).encode(), file, sha256
+        # Not hashed: what the run trains is the same.
+        told = json.dumps(content | self._head_made_new()).encode()
+        identity = folder, hash_of(content), told, file, sha256
         self.indexes = (TaskIdentity(*identity),) * len(own.timeline.stages)
+
+    def _head_made_new(self) -> dict[str, list[str]]:
+        """Say that no task trains the MLM head, where it does not come with the weights."""
+        if MLM in self._mix.members:
+            return {}
+        if self._mix.config.init_from.startswith(RANDOM):
+            return {MADE_NEW: ["random weights"]}
+        return {name: of for name, of in self._trained.facts.items() if name == MADE_NEW}
 
     def _known_of(self, name: str, factor: float) -> LossBaseline:
         if name != MLM:

@@ -366,7 +366,7 @@ def load_run(run: Path, step: checkpoints.Step | None = None) -> TrainedModel:
     facts: dict[str, Any] = {
         "step": manifest.step,
         "data_fingerprint": manifest.fingerprint,
-        "data_sources": _sources(path),
+        "data_sources": [str(of["name"]) for of in _data_of(path).get("sources", ())],
         "scores": _scores(run, manifest.step),
         "trained_with": manifest.provenance,
         OPTIMIZER: manifest.identity.get("train", {}).get("optimizer"),
@@ -448,7 +448,7 @@ def load_checkpoint(
     names = [name for name in weights if name.startswith(architecture.OBJECTIVE_PARTS)]
     beside = {name: weights.pop(name).float() for name in names}
     parts = ObjectiveParts(manifest.identity["objective"], beside) if beside else None
-    made_new: list[str] = []
+    made_new: list[str] = _data_of(path).get(MADE_NEW, [])
     if read_objective(manifest.identity, str(path)).kind == "rtd":
         weights, made_new = only_encoder(config, weights, str(path))
         # A head without parameters was not trained, either.
@@ -490,13 +490,13 @@ def newest(run: Path) -> Path:
     return path
 
 
-def _sources(checkpoint: Path) -> list[str]:
-    """Read the names of the data's sources; none in checkpoints of other data than texts."""
+def _data_of(checkpoint: Path) -> dict[str, Any]:
+    """Read what a checkpoint says of its data; nothing in those of other data than texts."""
     try:
-        index = json.loads((checkpoint / INDEX_FILE).read_bytes())
-        return [str(source["name"]) for source in index["sources"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
+        content = json.loads((checkpoint / INDEX_FILE).read_bytes())
+    except (OSError, ValueError):
+        content = None
+    return content if isinstance(content, dict) else {}
 
 
 def _scores(run_dir: Path, step: int) -> dict[str, float]:

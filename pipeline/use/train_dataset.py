@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -21,6 +22,12 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.objectives.choose import make_objective
 
 Item = dict[str, Tensor]
+_AGAIN = (
+    "a DataLoader with workers began a second time: it would give the batches of the first time "
+    "again, since workers count on copies. Call data.load_state_dict(data.state_dict(num_taken)) "
+    "before it, with the items taken so far (0: the same again); or set num_workers=0 and "
+    "TrainDataset(..., workers=N), which goes on"
+)
 
 
 class TrainDataset(IterableDataset[Item]):
@@ -85,6 +92,12 @@ class TrainDataset(IterableDataset[Item]):
             DataError: the dataset is missing or damaged.
         """
         super().__init__()
+        given = {"global_batch": global_batch, "rank": rank, "world_size": world_size,
+                 "micro_batch": micro_batch or 1, "seed": seed}  # fmt: skip
+        if wrong := {name: of for name, of in given.items() if not isinstance(of, Integral)}:
+            raise ConfigError(f"{wrong} must be whole numbers")
+        if not 0 <= seed < 2**32:
+            raise ConfigError(f"seed={seed} must be at least 0 and below 2**32")
         if not 0 <= rank < world_size:
             raise ConfigError(f"rank={rank} must be at least 0 and below world_size={world_size}")
         if global_batch < 1 or (micro_batch is not None and micro_batch < 1):
@@ -119,7 +132,10 @@ class TrainDataset(IterableDataset[Item]):
         """Yield items from the state on; in a DataLoader each worker makes its part of them."""
         worker = get_worker_info()
         if worker is not None:
-            self._in_workers.fill_(True)
+            if worker.id == 0:  # the one that every DataLoader has
+                if bool(self._in_workers):
+                    raise DataError(_AGAIN)
+                self._in_workers.fill_(True)
             yield from self._every(worker.id, worker.num_workers)
             return
         first = self._part
@@ -138,8 +154,10 @@ class TrainDataset(IterableDataset[Item]):
                 is not known where a DataLoader's workers iterate, ahead of the loop.
 
         Raises:
-            DataError: `num_taken` is needed.
+            DataError: `num_taken` is needed, or below 0.
         """
+        if num_taken is not None and num_taken < 0:
+            raise DataError(f"num_taken={num_taken} must be at least 0: items taken since then")
         cursor, part = self._cursor, self._part
         if num_taken is not None:
             cursor, part = self._after(num_taken)

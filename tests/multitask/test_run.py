@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from pipeline.checkpoints.state import read_weights
-from pipeline.errors import ConfigError
+from pipeline.errors import CheckpointError, ConfigError
 from pipeline.inspect.status import run_status
 from pipeline.multitask.config import is_mix, load_mix
 from pipeline.multitask.data import read_mix
@@ -114,6 +114,12 @@ def test_inspect_shows_the_rows_of_a_step(tmp_path: Path, tiny_model: Path) -> N
     assert any(text in given for text in texts)
     assert any("[MASK]" in text for text in texts), "as the model sees them"
     assert run_status(folder).dev.keys() == {"classify", "choice"}
+
+
+def test_a_head_that_nothing_trained_does_not_answer(tmp_path: Path, tiny_model: Path) -> None:
+    folder = run(write_mix(tmp_path, Path(f"random:{tiny_model}"), ("classify",)))
+    with pytest.raises(CheckpointError, match=r"without a head for masked tokens \(random weights"):
+        load(folder).fill_mask("a [MASK]")
 
 
 def test_all_kinds_learn_together(tmp_path: Path, tiny_model: Path) -> None:

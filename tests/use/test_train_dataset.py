@@ -152,6 +152,11 @@ def test_workers_of_a_data_loader_divide_the_items(
     with pytest.raises(DataError, match=r"workers of a DataLoader are ahead .* num_workers=0"):
         data.state_dict()
     assert data.state_dict(num_taken=10) == _data(dataset).state_dict(num_taken=13)
+    with pytest.raises(DataError, match=r"began a second time.*state_dict\(num_taken\)"):
+        next(iter(DataLoader(data, **options)))  # type: ignore[arg-type]
+    data.load_state_dict(data.state_dict(num_taken=10))
+    again = iter(DataLoader(data, **options))  # type: ignore[arg-type]
+    _require_equal(again, islice(_trainer_s(dataset, tmp_path, 0, 2), 13, None), 2)
 
 
 @pytest.mark.usefixtures("processes")
@@ -161,6 +166,11 @@ def test_own_workers_keep_the_state_exact(dataset: DatasetIndex, tmp_path: Path)
     _require_equal(found, _trainer_s(dataset, tmp_path, 0, 2), 5)
     assert data.state_dict() == _data(dataset).state_dict(num_taken=5)
     del found
+
+
+def test_no_state_is_from_before_the_start(dataset: DatasetIndex) -> None:
+    with pytest.raises(DataError, match="num_taken=-3"):
+        _data(dataset).state_dict(num_taken=-3)
 
 
 def test_it_can_be_pickled(dataset: DatasetIndex) -> None:
@@ -175,6 +185,9 @@ def test_it_can_be_pickled(dataset: DatasetIndex) -> None:
     ({"micro_batch": 3}, ConfigError, "micro_batch=3"),
     ({"rank": 2}, ConfigError, "rank=2 .*world_size=2"),
     ({"global_batch": 0}, ConfigError, "global_batch=0"),
+    ({"global_batch": 8.0}, ConfigError, "global_batch.*8.0.*whole numbers"),
+    ({"seed": "a"}, ConfigError, "seed.*'a'.*whole numbers"),
+    ({"seed": -1}, ConfigError, "seed=-1"),
     ({"mask_pob": 0.2}, ConfigError, "mask_pob.*mask_prob"),
     ({"mask_prob": 2}, ConfigError, "mask_prob = 2"),
     ({"objective": "nsp"}, ConfigError, "nsp.*mlm_nsp"),
