@@ -14,7 +14,7 @@ from pipeline.data.masking import similar_tokens
 from pipeline.data.objects import open_index
 from pipeline.data.order import Ints
 from pipeline.data.run_order import StageData
-from pipeline.errors import DataError
+from pipeline.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
 Counts = Mapping[int, Ints]
@@ -55,6 +55,7 @@ def open_indexes(
 
     Raises:
         DataError: the data of a stage is missing or damaged.
+        ConfigError: a stage to come has the data of the one before it under another name.
     """
     needed = current
     while needed and timeline.continues(needed):
@@ -73,6 +74,14 @@ def open_indexes(
             if not timeline.has_stages:
                 raise
             raise DataError(f"{stage.title}: {error}") from error
+        number, before = stage.number, timeline.stages[stage.number - 1]
+        is_new = number >= max(1, len(known)) and not timeline.continues(number)
+        if is_new and found[-1].fingerprint == found[-2].fingerprint:
+            raise ConfigError(
+                f"stages.{number}.data.dir={stage.data.dir} is the data of {before.title}, there "
+                f"{before.data.dir}, and would be read again from its first sequence; give it one "
+                "name in both, and the stage goes on where that one ends"
+            )
     return found
 
 
@@ -91,15 +100,16 @@ def stage_data(
         config_of: gives the data config of a stage.
         inputs_of: makes the objective's inputs.
         opened: gives an index as it is read here, and its sequences at some lengths; called once a
-            dataset.
+            name of a dataset.
     """
     read, found = dict[str, tuple[DatasetIndex, Counts]](), list[StageData]()
     for stage, index in zip(timeline.stages, indexes, strict=True):
         if not is_there(index):
             continue
-        if index.location not in read:
-            read[index.location] = opened(index, timeline.seq_lens(stage.data.dir))
-        (here, counts), config = read[index.location], config_of(stage)
+        # By the name in the config: by the folder, a second name's lengths would be missing.
+        if stage.data.dir not in read:
+            read[stage.data.dir] = opened(index, timeline.seq_lens(stage.data.dir))
+        (here, counts), config = read[stage.data.dir], config_of(stage)
         if config.data.similar is not None:
             similar_tokens(config.data.similar, here.vocabulary)  # before the first step, not then
         found.append(

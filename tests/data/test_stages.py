@@ -16,7 +16,7 @@ from pipeline.data.format import DatasetIndex
 from pipeline.data.loader import TrainLoader
 from pipeline.data.run_order import DataRank, StageData, TrainSteps
 from pipeline.data.stages import PastData, is_there, open_indexes, stage_data
-from pipeline.errors import DataError
+from pipeline.errors import ConfigError, DataError
 from pipeline.objectives.inputs import train_inputs
 from tests.support.steps import open_steps, rows_of_step
 from tests.support.variants import Variants
@@ -103,6 +103,23 @@ def test_other_data_begins_at_its_first_sequence(variants: Variants) -> None:
     assert max(steps.epochs(border + _BATCH).values()) < 0.1
     other_masks = {batch.input_ids.tobytes() for batch in _rows(alone, 6)[0]}
     assert not other_masks & {batch.input_ids.tobytes() for batch in _rows(steps, 1, 5)[0]}
+
+
+def test_data_has_one_name_in_neighbouring_stages(variants: Variants) -> None:
+    base, changed = variants["base"], variants["changed"]
+    again = {"dir": f"{base.folder}/"}
+    config = _config(base, StageConfig(name="a", steps=5),
+                     StageConfig(name="b", steps=5, data=again))  # fmt: skip
+    with pytest.raises(ConfigError, match=r"stages\.1\.data\.dir=.*/ is the data of stage 0 \(a\)"):
+        open_indexes(config.timeline)
+    # A run that has begun it so stays as it is.
+    assert len(open_indexes(config.timeline, 1, [base.fingerprint] * 2)) == 2
+    # With other data between them it begins anew under any name, at any length.
+    apart = _config(base, StageConfig(name="a", steps=5),
+                    StageConfig(name="b", steps=5, data={"dir": str(changed.folder)}),
+                    StageConfig(name="c", steps=5, data={**again, "seq_len": 128}))  # fmt: skip
+    [batch, *_] = _rows(_steps(_stages(apart)), 1, 10)[0]
+    assert batch.input_ids.shape[1] == 128
 
 
 def test_sources_go_on_where_they_stood_under_another_mix(variants: Variants) -> None:
