@@ -5,6 +5,7 @@ is a second folder with the run's checkpoints:
 
 COPY_TO/copy_of.json   the run whose checkpoints these are
 COPY_TO/lock           locked while a process copies
+COPY_TO/ledger.jsonl   the run's ledger, without which no checkpoint after a rewind is resumed
 COPY_TO/checkpoints/   the same layout as in the run's folder
 """
 
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from pipeline.checkpoints import manifest
 from pipeline.checkpoints.state import TensorShard, unsound_value, write_part
+from pipeline.data.ledger import copy_ledger
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.runtime import checkpoints, files
 from pipeline.runtime.run_folder import RunFolder
@@ -224,6 +226,8 @@ class Mirror:
                 if kept and checkpoints.step_of(path) > checkpoints.step_of(kept[0])
             )
             manifest.remove(left)
+            if kept:  # else the run's folder is lost, and this is all that is left of it
+                copy_ledger(self._run_dir, self._target)
             # The newest first. A checkpoint that the run has removed meanwhile is skipped.
             for path in kept:
                 self.busy_with = path

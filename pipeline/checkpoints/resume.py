@@ -18,7 +18,7 @@ from pipeline.config.load import build, plain_values
 from pipeline.config.runs import RunConfig
 from pipeline.config.schedule import alpha
 from pipeline.data.format import FORMAT_VERSION, INDEX_FILE, DataIdentity
-from pipeline.data.ledger import Ledger, read_ledger
+from pipeline.data.ledger import Ledger, copy_ledger, read_ledger
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.runtime import dist
 from pipeline.runtime.checkpoints import FOLDER, STATE_FOLDER, Manifest, published, read_manifest
@@ -269,9 +269,11 @@ class CheckpointStore:
         if self._config.checkpoint.copy_to is not None:
             folders.append(Path(self._config.checkpoint.copy_to) / FOLDER)
         problems: list[str] = []
-        ledger = read_ledger(self.folder.parent)
+        run = self._config.folder
         for folder in folders:
-            _remove_spoiled(folder, ledger)
+            if folder != self.folder and not run.ledger.exists():
+                copy_ledger(folder.parent, run.path)  # it was lost with the run's folder
+            _remove_spoiled(folder, read_ledger(run.path))
             good, rejected = newest_good(
                 folder, require_usable, lambda _: dist.heartbeat_all("verifying checkpoints")
             )

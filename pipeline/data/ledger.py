@@ -161,6 +161,11 @@ def add_to_ledger(run_dir: Path, record: Record) -> None:
     write_atomic(path, _read(path) + line.encode())
 
 
+def copy_ledger(run_dir: Path, target: Path) -> None:
+    """Give a folder the ledger of a run, empty if it has none (OSError: that does not work)."""
+    write_atomic(RunFolder(target).ledger, _read(RunFolder(run_dir).ledger))
+
+
 def _read(path: Path) -> bytes:
     # Not by `exists`: where storage fails, some versions of Python take that for no.
     try:

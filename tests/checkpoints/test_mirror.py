@@ -10,6 +10,7 @@ from pipeline.checkpoints.background import Mirror
 from pipeline.checkpoints.manifest import Retention, state_file, verify
 from pipeline.errors import ConfigError
 from pipeline.runtime.checkpoints import FOLDER, published
+from pipeline.runtime.run_folder import RunFolder
 from tests.support.checkpoints import make_checkpoint
 
 
@@ -72,6 +73,23 @@ def test_copies_of_a_way_that_was_left_go(tmp_path: Path) -> None:
     shutil.rmtree(run / FOLDER)
     _copy(mirror)
     assert _steps(target) == [450, 400]
+
+
+def test_the_ledger_of_the_run_is_copied(tmp_path: Path) -> None:
+    run, target = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "copies")
+    make_checkpoint(run.path, 10)
+    run.ledger.write_text("what was left out\n")
+    mirror = Mirror(run.path, target.path, Retention(2))
+    _copy(mirror)
+    assert target.ledger.read_text() == run.ledger.read_text()
+    # A folder that lost all has not begun anew; one that has a new checkpoint has.
+    run.ledger.unlink()
+    lost = run.checkpoints.rename(tmp_path / "lost")
+    _copy(mirror)
+    assert target.ledger.read_text() == "what was left out\n"
+    lost.rename(run.checkpoints)
+    _copy(mirror)
+    assert target.ledger.read_text() == ""
 
 
 def test_failures_warn_and_are_retried(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,6 +1,7 @@
 """A loss that jumps: the run goes back, leaves batches out, and is the run that never saw them."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from pipeline.data.format import DatasetIndex
 from pipeline.data.ledger import Rewind, read_ledger
 from pipeline.data.record import read_batches
-from pipeline.runtime.checkpoints import published, read_manifest
+from pipeline.runtime.checkpoints import FOLDER, name_of, published, read_manifest
 from tests.distributed.conftest import Train
 from tests.support import warm
 from tests.support.processes import wait_until
@@ -102,6 +103,19 @@ def test_a_run_that_left_them_out_from_the_start_is_the_same(
     assert (tmp_path / "run/batches.tsv").read_bytes() == (spiking / "batches.tsv").read_bytes()
     assert_same_bits(tmp_path / "run", spiking)
     assert losses(tmp_path / "run")[45] == losses(spiking)[45]
+
+
+def test_a_run_whose_folder_is_lost_goes_on_from_its_copies(
+    spiking: Path, tmp_path: Path, train: Train
+) -> None:
+    copies = tmp_path / "copies"
+    run_dir = _run(train, ONE_BAD, f"checkpoint.copy_to={copies}").run_dir
+    shutil.rmtree(run_dir)
+    shutil.rmtree(copies / FOLDER / name_of(45))
+    again = _run(train, ONE_BAD, f"checkpoint.copy_to={copies}")
+    assert "step-00000040, a copy, is used" in again.output
+    assert read_ledger(run_dir).rewinds
+    assert_same_bits(run_dir, spiking)
 
 
 YOUNG = "spikes.window_steps=200"
