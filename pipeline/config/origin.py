@@ -24,6 +24,8 @@ CONTINUE_FROM = (
 _WHOLE_RUN = ("num_steps", "schedule", "decay_steps", "decay_shape", "lr_points", "budget_hours")
 """Settings of train that are of the other run's length: the stages say it here."""
 _NOT_ITS = ("run_dir", "continue_from")
+IS_OTHER = ("stages", "init_from", *_NOT_ITS, *(f"train.{name}" for name in _WHOLE_RUN))
+"""Settings that differ between any run and one that goes on from it."""
 
 
 def continued(root: YamlNode, cls: type[Any]) -> YamlNode:

@@ -20,6 +20,7 @@ from pipeline.checkpoints.state import TrainState
 from pipeline.config.data import DataConfig, EvalDataConfig, TrainDataConfig
 from pipeline.config.load import provenance, resolved_text
 from pipeline.config.model import ModelConfig
+from pipeline.config.origin import IS_OTHER
 from pipeline.config.runs import RunConfig
 from pipeline.config.schedule import alpha, is_over
 from pipeline.data.counts import sequences_at
@@ -493,6 +494,11 @@ def _origin_and_changes(run: RunContext, resumed_from: Path | None) -> dict[str,
             " steps and tokens, and the order of its data are those of %s; no loss is repeated",
             resumed_from,
         )
+        found = changes(manifest, config)
+        # A text begins with the setting's name.
+        found = [text for text in found if text.split(":")[0].split(" ")[0] not in IS_OTHER]
+        for text in found:
+            logger.info("other than in that run: %s", text)
         manifest_file = resumed_from / MANIFEST_FILE
         return {
             "continued_from": {
@@ -502,7 +508,7 @@ def _origin_and_changes(run: RunContext, resumed_from: Path | None) -> dict[str,
                 "manifest_sha256": files.sha256_file(manifest_file),
                 "fingerprints": [*manifest.fingerprints, manifest.fingerprint],
             }
-        }
+        } | ({"changes": found} if found else {})
     found = changes(manifest, config)
     earlier = files.read_json_lines(run.folder.attempts)[-1:]
     known = earlier[0].get("fingerprints", []) if earlier else []

@@ -131,15 +131,17 @@ def test_other_ranks_and_zero_stages_go_on_over_borders(
 
 
 def test_a_fork_is_the_stage_of_one_run(runs: Runs, whole: Path) -> None:
-    decay = [runs.decay]
-    fork = runs("fork", decay, f"continue_from={whole}@11")
+    decay, more = [runs.decay], "train.max_skipped_in_a_row=9"
+    fork = runs("fork", decay, f"continue_from={whole}@11", more)
     assert_same_bits(fork, whole)
     assert _lines(fork) == [_lines(whole)[0], *_lines(whole)[12:]]
     record = json.loads((fork / "attempts.jsonl").read_text())
     assert record["continued_from"]["step"] == 11
     assert len(record["continued_from"]["fingerprints"]) == 2
+    # What no stage may change, such as adam_beta2, may be another one here, and is said.
+    assert record["changes"] == ["train.max_skipped_in_a_row: checkpoint 10, now 9"]
     # Its record says the whole way, and the other run may be gone by then.
-    resumed = runs("fork", decay, f"continue_from={whole}@11")
+    resumed = runs("fork", decay, f"continue_from={whole}@11", more)
     assert _lines(resumed) == _lines(fork)
     other = runs.start("fork", decay, f"continue_from={whole}@6").ended(2)
     assert "began with continue_from=" in other.output
