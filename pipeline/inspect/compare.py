@@ -44,7 +44,7 @@ class ReadRun:
     held_out: dict[int, float]
     """Held-out loss by step."""
     tokens: dict[int, float]
-    """Tokens seen by step; empty for runs of a version that did not log them."""
+    """Tokens seen by step, also before a fork; empty where they are not known."""
     tokens_per_s: float | None
     """Median of the log lines."""
     unigram_entropy: float | None
@@ -124,10 +124,15 @@ def _read(folder: Path) -> ReadRun:
     lines = MetricLines(run).update(attempts)
     train = [line for line in lines if line["kind"] == "train"]
     evaluations = [line for line in lines if line["kind"] == "eval"]
-    seen: Mapping[int, float] = {}
-    if all("tokens" in line for line in train):
-        sums = accumulate(line["tokens"] for line in train)
-        seen = dict(zip((line["step"] for line in train), sums, strict=True))
+    before: dict[int, float] = {} if attempts[0].get("resumed_from_step") else {0: 0.0}
+    if of := attempts[0].get("continued_from"):
+        source = Path(of["checkpoint"]).parents[1]
+        theirs = _read(source).tokens if RunFolder(source).has_started else {}
+        before = {step: tokens for step, tokens in theirs.items() if step <= of["step"]}
+    seen: dict[int, float] = {}
+    if before and all("tokens" in line for line in train):
+        sums = accumulate((line["tokens"] for line in train), initial=max(before.values()))
+        seen = dict(zip((line["step"] for line in train), list(sums)[1:], strict=True))
     speeds = [line["tokens_per_s"] for line in train if line["tokens_per_s"]]
     return ReadRun(
         name=short_path(str(folder)),
@@ -135,7 +140,7 @@ def _read(folder: Path) -> ReadRun:
         batches=_batches(folder) if run.batches.is_file() else {},
         losses=_losses(train),
         held_out=_losses(evaluations),
-        tokens=dict(seen),
+        tokens=seen,
         tokens_per_s=statistics.median(speeds) if speeds else None,
         unigram_entropy=evaluations[-1].get("unigram_entropy") if evaluations else None,
     )

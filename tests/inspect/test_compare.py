@@ -78,6 +78,27 @@ def test_the_first_batch_that_differs_is_named(straight_run: Path, tmp_path: Pat
         assert re.search(line, text), line
 
 
+def test_tokens_of_a_fork_are_those_of_the_run_before_it_too(
+    straight_run: Path, tmp_path: Path
+) -> None:
+    source, fork = tmp_path / "source", tmp_path / "fork"
+    for folder in (source, fork):
+        shutil.copytree(straight_run, folder, ignore=shutil.ignore_patterns("checkpoints"))
+    start = json.loads((fork / "attempts.jsonl").read_text().splitlines()[0])
+    start |= {"resumed_from_step": 20, "continued_from": {
+        "checkpoint": str(source / "checkpoints/step-00000020"), "step": 20}}  # fmt: skip
+    (fork / "attempts.jsonl").write_text(json.dumps(start) + "\n")
+    lines = (fork / "metrics.jsonl").read_text().splitlines(keepends=True)
+    own = [line for line in lines if json.loads(line)["step"] > 20]
+    (fork / "metrics.jsonl").write_text("".join(own))
+    found = compare(read_runs([source, fork]))
+    assert found.scores[1].tokens == found.scores[0].tokens == found.equal_tokens
+    assert found.scores[1].loss_at_equal_tokens == losses(straight_run)[40]
+    # Without that run they are not known, and no losses stand beside each other by tokens.
+    shutil.rmtree(source)
+    assert compare(read_runs([straight_run, fork])).equal_tokens is None
+
+
 def test_what_cannot_be_compared_is_refused(straight_run: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="two or more"):
         read_runs([straight_run])
