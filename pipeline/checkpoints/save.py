@@ -22,6 +22,7 @@ from pipeline.checkpoints.manifest import (
     COUNTERS,
     REMOVING,
     Retention,
+    manifests_of,
     remove,
     remove_tree,
     superseded,
@@ -165,9 +166,14 @@ class Saver:
         if not self._config.checkpoint.background:
             self._publish_if_written(wait=True)
 
-    def has(self, step: int) -> bool:
-        """Return whether the checkpoint of a step is published."""
-        return dist.on_first((self.folder / name_of(step)).exists, "looking for a checkpoint")
+    def has(self, state: TrainState) -> bool:
+        """Return whether the checkpoint of a state is published."""
+        paths = {state.step: self.folder / name_of(state.step)}
+        # That of its step may be from before batches that were skipped since.
+        cursors = dist.on_first(
+            lambda: [each.cursor for each in manifests_of(paths).values()], "finding a checkpoint"
+        )
+        return state.cursor in cursors
 
     def poll(self) -> None:
         """Publish the save if all ranks have written it; costs nothing without a save.
@@ -321,7 +327,7 @@ class Saver:
             # cut.
             for folder in [unfinished, *(p for p in unfinished.rglob("*") if p.is_dir())]:
                 sync_folder(folder)
-            # A checkpoint of the same step can only be a damaged one that was not resumed from.
+            # One of the same step is damaged, or from before batches that were skipped since.
             remove([final] if final.exists() else [])
             rename(unfinished, final)
             sync_folder(self.folder)

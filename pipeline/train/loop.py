@@ -131,7 +131,7 @@ def _begin(attempt: Attempt, state: TrainState) -> None:
     _set_alpha(attempt, state)
     attempt.watch.evaluate(state)
     # A run that goes on from step 0 has it already.
-    if attempt.run.config.checkpoint.keep_first and not attempt.run.saver.has(state.step):
+    if attempt.run.config.checkpoint.keep_first and not attempt.run.saver.has(state):
         _save(attempt, state)
 
 
@@ -174,7 +174,7 @@ def _next_stage(attempt: Attempt, state: TrainState, place: BatchSpec, meter: Me
     # Whatever the next stage meets, the end of this one is safe.
     attempt.run.saver.publish()
     # Its last batch may have been left out, and with it the save that comes with the batch.
-    if not attempt.run.saver.has(state.step):
+    if not attempt.run.saver.has(state):
         _save(attempt, state)
         attempt.run.saver.publish()
     attempt.run.work.begin(stage)

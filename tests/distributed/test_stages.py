@@ -130,6 +130,13 @@ def test_other_ranks_and_zero_stages_go_on_over_borders(
     assert found[-10:] == pytest.approx(wanted[-10:], abs=2e-4)
 
 
+def test_a_stage_ends_with_a_checkpoint_though_its_last_batches_are_skipped(runs: Runs) -> None:
+    """The one before them, of the same step, is not the stage's end, and goes."""
+    run = runs("run", [_STABLE, _LONG], "train.skip_batches=[{first: 4, last: 5}]")
+    ends = [read_manifest(path) for path in published(run / "checkpoints")]
+    assert (4, 6 * 8) in [(end.step, end.cursor) for end in ends]
+
+
 def test_a_fork_is_the_stage_of_one_run(runs: Runs, whole: Path) -> None:
     decay, more = [runs.decay], "train.max_skipped_in_a_row=9"
     fork = runs("fork", decay, f"continue_from={whole}@11", more)
