@@ -106,7 +106,8 @@ def _names(sources: Sequence[str | Path], last: int | None) -> list[str | Path]:
             f"--last {last} with {len(sources)} models: expected one run, and 2 checkpoints or more"
         )
     [run] = sources
-    steps = [step_of(path) for path in published(folder_of(Path(run)))]
+    # Not those of step 0 (checkpoint.keep_first): nothing is learned in them.
+    steps = [step for path in published(folder_of(Path(run))) if (step := step_of(path))]
     if len(steps) < last:
         raise ConfigError(
             f"--last {last}: {run} has {len(steps)} checkpoints, of steps "

@@ -1,5 +1,6 @@
 """Means of models: against means written out, and what has none is named."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from pipeline.errors import CheckpointError, ConfigError
+from pipeline.runtime.checkpoints import FOLDER, name_of, published
 from pipeline.use.average import average
 from pipeline.use.folder import TrainedModel, load_model, publishing, write_model, write_tokenizer
 from pipeline.use.source import load_source
@@ -36,6 +38,15 @@ def test_last_checkpoints_of_a_run(straight_run: Path, tmp_path: Path) -> None:
         float(tensor.double().square().sum()) for tensor in found.model.state_dict().values()
     )
     assert f"{(apart / norm) ** 0.5:.2%} of its norm" in done.stdout
+
+
+def test_the_start_is_none_of_the_last(straight_run: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(straight_run, run)
+    newest, *others = published(run / FOLDER)
+    others[-1].rename(newest.with_name(name_of(0)))
+    with pytest.raises(ConfigError, match=f"has {len(others)} checkpoints"):
+        average([run], tmp_path / "mean", last=len(others) + 1)
 
 
 def test_three_models_of_which_two_are_one(straight_run: Path, tmp_path: Path) -> None:
