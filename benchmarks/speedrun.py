@@ -145,7 +145,7 @@ def train_peer(model: nn.Module, run: Path, config: PretrainConfig, steps: int) 
         optimizer.step()
         optimizer.zero_grad()
         if step % 50 == 49:
-            sys.stderr.write(f"{run}: step {step + 1} of {steps}, loss {float(mean):.4f}\n")
+            sys.stderr.write(f"{run}: step {step + 1} of {steps}, loss {mean.item():.4f}\n")
     return masked
 
 
