@@ -188,7 +188,7 @@ def test_the_data_of_a_coming_stage_is_looked_at_before_the_run_starts(
 
 def test_data_of_stages_that_are_over_may_be_gone(runs: Runs, variants: Variants) -> None:
     """Of all of them, or of one in the middle: the last stage goes on, and is forked."""
-    names = {"base": "a", "changed": "b"}
+    names = {"changed": "a", "base": "b"}
     a, b = (
         Path(shutil.copytree(variants[of].folder, runs.folder / to)) for of, to in names.items()
     )
