@@ -45,8 +45,10 @@ def find_log(run_dir: Path, job: str | None, rank: int | None) -> Path:
     newest = newest_job(run_dir)
     if job is None:
         return job_log(run_dir, newest) if newest else RunFolder(run_dir).log(0)
-    path = job_log(run_dir, job)
     known = {submission.job for submission in submissions(run_dir)}
+    # Jobs of a chain, such as 413_1, write to one log.
+    job = chain if (chain := job.partition("_")[0]) in known else job
+    path = job_log(run_dir, job)
     if job not in known and not path.exists():
         names = ", ".join(sorted(known)) or "none"
         raise DataError(f"job {job} does not belong to {run_dir}; expected one of {names}")

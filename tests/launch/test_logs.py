@@ -29,7 +29,8 @@ def test_the_log_that_is_meant(run: RunFolder) -> None:
     run.submitted("411")
     run.submitted("412")
     assert logs.find_log(run.folder, None, None) == folder / "slurm-412.log"
-    assert logs.find_log(run.folder, "411", None) == folder / "slurm-411.log"
+    for job in ("411", "411_2"):  # the third of a chain
+        assert logs.find_log(run.folder, job, None) == folder / "slurm-411.log"
     assert logs.find_log(run.folder, None, 3) == folder / "rank-00003.log"
     with pytest.raises(DataError, match=r"job 410 .*411, 412"):
         logs.find_log(run.folder, "410", None)
