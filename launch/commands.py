@@ -266,9 +266,7 @@ def _run_here(
     return run_local(words, kind, run_dir, arguments.ranks, limits)
 
 
-def _hand_over(
-    draft: submit.SubmissionPlan, *, dry_run: bool, stop_file: Path | None = None
-) -> int:
+def _hand_over(draft: submit.SubmissionPlan, *, dry_run: bool, remove_stop: bool = False) -> int:
     """Check the site and call sbatch; remove a STOP file that must not stop this job."""
     checked = check(draft.cluster, draft.job.kind, work_dir=draft.job.work_dir, optional=dry_run)
     for remark in preemption_remarks(
@@ -279,10 +277,7 @@ def _hand_over(
         print(f"# {checked}\n{submit.dry_run_text(draft)}", end="")
         return EXIT_FINISHED
     print(f"{checked}; {ask_sbatch(draft.script)}")
-    if stop_file and stop_file.exists():
-        stop_file.unlink()
-        print(f"removed {stop_file}")
-    _say(submit.summary_text(draft, submit.submit(draft)))
+    _say(submit.summary_text(draft, submit.submit(draft, remove_stop=remove_stop)))
     return EXIT_FINISHED
 
 
@@ -302,7 +297,7 @@ def _resume(
         draft = submit.prepare_mix(config, profile, source)
     else:
         draft = submit.prepare_training(config, profile, source)
-    return _hand_over(draft, dry_run=dry_run, stop_file=RunFolder(run_dir).stop)
+    return _hand_over(draft, dry_run=dry_run, remove_stop=True)
 
 
 @verb("render configs/demo.yaml train.lr=1e-3 > job.sh && sbatch job.sh")

@@ -5,6 +5,7 @@ the record of the job. Editing the checkout or a config afterwards changes nothi
 waits, or that starts again in a week.
 """
 
+import logging
 import shlex
 import shutil
 import sys
@@ -59,6 +60,8 @@ from pipeline.runtime.remote import is_address
 from pipeline.runtime.run_folder import RunFolder
 from pipeline.tasks.readers import read_task
 from pipeline.tasks.task import RANDOM, TaskConfig, probe_tasks
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -327,7 +330,7 @@ def config_of_resume(run_dir: Path, source: Origin) -> PretrainConfig | TaskMix:
     return loaded
 
 
-def submit(draft: SubmissionPlan) -> str:
+def submit(draft: SubmissionPlan, *, remove_stop: bool = False) -> str:
     """Copy code and configs, hand the script to sbatch, and return the job's id.
 
     If sbatch refuses or the copy fails, everything written is removed again; it stays where SLURM
@@ -338,12 +341,16 @@ def submit(draft: SubmissionPlan) -> str:
     """
     run_dir = draft.run_dir
     with submitting(run_dir, run_dir, lambda: [one.job for one in submissions(run_dir)]) as intent:
-        return _submit(draft, intent)
+        return _submit(draft, intent, remove_stop)
 
 
-def _submit(draft: SubmissionPlan, intent: PendingSubmission) -> str:
+def _submit(draft: SubmissionPlan, intent: PendingSubmission, remove_stop: bool) -> str:
     folder, run_dir = draft.folder, draft.run_dir
     refuse_twice(run_dir, draft.job.kind)
+    # Not before: a job in the queue is to see it.
+    if remove_stop and RunFolder(run_dir).stop.exists():
+        RunFolder(run_dir).stop.unlink()
+        logger.info("removed %s", RunFolder(run_dir).stop)
     if draft.job.kind == PRETRAIN and RunFolder(run_dir).stop.exists():
         raise ConfigError(
             f"{RunFolder(run_dir).stop} exists, so the run would end at once; remove it, or "

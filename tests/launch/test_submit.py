@@ -201,6 +201,11 @@ def test_stop_file_is_refused_and_resume_removes_it(place: Place) -> None:
     place.submit("train.lr=2e-4")
     (place.run_dir / "STOP").touch()
     assert "resume" in place.submit(code=2)
+    # A job that is in the queue still has to see it.
+    (place.slurm.folder / "queue").write_text("101\n")
+    assert "job 101 of" in place.launch("resume", "runs/mine", code=1)
+    assert (place.run_dir / "STOP").exists()
+    (place.slurm.folder / "queue").write_text("")
     place.launch("resume", "runs/mine", "train.num_steps=40")
     assert not (place.run_dir / "STOP").exists()
     config = load(PretrainConfig, place.run_dir / "launch" / "0002" / "config.yaml").config
