@@ -277,7 +277,12 @@ def _hand_over(draft: submit.SubmissionPlan, *, dry_run: bool, remove_stop: bool
         print(f"# {checked}\n{submit.dry_run_text(draft)}", end="")
         return EXIT_FINISHED
     print(f"{checked}; {ask_sbatch(draft.script)}")
-    _say(submit.summary_text(draft, submit.submit(draft, remove_stop=remove_stop)))
+    stop = RunFolder(draft.run_dir).stop
+    is_removed = remove_stop and stop.exists()
+    text = submit.summary_text(draft, submit.submit(draft, remove_stop=remove_stop))
+    if is_removed:
+        print(f"removed {stop}")
+    _say(text)
     return EXIT_FINISHED
 
 

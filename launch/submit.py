@@ -5,7 +5,6 @@ the record of the job. Editing the checkout or a config afterwards changes nothi
 waits, or that starts again in a week.
 """
 
-import logging
 import shlex
 import shutil
 import sys
@@ -60,8 +59,6 @@ from pipeline.runtime.remote import is_address
 from pipeline.runtime.run_folder import RunFolder
 from pipeline.tasks.readers import read_task
 from pipeline.tasks.task import RANDOM, TaskConfig, probe_tasks
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -348,9 +345,8 @@ def _submit(draft: SubmissionPlan, intent: PendingSubmission, remove_stop: bool)
     folder, run_dir = draft.folder, draft.run_dir
     refuse_twice(run_dir, draft.job.kind)
     # Not before: a job in the queue is to see it.
-    if remove_stop and RunFolder(run_dir).stop.exists():
-        RunFolder(run_dir).stop.unlink()
-        logger.info("removed %s", RunFolder(run_dir).stop)
+    if remove_stop:
+        RunFolder(run_dir).stop.unlink(missing_ok=True)
     if draft.job.kind == PRETRAIN and RunFolder(run_dir).stop.exists():
         raise ConfigError(
             f"{RunFolder(run_dir).stop} exists, so the run would end at once; remove it, or "

@@ -206,7 +206,8 @@ def test_stop_file_is_refused_and_resume_removes_it(place: Place) -> None:
     assert "job 101 of" in place.launch("resume", "runs/mine", code=1)
     assert (place.run_dir / "STOP").exists()
     (place.slurm.folder / "queue").write_text("")
-    place.launch("resume", "runs/mine", "train.num_steps=40")
+    said = place.launch("resume", "runs/mine", "train.num_steps=40")
+    assert f"removed {place.run_dir / 'STOP'}" in said
     assert not (place.run_dir / "STOP").exists()
     config = load(PretrainConfig, place.run_dir / "launch" / "0002" / "config.yaml").config
     assert (config.train.num_steps, config.train.lr) == (40, 2e-4)
