@@ -164,8 +164,13 @@ class Mirror:
         """Check that the folder belongs to this run; nothing is copied yet.
 
         Raises:
-            ConfigError: the folder has copies of another run's checkpoints.
+            ConfigError: the folder has copies of another run's checkpoints, or is the run's own.
         """
+        if target.resolve() == run_dir.resolve():
+            raise ConfigError(
+                f"checkpoint.copy_to={target} is run_dir itself, so nothing would be copied; "
+                "choose a folder on other storage"
+            )
         self._run_dir, self._target, self._rule = run_dir, target, rule
         self._source, self._folder = run_dir / checkpoints.FOLDER, target / checkpoints.FOLDER
         self._task: BackgroundTask[None] | None = None

@@ -248,10 +248,19 @@ def write_tokenizer(trained: TrainedModel, folder: Path) -> None:
 
 def copy_head(source: str | Path, folder: Path) -> None:
     """Copy the head and the task of a fine-tuned model, if `source` names one."""
+    for path in _head_files(source):
+        shutil.copyfile(path, folder / path.name)
+
+
+def has_head(source: str | Path) -> bool:
+    """Say whether `source` names a fine-tuned model."""
+    return bool(_head_files(source))
+
+
+def _head_files(source: str | Path) -> list[Path]:
     model = fine_tuned(checkpoints.split_step(source)[0])
-    for name in (architecture.HEAD_FILE, architecture.TASK_FILE):
-        if (model / name).is_file():
-            shutil.copyfile(model / name, folder / name)
+    paths = [model / name for name in (architecture.HEAD_FILE, architecture.TASK_FILE)]
+    return [path for path in paths if path.is_file()]
 
 
 def load_model(folder: Path) -> TrainedModel:

@@ -27,6 +27,7 @@ from pipeline.use.folder import (
     MADE_NEW,
     OPTIMIZER,
     build_model,
+    has_head,
     probe_logits,
     publishing,
     require_full_alpha,
@@ -99,6 +100,8 @@ def grow(
         notes.append(f"noise {noise:g}: with it logits are up to {moved:.2g} deviations apart")
     elif width > 1:
         notes.append("noise 0: doubled units learn the same; to train it, give --noise 0.01")
+    if trained.parts is not None or has_head(source):
+        notes.append("encoder alone: a head, generator or other part that it had is left out")
     model = build_model(config, weights, str(source))
     facts: dict[str, Any] = {
         "grown_from": {

@@ -114,3 +114,10 @@ def test_folder_of_another_run_is_refused(tmp_path: Path) -> None:
     _copy(Mirror(tmp_path / "one", tmp_path / "copies", Retention(1)))
     with pytest.raises(ConfigError, match=r"copies .*/one, .*two"):
         Mirror(tmp_path / "two", tmp_path / "copies", Retention(1))
+
+
+def test_folder_of_the_run_itself_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "same").symlink_to("run")
+    with pytest.raises(ConfigError, match="run_dir itself"):
+        Mirror(tmp_path / "run", tmp_path / "same", Retention(1))

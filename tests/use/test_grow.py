@@ -8,6 +8,7 @@ import torch
 
 from pipeline.config.model import ModelConfig
 from pipeline.errors import ConfigError
+from pipeline.model.architecture import HEAD_FILE
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layout import packed
 from pipeline.use.folder import build_model, load_model, probe_logits, write_model
@@ -114,6 +115,14 @@ def test_what_depth_and_noise_do_is_said(tmp_path: Path) -> None:
         probe_logits(build_model(*each, "test").double()) for each in (_read(source), deeper)
     )
     assert moved == pytest.approx(float((after - before).abs().max() / before.std()), rel=0.05)
+
+
+def test_a_head_that_is_left_out_is_named(tmp_path: Path) -> None:
+    source = _small(tmp_path / "small")
+    (source / HEAD_FILE).write_bytes(b"a head of the smaller width")
+    report = grow(source, tmp_path / "wide", width=2, depth=None, noise=0.01, seed=0)
+    assert "a head" in report.notes[-1]
+    assert not (tmp_path / "wide" / HEAD_FILE).exists()
 
 
 def test_gradients_of_the_wider_model_differ_by_noise(straight_run: Path, tmp_path: Path) -> None:
