@@ -10,8 +10,10 @@ from typing import Any
 from data_prep import inputs
 from data_prep.config import PrepConfig
 from data_prep.decontaminate import eval_items
+from data_prep.filters.rules import key_parts
 from data_prep.inputs import SMALLEST_PIECE_MB
 from data_prep.pieces import Pieces, piece_name
+from data_prep.plugins import digest
 from data_prep.stage import Done, StageTask, make_key
 from data_prep.tokenizer.existing_tokenizer import GivenTokenizer, read_given
 from data_prep.types import InputFile, InputPiece
@@ -62,13 +64,16 @@ class Corpus:
 
     @property
     def key(self) -> str:
-        """Hash of everything that the dataset depends on."""
-        settings = as_recorded(self.config)
+        """Hash of everything that the dataset depends on, also what is in files that it names."""
+        settings, sources = as_recorded(self.config), self.config.sources
         del settings["workers"], settings["output_dir"]
         settings["piece_mb"] = self.piece_mb
         given = self.tokenizer and self.tokenizer.sha256
         sets = {name: [asdict(file) for file in files] for name, files in self.eval_sets.items()}
         own = [self.words.sha256] if self.words.entries else []
+        filters = dict.fromkeys(each for one in sources for each in self.config.filters_of(one))
+        own += [part for rules in filters for part in key_parts(rules)[1:]]
+        own += [digest(one.reader, f"source {one.name!r}: reader") for one in sources if one.reader]
         return make_key(settings, [asdict(piece) for piece in self.pieces], given, sets, *own)
 
 

@@ -61,7 +61,8 @@ def export(dataset: Path, out: Path, form: Format) -> tuple[int, list[Path]]:
     if not names or sum(len(pieces.kept_rows(name)) for name in names) != wanted:
         raise DataError(
             f"{dataset / 'work'} does not hold the {wanted:,} documents of the dataset; it was "
-            "deleted, or another run is at work there: run the preparation again, then export"
+            "deleted, has files of an earlier and larger corpus, or another run is at work there: "
+            "remove it, run the preparation again, then export"
         )
     expected = {f"{_file_name(name)}{SUFFIXES[form]}" for name in names}
     found = {path.name for path in out.iterdir()} if out.is_dir() else set()
@@ -107,7 +108,8 @@ def _write(name: str) -> int:
     if (recorded := recorded_sha256(mask)) is not None:
         require_written(mask, sha256_file(mask), recorded)
     rows = set(job.pieces.kept_rows(name).tolist())
-    if not rows:
+    if not rows:  # now; an earlier export into this folder may have had some
+        (job.folder / f"{_file_name(name)}{SUFFIXES[job.format]}").unlink(missing_ok=True)
         return 0
     documents = read_documents(job.pieces.documents_path(name), rows)
     records = (_record(document, job.held_out) for document in documents)

@@ -290,8 +290,12 @@ def rejected_text(config: PrepConfig, reason: str, limit: int) -> str:
     counts = Counter[str]()
     parts = []
     stages = ["ingest", *(["lines"] if config.dedup.lines else [])]
-    folders = [given.work / stage for stage in stages]
-    for path in (p for folder in folders for p in sorted(folder.rglob("*.rejected.jsonl.zst"))):
+    # By their pieces: those of an earlier corpus may still be there.
+    names = [f"{piece_name(n)}.rejected.jsonl.zst" for n in range(len(given.pieces))]
+    paths = [given.work / stage / name for stage in stages for name in names]
+    if not any(path.is_file() for path in paths):
+        raise DataError(f"stage ingest has not read a file of {given.output} yet; see `status`")
+    for path in (path for path in paths if path.is_file()):
         for record in read_lines(path):
             if reason not in record["reason"]:
                 continue

@@ -68,12 +68,14 @@ def read_words(path: Path, clean: CleanConfig) -> Words:
             continue
         word, *rest = normalise(line, clean).split(" ")
         has_han = any(first <= ord(c) <= last for c in word for first, last in HAN)
-        is_counted = rest == [] or (len(rest) == 1 and rest[0].isdecimal())
+        # 18 digits, since jieba counts in 64 bits; it never finds a word of frequency 0.
+        is_frequency = len(rest) == 1 and rest[0].isdecimal() and len(rest[0]) < 19
+        is_counted = rest == [] or (is_frequency and int(rest[0]) > 0)
         if not has_han or _BETWEEN.search(word) or not is_counted:
             raise DataError(
                 f"words.dictionary = {path}, line {number}: {line.strip()!r}; expected a word of "
                 "Chinese characters, which may have letters, digits and +#&._%- in it, and at most "
-                "its frequency, a whole number, behind a space"
+                "its frequency, a number above 0 of at most 18 digits, behind a space"
             )
         entries[word] = int(rest[0]) if rest else None
     content = json.dumps(list(entries.items()), ensure_ascii=False)

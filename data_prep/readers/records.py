@@ -241,7 +241,7 @@ def table_documents(lines: Lines, place: FileOrigin, fields: Fields, *, tabs: bo
             if decode(raw, place.encoding) is None:
                 yield place.invalid_line(offset, raw)
             elif columns is None:
-                columns = [cell.removeprefix("\ufeff").strip() for cell in cells]
+                columns = [cell.strip() for cell in cells]
                 twice = [name for name in fields.wanted if columns.count(name) > 1]
                 if twice or not any(name in columns for name in fields.text):
                     rows_lost = sum(1 for cells in rows if cells not in ([], [""]))
@@ -278,7 +278,8 @@ class _RowLines:
         for offset, raw in self._lines:
             self._taken.append((offset, raw))
             # Invalid bytes must not shift the cells behind them; the row is rejected later.
-            yield raw.decode(CODECS[self._encoding], "surrogateescape") + "\n"
+            text = raw.decode(CODECS[self._encoding], "surrogateescape") + "\n"
+            yield text if offset else text.removeprefix("\ufeff")  # a quote may stand behind it
 
     def take(self) -> tuple[int, bytes]:
         """Return the place and the bytes of the lines since the last call."""

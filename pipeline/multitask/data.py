@@ -91,10 +91,12 @@ def _add(evaluated: dict[bytes, str], name: str, data: TaskData) -> None:
 def _keys(row: Example) -> Iterable[bytes]:
     """Yield digests of the texts of a row, as letters and digits in lower case.
 
-    All texts of a row together count whatever their length.
+    All texts of a row together count whatever their length, and whatever the order of its choices;
+    one choice does not, since rows may well share it.
     """
-    texts = [_plain(text) for text in (row.text, row.text_b)]
-    for text in [*(text for text in texts if len(text) >= _SHORTEST), "\0".join(texts)]:
+    texts = [_plain(text) for text in (row.text, "" if row.choices else row.text_b)]
+    whole = "\0".join([*texts, *sorted(map(_plain, row.choices))])
+    for text in [*(text for text in texts if len(text) >= _SHORTEST), whole]:
         if text.strip("\0"):
             yield hashlib.sha256(text.encode()).digest()
 

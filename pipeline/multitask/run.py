@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from pipeline.checkpoints.state import TrainState
 from pipeline.config.data import BatchPlan, DataConfig, EvalDataConfig, TrainDataConfig
@@ -93,6 +94,11 @@ def open_work(mix: TaskMix) -> tuple["MultiTaskWork", TaskRunConfig]:
         PostnormError: the model or a task cannot be read, or they do not fit each other.
     """
     config = mix.config
+    for name in mix.tasks:
+        if hasattr(nn.ModuleDict(), name):
+            raise ConfigError(f"tasks.{name}: PyTorch has this name for itself; choose another")
+        if f"{name}_accuracy" in mix.tasks:
+            raise ConfigError(f"tasks.{name}_accuracy: the accuracy of tasks.{name} has this name")
     source = config.init_from.removeprefix(RANDOM)
     trained = load_source(source)
     require_full_alpha(trained, source, "multi-task training starts at alpha 1")

@@ -82,7 +82,7 @@ class TableFile:
 
 def detect(path: Path, *, has_words: bool) -> str:
     """Detect the format of a file by its name, and of JSON by its beginning."""
-    suffix = _plain(path).suffix.lower()
+    suffix = without_compression(path).suffix.lower()
     if suffix in (".csv", ".tsv", ".parquet"):
         return suffix[1:]
     if suffix in _CONLL_SUFFIXES:
@@ -100,7 +100,7 @@ def detect(path: Path, *, has_words: bool) -> str:
     return next(forms, "json")
 
 
-def _plain(path: Path) -> Path:
+def without_compression(path: Path) -> Path:
     """Return a path without the suffix of compression."""
     return path.with_suffix("") if path.suffix.lower() in _OPEN else path
 
@@ -478,7 +478,7 @@ def each_blank(text: str, pattern: str) -> list[tuple[tuple[int, int], ...]]:
 
 def _chid_rows(source: TableFile) -> Iterator[Row]:
     """Yield a row for each blank; the answers are in FILE_answer.json beside FILE.json."""
-    beside = source.path.with_name(f"{_plain(source.path).stem}_answer.json")
+    beside = source.path.with_name(f"{without_compression(source.path).stem}_answer.json")
     packed = [path for suffix in ("", *_OPEN) if (path := Path(f"{beside}{suffix}")).is_file()]
     answers = _whole_json(packed[0]) if packed else None
     if answers is None and source.needs_gold:

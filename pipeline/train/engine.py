@@ -292,8 +292,8 @@ class Engine:
         # DeepSpeed averages over ranks; the world size undoes it.
         scales = {
             # Without a target on any rank the total is 0, and 0 / 0 would be a step without a
-            # finite gradient.
-            name: factor * self.world_size / weight.clamp(min=1.0)
+            # finite gradient. Weights of classes may well add up to less than 1.
+            name: factor * self.world_size / torch.where(weight > 0, weight, 1.0)
             # Not strict: behind the weights stand the notes.
             for (name, factor), weight in zip(objective.losses.items(), summed, strict=False)
         }

@@ -35,10 +35,12 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.model.heads import Pool
 from pipeline.runtime.files import rename, write_json_atomic
 from pipeline.runtime.summary import table
+from pipeline.tasks.formats import without_compression
 from pipeline.tasks.readers import read_task
 from pipeline.tasks.scores import correlations, ranks
 from pipeline.tasks.task import TaskConfig, load_task
 from pipeline.tasks.types import Example
+from pipeline.train.initial import tokenizer_differences
 from pipeline.use.model import Model, write_header
 from pipeline.use.source import load_source
 from pipeline.use.whiten import TRANSDUCTIVE, Floats, Vectors, Whitening, fit
@@ -264,10 +266,11 @@ def read_pairs(source: str, split: str | None = None, overrides: Sequence[str] =
         ConfigError: the task has no pairs, or see `load_task`.
         DataError: see `read_task`; also that a gold is not a number, or all are the same.
     """
-    if Path(source).suffix in _DATA_FILES:
+    suffix = without_compression(Path(source)).suffix
+    if suffix in _DATA_FILES:
         if split is not None:
             raise ConfigError(f"{source} is one file, without splits; leave out split={split}")
-        columns = list(_FIELDS.values()) if Path(source).suffix in _NO_HEADER else []
+        columns = list(_FIELDS.values()) if suffix in _NO_HEADER else []
         data = {"fields": _FIELDS, "columns": columns, "test": [source]}
         # As numbers: the labels 0 and 1 are numbers, too.
         values = {"task": {"kind": "regress"}, "data": data}
@@ -456,14 +459,14 @@ def write_similar(source: Path, dataset: str, out: Path, top: int) -> int:
         ConfigError: the model is of another vocabulary, or `top` is not 1 or more.
         PostnormError: the model or the dataset cannot be read.
     """
-    trained, vocabulary = load_source(source), read_index(dataset).vocabulary
-    size = trained.model.config.vocab_size or 0
-    if size < vocabulary.size or top < 1:
+    trained, index = load_source(source), read_index(dataset)
+    vocabulary, tokenizer = index.vocabulary, trained.require_tokenizer()
+    other_ids, _ = tokenizer_differences(tokenizer, index)
+    if other_ids or top < 1:
         raise ConfigError(
-            f"{source} has {size} tokens, {dataset} {vocabulary.size}, and --top is {top}: "
-            "expected the model of that vocabulary, and 1 or more"
+            f"--top {top}, and {source} beside {dataset}: {'; '.join(other_ids) or 'one vocabulary'}"
+            "; expected 1 or more, and the model of that vocabulary"
         )
-    tokenizer = trained.require_tokenizer()
     nearest_tokens = nearest(
         trained.model.encoder.token_embedding.weight.detach().numpy(),
         [str(tokenizer.piece(token)) for token in range(vocabulary.size)],

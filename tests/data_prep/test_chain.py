@@ -20,6 +20,7 @@ from data_prep.chain import STEPS
 from data_prep.config import PrepConfig
 from data_prep.dedup import near
 from data_prep.export import export
+from data_prep.pieces import read_lines
 from data_prep.run import run, run_part
 from data_prep.show import document_text, plan, plan_text, rejected_text, status
 from data_prep.verify import verify
@@ -31,7 +32,7 @@ from pipeline.runtime import cli
 from pipeline.runtime.files import remove_abandoned, temporary_beside, write_atomic
 from postnorm.__main__ import groups
 from tests.support import warm
-from tests.support.prepare import config_of
+from tests.support.prepare import config_of, write_texts
 
 # Every stage that there is.
 ALL_STAGES = ["dedup.near_duplicates=true", "dedup.bands=4", "dedup.lines=true",
@@ -381,3 +382,41 @@ def test_stages_do_not_import_stages() -> None:
             if isinstance(node, ast.ImportFrom):
                 imported = {str(node.module), *(f"{node.module}.{a.name}" for a in node.names)}
                 assert not imported & stages, f"{stage}, line {node.lineno}"
+
+
+def test_what_files_of_the_config_hold_is_part_of_the_dataset(
+    prep_config: Path, corpus: Path, tmp_path: Path
+) -> None:
+    """And nothing is left of texts that are no longer in it."""
+    records = [json.loads(line) for line in corpus.read_bytes().splitlines()]
+    texts = [record["text"] for record in records]
+    for name, word in (("a", "quokka"), ("b", "wombat")):
+        write_texts(tmp_path / f"{name}.jsonl", ["x", *(f"{name} {word} {text}" for text in texts)])
+    words = tmp_path / "words.txt"
+
+    def config(*names: str) -> PrepConfig:
+        listed = ", ".join(f"{{name: {name}, inputs: [{tmp_path}/{name}.jsonl]}}" for name in names)
+        return config_of(prep_config, tmp_path / "out", corpus, f"sources=[{listed}]",
+                         f"filters.bad_words={{enabled: true, file: {words}, min_hits: 1}}",
+                         "clean.min_chars=5")  # fmt: skip
+
+    words.write_text("echidna\n")
+    run(config("a", "b"))
+    assert {path.name for path in export(tmp_path / "out", tmp_path / "texts", "jsonl")[1]} == {
+        "00000.jsonl.zst", "00001.jsonl.zst"
+    }  # fmt: skip
+    words.write_text("wombat\n")
+    before = (tmp_path / "out/report.json").read_bytes()
+    with pytest.raises(DataError, match="other inputs or settings"):
+        run(config("a", "b"))
+    assert (tmp_path / "out/report.json").read_bytes() == before
+    run(config("a", "b"), replace=True)
+    count, files = export(tmp_path / "out", tmp_path / "texts", "jsonl")
+    assert [path.name for path in files] == ["00000.jsonl.zst"]
+    assert count == len(list(read_lines(files[0])))
+    assert {path.name for path in (tmp_path / "texts").iterdir()} == {"00000.jsonl.zst"}
+    run(config("a"), replace=True)
+    assert rejected_text(config("a"), "shorter", 1).endswith("shorter than 5 characters: 1")
+    nothing = config_of(prep_config, tmp_path / "none", corpus)
+    with pytest.raises(DataError, match="has not read a file"):
+        rejected_text(nothing, "", 1)

@@ -11,7 +11,7 @@ import pytest
 from data_prep.config import Encoding, SourceConfig
 from data_prep.inputs import encoding_of, find, pieces
 from data_prep.readers.encodings import CODECS, detect
-from data_prep.types import Rejected
+from data_prep.types import Document, Rejected
 from tests.support.prepare import read_source, texts_of
 
 SIMPLIFIED = (
@@ -158,3 +158,14 @@ def test_a_file_of_utf_16_is_one_piece(tmp_path: Path) -> None:
     assert [encoding_of(file, source) for file in files] == ["utf-16-le", "gb18030"]
     parts = pieces(source, files, 3000)
     assert [len([p for p in parts if p.files[0].name == file.name]) for file in files] == [1, 3]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16-le", "auto"])
+def test_a_mark_before_a_quoted_header(tmp_path: Path, encoding: Encoding) -> None:
+    path = tmp_path / "a.csv"
+    written = "utf-16-le" if encoding == "utf-16-le" else "utf-8"
+    path.write_bytes('\ufeff"id","text"\n"7","\ufeffone, two"\n'.encode(written))
+    [item] = read_source(path, encoding=encoding)
+    assert isinstance(item, Document)
+    assert item.id.endswith("/7")
+    assert item.text.endswith("one, two")

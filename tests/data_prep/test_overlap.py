@@ -143,3 +143,21 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"set": "a"}')
     with pytest.raises(DataError, match=r"rows\.jsonl: .*'texts'"):
         write_overlap(tmp_path / "rows.jsonl", [corpus], CONFIG, tmp_path / "o.json")
+
+
+@pytest.mark.parametrize("texts", ["one text", [5], None])
+def test_rows_that_are_no_lists_of_texts_are_refused(texts: Any, tmp_path: Path) -> None:
+    corpus = _corpus(tmp_path / "c.jsonl.gz", ["the corpus"])
+    with pytest.raises(DataError, match=r"rows.jsonl: TypeError: .*expected lines of"):
+        _count(tmp_path, [("a", texts)], [corpus])
+    assert not (tmp_path / "overlap.json").exists()
+
+
+def test_separators_of_lines_inside_a_text_end_no_row(tmp_path: Path) -> None:
+    text = "第一行有很多汉字\u2028第二行也有很多汉字\x85第三行"
+    corpus = _corpus(tmp_path / "c.jsonl.gz", [text])
+    rows = json.dumps({"set": "a", "texts": [text]}, ensure_ascii=False)
+    (tmp_path / "rows.jsonl").write_text(f"{rows}\n\n{rows}\n", encoding="utf-8")
+    write_overlap(tmp_path / "rows.jsonl", [corpus], CONFIG, tmp_path / "out.json")
+    found = json.loads((tmp_path / "out.json").read_text())["sets"]
+    assert found == {"a": {"rows": 2, "shared": 2, "too_short": 0}}

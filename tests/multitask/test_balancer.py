@@ -1,7 +1,7 @@
 """The gradient of a step against one that autograd gives in float64, for every rule."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -329,3 +329,13 @@ def test_settings_of_another_rule_are_refused(values: dict[str, Any], message: s
     with pytest.raises(ConfigError, match=message):
         BalanceConfig(**values)
     BalanceConfig(method="gradient_norm", norms="late", every=5, decay=0.5)
+
+
+def test_weights_below_one_divide_as_larger_ones_do() -> None:
+    """Weights of classes add up to less than 1 in many small batches."""
+    engine = Engine(Toy(["a"]), TrainConfig(zero_stage=0, precision="fp32"),
+                    env.process_info_or_alone(), torch.device("cpu"))  # fmt: skip
+    [given] = rows(["a"], parts=1)["a"]
+    for weight, expected in ((8.0, 1 / 8), (0.25, 4.0), (0.0, 1.0)):
+        scales, _ = engine._scales([replace(given, weights={"a": weight})], Squares({"a": 1.0}, {}))
+        assert float(scales["a"]) == expected

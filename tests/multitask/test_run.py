@@ -16,11 +16,12 @@ from pipeline.checkpoints.state import read_weights
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.inspect.status import run_status
 from pipeline.multitask.config import is_mix, load_mix
-from pipeline.multitask.data import read_mix
-from pipeline.multitask.run import multitask, step_lines
+from pipeline.multitask.data import _keys, read_mix
+from pipeline.multitask.run import multitask, open_work, step_lines
 from pipeline.runtime import env
 from pipeline.runtime.checkpoints import FOLDER, published
 from pipeline.runtime.rank import Rank
+from pipeline.tasks.types import Example
 from pipeline.use.folder import load_model, write_config
 from pipeline.use.model import load
 from pipeline.use.pretrain import own_process
@@ -237,6 +238,10 @@ def test_mistakes_in_a_mix_are_told_with_the_task(tmp_path: Path, tiny_model: Pa
     ):
         with pytest.raises(ConfigError, match=message):
             load_mix(path, override.split())
+    mix = load_mix(path)
+    for name, said in (("type", "PyTorch has this name"), ("tag_accuracy", "accuracy of tasks.tag")):
+        with pytest.raises(ConfigError, match=rf"tasks\.{name}: .*{said}"):
+            open_work(replace(mix, tasks={**mix.tasks, name: mix.tasks["classify"]}))
     with pytest.raises(ConfigError, match=r"tasks\.classify: a draw of 8 examples must be a multi"):
         run(Path(path), "tasks.classify.parts=3")
 
@@ -267,6 +272,17 @@ def test_adamw_on_what_muon_trained_is_warned_of(tmp_path: Path, tiny_model: Pat
         text = (run(path, "train.num_steps=1") / "logs/rank-00000.log").read_text()
         found.append("set train.optimizer=muon" in text)
     assert found == [False, True]
+
+
+def test_the_order_of_candidates_leaves_out_the_same_rows() -> None:
+    """And one candidate that rows share leaves out none of them."""
+    shared, others = "a passage that many rows have", ("another passage of text", "a third one")
+    row = Example(id="1", where="t:1", text="who wrote this book", text_b=shared,
+                  choices=(shared, *others))  # fmt: skip
+    turned = replace(row, text_b=others[0], choices=(others[0], shared, others[1]))
+    assert set(_keys(row)) == set(_keys(turned))
+    other = replace(row, text="which film was it", choices=(shared, "a fourth passage"))
+    assert set(_keys(row)).isdisjoint(_keys(other))
 
 
 def test_rows_that_are_evaluated_are_left_out(tmp_path: Path, tiny_model: Path) -> None:

@@ -1,8 +1,16 @@
 """Tables of similar tokens."""
 
-import numpy as np
+import json
+from pathlib import Path
 
-from pipeline.use.vectors import nearest
+import numpy as np
+import pytest
+
+from data_prep.run import run
+from pipeline.data.format import DatasetIndex, read_index
+from pipeline.errors import ConfigError
+from pipeline.use.vectors import nearest, write_similar
+from tests.support.prepare import config_of, write_texts
 
 
 def test_nearest_are_those_of_all_cosines_within_a_group() -> None:
@@ -20,3 +28,18 @@ def test_nearest_are_those_of_all_cosines_within_a_group() -> None:
     vectors = np.eye(4, dtype=np.float32)
     table = nearest(vectors, ["a", "b", "##c", "##d"], np.arange(4), 3)
     assert table.tolist() == [[1, -1, -1], [0, -1, -1], [3, -1, -1], [2, -1, -1]]
+
+
+def test_another_vocabulary_of_the_same_size_is_refused(
+    straight_run: Path, dataset: DatasetIndex, prep_config: Path, corpus: Path, tmp_path: Path
+) -> None:
+    assert write_similar(straight_run, str(dataset.folder), tmp_path / "same.npy", 2) > 100
+    rows = [json.loads(line) for line in corpus.read_text().splitlines()]
+    table = str.maketrans("aeiou", "eioua")
+    other = write_texts(tmp_path / "other.jsonl", [row["text"].translate(table) for row in rows])
+    folder = tmp_path / "other"
+    run(config_of(prep_config, folder, other))
+    assert read_index(folder).vocabulary.size == dataset.vocabulary.size
+    with pytest.raises(ConfigError, match=r"expected 1 or more, and the model of that vocabulary"):
+        write_similar(straight_run, str(folder), tmp_path / "other.npy", 2)
+    assert not (tmp_path / "other.npy").exists()

@@ -1,5 +1,6 @@
 """Scores of pairs against scipy and scikit-learn, the files they come from, and the commands."""
 
+import gzip
 import json
 import math
 from pathlib import Path
@@ -25,6 +26,15 @@ ROWS = [
     ("the statement", "statements", 4.0), ("assert", "objects too", 1.0), ("too", "too", 4.5),
     ("objects are", "functions are objects", 3.0), ("a", "the assert statement is", 0.0),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_compressed_files_of_pairs(packed: bool, tmp_path: Path) -> None:
+    lines = "".join(f"{first}\t{second}\t{gold}\n" for first, second, gold in ROWS)
+    path = tmp_path / ("pairs.tsv.gz" if packed else "pairs.tsv")
+    path.write_bytes(gzip.compress(lines.encode()) if packed else lines.encode())
+    found = read_pairs(str(path))
+    assert (found.first, found.gold.tolist()) == (tuple(_columns()[0]), _columns()[2].tolist())
 
 
 def _columns(binary: bool = False) -> tuple[list[str], list[str], np.ndarray]:
