@@ -70,7 +70,7 @@ class Corpus:
         settings["piece_mb"] = self.piece_mb
         given = self.tokenizer and self.tokenizer.sha256
         sets = {name: [asdict(file) for file in files] for name, files in self.eval_sets.items()}
-        own = [self.words.sha256] if self.words.entries else []
+        own: list[Any] = [self.words.sha256] if self.words.entries else []
         filters = dict.fromkeys(each for one in sources for each in self.config.filters_of(one))
         own += [part for rules in filters for part in key_parts(rules)[1:]]
         own += [digest(one.reader, f"source {one.name!r}: reader") for one in sources if one.reader]

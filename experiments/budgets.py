@@ -14,10 +14,10 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from experiments import page
-from experiments.effects import Decision, direction, pair_of, values_by_seed
+from experiments.effects import Decision, direction, interval_by_seed, pair_of, values_by_seed
 from experiments.read import Reading
 from experiments.study import StudyCell, StudyPlan, run_plan
-from pipeline.tasks.intervals import Interval, interval_of
+from pipeline.tasks.intervals import Interval
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def budgets(plan: StudyPlan, readings: Mapping[str, Reading]) -> list[Budget]:
                         share=cost.flops / whole.flops,
                         slots_share=cost.slots / whole.slots,
                         pairs=pairs,
-                        interval=interval_of(list(pairs.values()), None) if pairs else None,
+                        interval=interval_by_seed(pairs, None),
                         runs=tuple(pair_of(plan, cell, goal, s) for s in seeds),
                     )
                 )
@@ -142,7 +142,10 @@ def sentences(found: Sequence[Budget]) -> list[str]:
             lines.append(f"{part}: {arm}: no pair of runs is finished")
             continue
         said = []
+        limits = [b.margin(surely=True) for b in of_arm if b.interval is not None]
         for word, surely in (("by the mean", False), ("by the interval, before Holm", True)):
+            if surely and all(map(math.isnan, limits)):
+                continue  # of one seed
             share = share_needed(of_arm, surely=surely)
             if share is None:
                 said.append(f"not with {max(shares):.2f} {word}")

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -320,6 +321,10 @@ def _write_again(name: str, study: StudyConfig, arguments: StudyArguments, folde
         parts=list(dict.fromkeys(cell["cell"]["part"] for cell in body["cells"])),
         most_seeds=body["most_seeds"],
     )
+    if lacking := [run for run in made.runs if run not in readings]:
+        raise ConfigError(
+            f"{name}.json lacks {lacking[0]}: the study's file has got arms or levels"
+        )
     body = study_page.write(made, readings, body["batches"], folder, body)
     _say(body, folder / name)
     return EXIT_FINISHED
@@ -328,8 +333,10 @@ def _write_again(name: str, study: StudyConfig, arguments: StudyArguments, folde
 def _run(made: StudyPlan, arguments: StudyArguments, out: Path, folder: Path) -> int:
     from experiments import study_page
     from experiments.read import check_batches, read, runs_folder
-    from experiments.study_run import Where, run_missing
+    from experiments.study_run import Where, require_same, run_missing
 
+    import_module("matplotlib")  # that it is missing is told before hours of training
+    require_same(made, out)
     code = EXIT_FINISHED
     if not arguments.report:
         code = run_missing(made, out, Where(arguments.jobs, arguments.cluster))

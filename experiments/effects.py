@@ -128,7 +128,7 @@ def effects(
                     metric=metric,
                     pairs=pairs,
                     lost=len(plan.of_cells[cells[0]]) - len(pairs),
-                    interval=_interval(pairs, rows),
+                    interval=interval_by_seed(pairs, rows),
                     runs=runs,
                     rows=rows,
                 )
@@ -136,11 +136,12 @@ def effects(
     return compared + _pooled(plan, compared)
 
 
-def _interval(pairs: Mapping[int, float], rows: RowVariance | None) -> Interval | None:
+def interval_by_seed(pairs: Mapping[int, float], rows: RowVariance | None) -> Interval | None:
+    """Return the interval of a mean difference; without limits where all seeds have the same."""
     if not pairs:
         return None
     found = interval_of(list(pairs.values()), rows)
-    if found.mean and found.low == found.high:
+    if found.low == found.high:
         return Interval(found.mean, math.nan, math.nan, "none", math.nan)
     return found
 
@@ -166,7 +167,7 @@ def _pooled(plan: StudyPlan, compared: Sequence[Effect]) -> list[Effect]:
                 levels=POOLED,
                 pairs=pairs,
                 lost=of[0].lost + len(of[0].pairs) - len(pairs),
-                interval=_interval(pairs, rows),
+                interval=interval_by_seed(pairs, rows),
                 runs=tuple(", ".join(of_level[seed] for of_level in names) for seed in seeds),
                 rows=rows,
             )
@@ -232,7 +233,8 @@ class Slope:
     @property
     def text(self) -> str:
         """What the fit says."""
-        pair, of = f"{self.metric}, {self.arm} - {self.against}", self.interval
+        place = f" ({'/'.join(self.levels)})" if self.levels else ""
+        pair, of = f"{self.metric}, {self.arm} - {self.against}{place}", self.interval
         if math.isnan(of.low):
             return f"{pair}: too few seeds for an interval of the slope on the logarithm"
         words = {None: OPEN, True: "decided, stands after Holm", False: "decided, falls after Holm"}

@@ -292,7 +292,7 @@ def refuse(mistakes: Sequence[str]) -> None:
         raise ConfigError(f"the sweep cannot start, {len(mistakes)} mistake(s):{lines}")
 
 
-def changes(run: SweepRun, kind: SweepVerb) -> list[str]:
+def changes(run: SweepRun, kind: SweepVerb, ignored: Sequence[str] = ()) -> list[str]:
     """Return why a run that was started earlier is another one now; empty if it is the same."""
     held = {path.name for path in run.folder.iterdir()} if run.folder.is_dir() else set()
     if held <= {CONFIG_FILE, "logs"}:
@@ -306,8 +306,9 @@ def changes(run: SweepRun, kind: SweepVerb) -> list[str]:
         before = kind.load(run.config_file, ())
     except ConfigError as error:
         return [f"{run.config_file} cannot be read any more: {error}"]
-    old = {path: value for path, _, value in schema.walk(before) if path != kind.folder}
-    now = {path: value for path, _, value in schema.walk(run.config) if path != kind.folder}
+    apart = {kind.folder, *ignored}
+    old = {path: value for path, _, value in schema.walk(before) if path not in apart}
+    now = {path: value for path, _, value in schema.walk(run.config) if path not in apart}
     paths = [path for path in old if path in now and old[path] != now[path]]
     if paths == [kind.appendable_field] and set(old[kind.appendable_field]) <= set(
         now[kind.appendable_field]

@@ -20,7 +20,6 @@ from experiments.probes import PROBES, ProbeResult, read_masks
 from experiments.study import MEAN_SCORE, StudyPlan, StudyRun, fits, safe_name
 from pipeline.config.load import build
 from pipeline.config.runs import PretrainConfig
-from pipeline.data.ledger import read_ledger
 from pipeline.data.record import read_batches
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, EXIT_PREEMPTED, DataError
 from pipeline.finetune.result import read_result, read_runs
@@ -92,8 +91,9 @@ def outcome(folder: Path) -> Outcome:
     log = run.log(0)
     said = log.read_bytes()[-_LOG_TAIL:] if log.is_file() else b""
     # One that gave up because its numbers were not finite has diverged, and would again; any other
-    # failure may be a full disk, and is tried again.
-    lost = bool(read_ledger(folder).non_finite) or b"is not finite" in said
+    # failure may be a full disk, and is tried again, also after steps that were skipped.
+    last = said.rpartition(b"error: ")[2]
+    lost = b"is not finite" in last or b"had no finite gradient" in last
     return "diverged" if lost else "failed"
 
 

@@ -7,8 +7,9 @@ are one run, whichever parts of the study ask for it.
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from itertools import product
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -54,6 +55,7 @@ CONTINUED_SEED = 1000
 """Added to the seed of a run that goes on from another one, which has seen the order of its own."""
 _TIMES = re.compile(r"\*(\d+(?:\.\d+)?)")
 _SHARE = re.compile(r"(\d+(?:\.\d+)?) of ([\w.]+)")
+_NO_SEED = "seed is not set here: seeds of a preset, or of a part, say it for all arms alike"
 _OF_TASKS = "tasks."
 Values = Mapping[str, Any]
 """Overrides by dotted path; `*0.5` stands for half of the value below, `0.5 of train.num_steps` for
@@ -219,9 +221,20 @@ class StudyConfig:
                 raise ConfigError(f"arms.{name}.grow has nothing to grow; set its start")
             if arm.flops_of is not None:
                 known_name("arms", self.arms, arm.flops_of, f"arms.{name}.flops_of")
+                if self.arms[arm.flops_of].flops_of is not None:
+                    raise ConfigError(
+                        f"arms.{name}.flops_of={arm.flops_of}, which has flops_of itself; name an "
+                        "arm that has its own train.num_steps"
+                    )
         for name, part in self.parts.items():
+            if "/" in name:
+                raise ConfigError(f"parts: {name!r} is to be the name of a file; leave out /")
             self._check(f"parts.{name}", part)
+        if self.kind == "runs" and not self.parts:
+            raise ConfigError("parts is empty; a study asks at least one question")
         for name, preset in self.presets.items():
+            if not preset.seeds:
+                raise ConfigError(f"presets.{name}.seeds is empty; give at least one")
             for part_name in preset.parts:
                 known_name("parts", self.parts, part_name, f"presets.{name}.parts")
             self._check_levels(f"presets.{name}.levels", tuple(self.factors), preset.levels)
@@ -239,10 +252,16 @@ class StudyConfig:
                 known_name(f"factor {factor}", self.factors[factor], level, where)
 
     def _check(self, where: str, part: PartConfig) -> None:
+        for field in ("arms", "grid", "metrics"):
+            names = getattr(part, field)
+            if len(set(names)) < len(names) or not (names or field == "grid"):
+                raise ConfigError(f"{where}.{field}={list(names)}; expected names, each once")
         for arm in part.arms:
             known_name("arms", self.arms, arm, f"{where}.arms")
         for factor in part.grid:
             known_name("factors", self.factors, factor, f"{where}.grid")
+            if not self.factors[factor]:
+                raise ConfigError(f"factors.{factor} has no level; {where}.grid names it")
         self._check_levels(f"{where}.levels", part.grid, part.levels)
         if part.pooled and not part.grid:
             raise ConfigError(
@@ -263,6 +282,11 @@ class StudyConfig:
         known += [f"train_loss.{task}" for task in part.tasks]  # of its last log line
         known += [metric for probe in part.probes for metric in PROBES[probe].metrics]
         for metric in part.metrics:
+            at = metric.partition("@")[2]
+            if part.regress and at and not re.fullmatch(r"\d*\.?\d*[1-9]\d*", at):
+                raise ConfigError(
+                    f"{where}.regress=true, and {metric}: {at} is not a number above 0"
+                )
             if not any(fits(metric, one) for one in known):
                 known_name("metrics", known, metric, f"{where}.metrics")
 
@@ -422,7 +446,12 @@ def plan(
     of_tasks = tuple(
         text.removeprefix(_OF_TASKS) for text in overrides if text.startswith(_OF_TASKS)
     )
-    layout = _Layout(study, _base(study, chosen, out, given))
+    paths = [text.partition("=")[0] for text in given]
+    if "seed" in paths:
+        raise ConfigError(_NO_SEED)
+    # Of the preset, too, shares come last, unless the command line has another value.
+    shares = {p: v for p, v in chosen.set.items() if _is_share(v) and p not in paths}
+    layout = _Layout(study, _base(study, chosen, out, given), shares)
     runs, of_cells = layout.runs, dict[StudyCell, dict[int, str]]()
     for cell in _cells(study, chosen):
         for seed in study.parts[cell.part].seeds[:most_seeds] or seeds:
@@ -470,21 +499,39 @@ def _base(
 ) -> PretrainConfig:
     """Build what all runs have in common."""
     values = {**study.base, "run_dir": str(out)}
-    values["data"] = {"dir": str(out / "data"), **values.get("data", {})}
+    values["data"] = {"dir": str(out / "data"), **(values.get("data") or {})}
+    values["spikes"] = {"rewind": False, **(values.get("spikes") or {})}  # it leaves batches out
     config = build(PretrainConfig, values, "base of the study")
     return build(PretrainConfig, _changed(config, [preset.set]), "the preset", overrides)
 
 
 def _changed(config: PretrainConfig, layers: Sequence[Values]) -> dict[str, Any]:
     """Lay overrides over a config, one layer after the other; return plain values."""
-    tree = asdict(config)
-    every = [item for values in layers for item in values.items()]
-    # Shares of other values come last, when these are what they will be.
-    for path, value in sorted(every, key=lambda item: bool(_SHARE.fullmatch(str(item[1])))):
+    tree, shares = asdict(config), dict[str, Any]()
+    for path, value in (item for values in layers for item in values.items()):
         place, last = _place(tree, path, f"{path} = {value!r}")
+        if path == "seed":
+            raise ConfigError(_NO_SEED)
+        if isinstance(value, dict) and is_dataclass(attrgetter(path)(config)):
+            raise ConfigError(
+                f"{path} = {value!r} would reset what it leaves out; write {path}.FIELD for each"
+            )
+        if not _TIMES.fullmatch(str(value)):  # a share of what is multiplied is multiplied already
+            shares.pop(path, None)
+        if _is_share(value):
+            shares[path] = value
+        else:
+            place[last] = _computed(tree, path, value, place[last])
+    # Shares of other values come last, when these are what they will be.
+    for path, value in shares.items():
+        place, last = _place(tree, path, path)
         place[last] = _computed(tree, path, value, place[last])
     plain: dict[str, Any] = json.loads(json.dumps(tree))  # lists in place of tuples
     return plain
+
+
+def _is_share(value: Any) -> bool:
+    return _SHARE.fullmatch(str(value)) is not None
 
 
 def _place(tree: dict[str, Any], path: str, what: str) -> tuple[dict[str, Any], str]:
@@ -546,9 +593,9 @@ def _require_same_batches(
 class _Layout:
     """The runs of a study while it is laid out."""
 
-    def __init__(self, study: StudyConfig, base: PretrainConfig) -> None:
+    def __init__(self, study: StudyConfig, base: PretrainConfig, shares: Values) -> None:
         self.runs: dict[str, StudyRun] = {}
-        self._study, self._base = study, base
+        self._study, self._base, self._shares = study, base, shares
         self._names: dict[str, str] = {}
         """Names of runs, by what they compute."""
         self._configs: dict[StudyCell, PretrainConfig] = {}
@@ -589,9 +636,10 @@ class _Layout:
     def _config(self, cell: StudyCell, seed: int) -> PretrainConfig:
         study, part, arm = self._study, self._study.parts[cell.part], self._study.arms[cell.arm]
         levels = zip(part.grid, cell.levels, strict=True)
-        layers = [part.set, arm.set, *(study.factors[factor][level] for factor, level in levels)]
-        values = _changed(self._base, layers)
-        config = build(PretrainConfig, values, f"{cell.part}, {self._shown(cell)}")
+        layers = [self._shares, part.set, arm.set]
+        layers += (study.factors[factor][level] for factor, level in levels)
+        where = f"{cell.part}, {self._shown(cell)}"
+        config = build(PretrainConfig, _changed(self._base, layers), where)
         if config.checkpoint.keep < (arm.mean or 1):
             raise ConfigError(
                 f"arms.{cell.arm}.mean={arm.mean}, and its runs keep {config.checkpoint.keep} "
@@ -603,7 +651,8 @@ class _Layout:
         chain = [like, self.runs[like.start]] if like.start else [like]
         whole = sum(run_plan(run.config).flops for run in chain)
         steps = round(whole / run_plan(config).flops * config.train.num_steps)
-        return replace(config, train=replace(config.train, num_steps=steps))
+        layers.append({"train.num_steps": steps})
+        return build(PretrainConfig, _changed(self._base, layers), where)
 
 
 # What a study costs before it runs

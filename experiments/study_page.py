@@ -109,8 +109,8 @@ def _corrected(
     compared: Sequence[Effect], fits: Sequence[Slope], needed: Sequence[budgets.Budget]
 ) -> tuple[list[Effect], list[Slope], list[budgets.Budget], str]:
     """Correct all decisions of a page for their number; return them, and the sentence on it."""
-    decisions: dict[Hashable, Interval | None] = {e.decision: e.interval for e in compared}
-    decisions |= {budget.decision: budget.interval for budget in needed}
+    decisions: dict[Hashable, Interval | None] = {b.decision: b.interval for b in needed}
+    decisions |= {effect.decision: effect.interval for effect in compared}  # with chance of rows
     stands, how_sure = judged(decisions | {n: fit.interval for n, fit in enumerate(fits)})
     return (
         [replace(effect, stands=stands.get(effect.decision)) for effect in compared],

@@ -32,6 +32,9 @@ from pipeline.tasks.types import Example
 
 logger = logging.getLogger(__name__)
 
+_PLACES = ("data.dir", "init_from")
+"""Settings that differ where a study's folder was moved."""
+
 
 @dataclass(frozen=True)
 class Where:
@@ -41,6 +44,20 @@ class Where:
     """Number of runs at the same time."""
     cluster: str | None = None
     """Profile; None: this machine."""
+
+
+def require_same(plan: StudyPlan, out: Path) -> None:
+    """Refuse a study with runs that were started with other settings, but for where files are.
+
+    Raises:
+        ConfigError: names the runs and settings.
+    """
+    folder, kind = runs_folder(out), grid.KINDS[PRETRAIN]
+    runs = [
+        grid.SweepRun(run.name, {}, folder / run.name, run.config) for run in plan.runs.values()
+    ]
+    told = (grid.changes(run, kind, _PLACES) for run in runs if run.config_file.is_file())
+    grid.refuse([line for lines in told for line in lines])
 
 
 def run_missing(plan: StudyPlan, out: Path, where: Where) -> int:

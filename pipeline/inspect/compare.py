@@ -203,7 +203,10 @@ def _texts(losses: dict[int, float]) -> dict[int, str]:
 
 
 def _score(run: ReadRun, step: int | None, tokens: float | None) -> RunScore:
-    at_tokens = [s for s, seen in run.tokens.items() if tokens is not None and seen <= tokens]
+    # The nearest line: batches of as many slots differ by a few tokens.
+    near = None
+    if tokens is not None and min(run.tokens.values()) <= tokens:
+        near = min(run.tokens, key=lambda at: abs(run.tokens[at] - tokens))
     return RunScore(
         run=run.name,
         step=max(run.losses, default=0),
@@ -213,7 +216,7 @@ def _score(run: ReadRun, step: int | None, tokens: float | None) -> RunScore:
         held_out_loss=_finite(list(run.held_out.values())[-1:]),
         best_held_out_loss=_finite(run.held_out.values()),
         loss_at_equal_step=_finite([run.losses[step]] if step is not None else []),
-        loss_at_equal_tokens=_finite([run.losses[max(at_tokens)]] if at_tokens else []),
+        loss_at_equal_tokens=_finite([run.losses[near]] if near is not None else []),
         tokens_per_s=run.tokens_per_s,
     )
 

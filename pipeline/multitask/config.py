@@ -336,7 +336,9 @@ def load_mix(path: str, overrides: Sequence[str] = ()) -> TaskMix:
     for name, values in config.tasks.items():
         where = f"{path}, tasks.{name}"
         if not name.isidentifier() and not name.replace("-", "_").isidentifier():
-            raise ConfigError(f"tasks.{name}: expected letters, digits, - and _, and no digit first")
+            raise ConfigError(
+                f"tasks.{name}: expected letters, digits, - and _, and no digit first"
+            )
         if name == MLM:
             members[name] = build(DrawConfig, values or {}, where)
             continue

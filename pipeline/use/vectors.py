@@ -464,8 +464,8 @@ def write_similar(source: Path, dataset: str, out: Path, top: int) -> int:
     other_ids, _ = tokenizer_differences(tokenizer, index)
     if other_ids or top < 1:
         raise ConfigError(
-            f"--top {top}, and {source} beside {dataset}: {'; '.join(other_ids) or 'one vocabulary'}"
-            "; expected 1 or more, and the model of that vocabulary"
+            f"--top {top}, {source} beside {dataset}: {'; '.join(other_ids) or 'one vocabulary'}; "
+            "expected 1 or more, and the model of that vocabulary"
         )
     nearest_tokens = nearest(
         trained.model.encoder.token_embedding.weight.detach().numpy(),

@@ -155,7 +155,8 @@ def test_words_of_a_dictionary_are_whole(tmp_path: Path, tokenizer: Tokenizer) -
 
 @pytest.mark.parametrize(("content", "named"), [
     ("肺癌\nlung\n", "line 2: 'lung'"), ("肺,癌\n", "line 1"), ("肺癌 many\n", "line 1"),
-    ("肺癌 1 n\n", "line 1"), ("肺癌 0\n", "line 1"), (f"肺癌 1{'0' * 18}\n", "line 1"), ("肺癌\n".encode("gb18030"), "cannot be read"),
+    ("肺癌 1 n\n", "line 1"), ("肺癌 0\n", "line 1"), (f"肺癌 1{'0' * 18}\n", "line 1"),
+    ("肺癌\n".encode("gb18030"), "cannot be read"),
     (None, "cannot be read"),
 ])  # fmt: skip
 def test_no_dictionary_is_refused(tmp_path: Path, content: str | bytes | None, named: str) -> None:

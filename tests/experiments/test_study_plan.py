@@ -33,7 +33,7 @@ from tests.support.tiny_tasks import write_rows
 
 NAMES = sorted(path.stem for path in HOME.glob("*.yaml"))
 OF_RUNS = [name for name in NAMES if name != "speed"]
-_HOURS = {"many_classes": 2.5, "positions": 1.5, "rates": 2.4, "realformer": 2.9,
+_HOURS = {"alpha": 3.1, "many_classes": 2.5, "positions": 1.5, "rates": 2.4, "realformer": 2.9,
           "speedrun": 20.6, "structure": 1.9}  # fmt: skip
 """Of two shared cores, that a small preset may take; others take 1.3."""
 
@@ -204,6 +204,42 @@ def test_levels_win_over_arms_and_shares_are_computed_last() -> None:
     assert train("swept", "alpha", "lr 2e-3", "x2").alpha_warmup_steps == 100
 
 
+def test_an_arm_wins_over_its_part_and_the_command_line_over_the_preset_in_shares_too() -> None:
+    share = {"train.warmup_steps": "0.5 of train.num_steps"}
+    arms = {"usual": {}, "none": {"set": {"train.warmup_steps": 0}},
+            "tenth": {"set": {"train.warmup_steps": "0.1 of train.num_steps"}},
+            "alike": {"set": {"train.warmup_steps": "0.1 of train.num_steps",
+                              "model.num_layers": 4}, "flops_of": "usual"}}  # fmt: skip
+    levels = {"half": {"train.num_steps": "*0.5"}}
+
+    def steps(study: StudyConfig, *overrides: str) -> dict[str, tuple[int, int]]:
+        made = plan_of(study, *overrides)
+        return {run.cell.arm: (run.config.train.num_steps, run.config.train.warmup_steps)
+                for run in made.runs.values() if run.seed == 1}  # fmt: skip
+
+    part = {"asks": "?", "arms": list(arms), "set": share}
+    found = steps(study_of(arms=arms, parts={"one": part}), "train.num_steps=100")
+    assert [found[arm] for arm in ("usual", "none", "tenth")] == [(100, 50), (100, 0), (100, 10)]
+    total, warm = found["alike"]
+    assert 20 < total < 60
+    assert warm == round(0.1 * total)
+
+    presets = {name: {"seeds": [1, 2], "set": share} for name in PRESETS}
+    part = {"asks": "?", "arms": ["usual"], "grid": ["length"]}
+    study = study_of(arms=arms, factors={"length": levels}, parts={"one": part}, presets=presets)
+    assert steps(study, "train.num_steps=100") == {"usual": (50, 25)}
+    assert steps(study, "train.num_steps=100", "train.warmup_steps=3") == {"usual": (50, 3)}
+    with pytest.raises(ConfigError, match="seed is not set here"):
+        plan_of(study, "seed=4")
+
+
+def test_runs_of_a_study_never_go_back_unless_it_says_so() -> None:
+    assert "spikes" not in BASE
+    assert not any(run.config.spikes.rewind for run in plan_of(study_of()).runs.values())
+    own = study_of(base={**BASE, "spikes": {"rewind": True}, "data": None})
+    assert all(run.config.spikes.rewind for run in plan_of(own).runs.values())
+
+
 def test_equal_flops_count_the_start_too() -> None:
     made = _made("growth", "small")
     flops = {name: run_plan(run.config).flops for name, run in made.runs.items()}
@@ -228,6 +264,20 @@ def test_equal_flops_count_the_start_too() -> None:
     ({"arms": {**ARMS, "b": {"start": "sum"}, "c": {"start": "b"}}}, r"arms\.c\.start=b"),
     ({"arms": {**ARMS, "b": {"sett": {}}}}, r"'arms\.b\.sett'"),
     ({"arms": {"plain": {}, "sum": {"mean": 2}}}, "'held_out_loss' is not of reads"),
+    ({"arms": {**ARMS, "b": {"flops_of": "c"}, "c": {"flops_of": "b"}}}, r"arms\.b\.flops_of=c"),
+    ({"arms": {**ARMS, "b": {"flops_of": "b"}}}, r"arms\.b\.flops_of=b"),
+    ({"parts": {"a": {"asks": "?", "arms": []}}}, r"parts\.a\.arms=\[\]"),
+    ({"parts": {"a": {"asks": "?", "arms": ["plain", "plain"]}}}, "each once"),
+    ({"parts": {"a": {"asks": "?", "arms": ["plain"], "metrics": []}}}, r"parts\.a\.metrics"),
+    ({"parts": {"a/b": {"asks": "?", "arms": ["plain"]}}}, "'a/b' is to be the name of a file"),
+    ({"factors": {"x": {}}, "parts": {"a": {"asks": "?", "arms": ["plain"], "grid": ["x"]}}},
+     r"factors\.x has no level"),
+    ({"factors": {"x": {"1": {}}},
+      "parts": {"a": {"asks": "?", "arms": ["plain"], "grid": ["x", "x"]}}}, r"grid=.*each once"),
+    ({"reads": {"near": {}}, "parts": {"a": {"asks": "?", "arms": ["plain"], "regress": True,
+                                             "metrics": ["loss@near"]}}}, "near is not a number"),
+    ({"parts": {}}, "parts is empty"),
+    ({"presets": {name: {"seeds": []} for name in PRESETS}}, r"presets\.small\.seeds is empty"),
 ])  # fmt: skip
 def test_mistakes_in_a_study_are_named(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -239,7 +289,8 @@ def test_mistakes_in_a_study_are_named(values: dict[str, Any], message: str) -> 
     ({"train.lr": "2 of train.rate"}, r"train\.rate"),
     ({"model.num_layers": 0}, r"model\.num_layers"),
     ({"data.mask_prob": 0.4}, r"parts\.one: other and plain .*batches"),
-    ({"train.global_batch": 8}, "other batches"),
+    ({"train.global_batch": 8}, "other batches"), ({"seed": 3}, "seed is not set here"),
+    ({"model": {"num_layers": 2}}, r"would reset what it leaves out; write model\.FIELD"),
 ])  # fmt: skip
 def test_mistakes_in_an_arm_are_named(arm: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -16,7 +16,9 @@ import torch
 from experiments import effects, probes, read, speed, study_page
 from experiments.budgets import Budget, share_needed
 from experiments.study import StudyPlan, read_study
-from experiments.study_run import make_start
+from experiments.study_run import make_start, require_same
+from launch.records import CONFIG_FILE
+from pipeline.config.load import to_yaml
 from pipeline.config.model import ModelConfig
 from pipeline.data.format import DatasetIndex
 from pipeline.data.ledger import NonFinite, add_to_ledger
@@ -73,12 +75,18 @@ def test_an_outcome_tells_divergence_from_other_failures(tmp_path: Path) -> None
     _give_up(tmp_path, "config", 2, "model.num_layers is wrong")
     _give_up(tmp_path, "preempted", 75)
     _give_up(tmp_path, "state", 2, "the state after step 3 is not finite: rank 0")
-    folder = _give_up(tmp_path, "loss", 2)
-    lost = {"batch": 3, "cursor": 12, "step": 4, "grad_norm": "nan", "ranks": {}, "samples": []}
-    add_to_ledger(folder, NonFinite(**lost, unix_s=1.0))
+    given_up = "error: 5 steps in a row had no finite gradient (train.max_skipped_in_a_row)\n"
+    _give_up(tmp_path, "loss", 2, given_up)
+    # A step that was skipped, and then something else: at another start, too.
+    moved = "error: gone/index.json does not exist\n"
+    for name, before in (("moved", ""), ("later", given_up)):
+        folder = _give_up(tmp_path, name, 2, before + moved)
+        lost = {"batch": 3, "cursor": 12, "step": 4, "grad_norm": "nan", "ranks": {}}
+        add_to_ledger(folder, NonFinite(**lost, samples=[], unix_s=1.0))
     _finish(tmp_path, "done", 5.0)
-    names = ("disk", "config", "preempted", "state", "loss", "done")
-    expected = ["failed", "failed", "missing", "diverged", "diverged", "finished"]
+    names = ("disk", "config", "preempted", "state", "loss", "moved", "later", "done")
+    expected = ["failed", "failed", "missing", "diverged", "diverged", "failed", "failed",
+                "finished"]  # fmt: skip
     assert [outcome(name) for name in names] == expected
 
 
@@ -115,6 +123,10 @@ def test_with_how_much_compute_an_arm_gets_there(tmp_path: Path) -> None:
     assert share < sure < 0.8
     text = (tmp_path / "results" / "mine.md").read_text()
     assert "| sum | most |" in text
+    one = plan_of(study_of(factors=factors, parts={"time": part}, seeds=(1,)))
+    body = study_page.write(one, {run: readings[run] for run in one.runs}, "-", tmp_path / "one")
+    assert f"with {share:.2f} by the mean" not in str(body["verdicts"])  # that was of two seeds
+    assert "by the interval" not in str(body["verdicts"])
     with pytest.raises(ConfigError, match=r"parts\.time\.target"):
         study_of(factors=factors, parts={"time": part | {"target": "other"}})
 
@@ -168,7 +180,10 @@ def test_a_pooled_part_counts_a_seed_once(tmp_path: Path) -> None:
     assert scipy.stats.ttest_1samp(gains.ravel(), 0.0).pvalue != pytest.approx(
         found["interval"]["p"]
     )
-    assert "of 8 decisions" in body["how_sure"]
+    # Accuracies are the same in all seeds, which is no decision.
+    assert "of 4 decisions" in body["how_sure"]
+    same = [e["verdict"] for e in body["effects"] if e["metric"] == "accuracy"]
+    assert same == ["same in all seeds"] * 4
 
     # A seed that lacks a level is lost.
     readings[made.of_cells[next(iter(made.of_cells))][4]] = read.Reading("diverged")
@@ -214,6 +229,7 @@ def test_slopes_are_fitted_for_each_seed(tmp_path: Path) -> None:
     assert [found["slope"], found["low"], found["high"]] == pytest.approx(
         [np.mean(expected), low, high]
     )
+    assert "loss, sum - plain (1): " in (tmp_path / "mine.md").read_text()
 
 
 def test_a_page_names_the_revisions_of_its_runs(tmp_path: Path) -> None:
@@ -642,3 +658,21 @@ def test_speed_compares_starts_of_the_same_kind() -> None:
     ]
     with pytest.raises(ConfigError, match="unknown key 'round'"):
         speed._config(study, "small", ["round=2"])
+
+
+def test_a_page_is_not_of_settings_that_its_runs_never_had(tmp_path: Path) -> None:
+    """Also of a run that diverged, which nothing would try again; another place is no change."""
+    made = plan_of(study_of(seeds=(1,)))
+    for number, run in enumerate(made.runs.values()):
+        folder = read.runs_folder(tmp_path) / run.name
+        if number:
+            _finish(tmp_path, run.name, 5.0)
+        else:
+            _give_up(tmp_path, run.name, 2, "error: the state after step 3 is not finite")
+        there = replace(run.config, run_dir="before", data=replace(run.config.data, dir="before"))
+        (folder / CONFIG_FILE).write_text(to_yaml(there))
+    require_same(made, tmp_path)
+    for change in ("train.lr=0.5", "model.num_layers=3"):
+        with pytest.raises(ConfigError, match=rf"2 mistake.*\n.*{change.partition('=')[0]} was"):
+            require_same(plan_of(study_of(seeds=(1,)), change), tmp_path)
+    require_same(plan_of(study_of(seeds=(1, 2))), tmp_path)

@@ -146,3 +146,20 @@ def test_curves_lie_where_their_numbers_are() -> None:
     assert curve[0][0] == 0
     assert curve[0][1] > curve[1][1]  # SVG counts from the top
     assert limit[0][1] == pytest.approx((curve[0][1] + curve[1][1]) / 2, abs=0.1)
+
+
+def test_losses_at_equal_tokens_are_of_the_nearest_lines(
+    straight_run: Path, tmp_path: Path
+) -> None:
+    """Equal batches of slots have a few tokens more or less."""
+    other = tmp_path / "other"
+    shutil.copytree(straight_run, other, ignore=shutil.ignore_patterns("checkpoints"))
+    lines = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        if line["kind"] == "train":
+            line["tokens"] += 1
+    (other / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = compare(read_runs([straight_run, other]))
+    assert found.equal_tokens == found.scores[0].tokens < found.scores[1].tokens
+    last = losses(straight_run)[40]
+    assert [score.loss_at_equal_tokens for score in found.scores] == [last, last]
