@@ -55,7 +55,7 @@ def write_overlap(rows: Path, corpus: list[str], config: DecontaminateConfig, ou
         lines = [line for line in content.decode().split("\n") if line.strip()]
         read = [(row["set"], row["texts"]) for row in map(json.loads, lines)]
         if not all(isinstance(t, list) and all(isinstance(x, str) for x in t) for _, t in read):
-            raise TypeError("texts is no list of strings")
+            raise TypeError("texts is not a list of strings")
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{rows}: {type(error).__name__}: {error}; expected lines of "

@@ -94,7 +94,8 @@ def _keys(row: Example) -> Iterable[bytes]:
     All texts of a row together count whatever their length, and whatever the order of its choices;
     one choice does not, since rows may well share it.
     """
-    texts = [_plain(text) for text in (row.text, "" if row.choices else row.text_b)]
+    # Candidates of a query stand in `choices`, and the first one in `text_b`, too.
+    texts = [_plain(text) for text in (row.text, "" if row.text_b in row.choices else row.text_b)]
     whole = "\0".join([*texts, *sorted(map(_plain, row.choices))])
     for text in [*(text for text in texts if len(text) >= _SHORTEST), whole]:
         if text.strip("\0"):

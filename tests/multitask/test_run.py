@@ -283,6 +283,10 @@ def test_the_order_of_candidates_leaves_out_the_same_rows() -> None:
     assert set(_keys(row)) == set(_keys(turned))
     other = replace(row, text="which film was it", choices=(shared, "a fourth passage"))
     assert set(_keys(row)).isdisjoint(_keys(other))
+    # A question beside choices is a text of its own.
+    asked = replace(row, text_b="in which year was that", text="a passage of a book")
+    assert not set(_keys(asked)).isdisjoint(_keys(replace(asked, text="another one entirely")))
+    assert len(set(_keys(asked))) == 3
 
 
 def test_rows_that_are_evaluated_are_left_out(tmp_path: Path, tiny_model: Path) -> None:
