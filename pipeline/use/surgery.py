@@ -184,6 +184,8 @@ def read_vocabulary(path: Path, old: AnyTokenizer) -> AnyTokenizer:
     Raises:
         DataError: there is no tokenizer, or it is damaged.
     """
+    if path.name == fast.TOKENIZER_JSON and path.is_file():
+        path = path.parent  # what transformers saved of words and rules lies beside it
     if (path / INDEX_FILE).is_file():
         path = path / read_index(str(path)).tokenizer_file
     if path.is_dir() and not (path / fast.TOKENIZER_JSON).is_file():

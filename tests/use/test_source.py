@@ -23,6 +23,7 @@ from pipeline.use.grow import grow
 from pipeline.use.hf import export_hf
 from pipeline.use.model import load
 from pipeline.use.source import initial_weights, is_run, load_source
+from pipeline.use.surgery import read_vocabulary
 from tests.support import warm, words
 from tests.support.checkpoints import make_checkpoint
 
@@ -163,6 +164,8 @@ def test_words_of_an_export_are_cut_alike_after_it_was_saved(tmp_path: Path) -> 
     export_hf(folder, tmp_path / "hf")
     saved = load_source(_saved(tmp_path / "hf", tmp_path / "saved", "saved")).require_tokenizer()
     expected = load_source(folder).require_tokenizer()
+    given = read_vocabulary(tmp_path / "saved" / "tokenizer.json", expected)
+    assert [given.encode(text) for text in texts] == [expected.encode(text) for text in texts]
     assert [saved.encode(text) for text in texts] == [expected.encode(text) for text in texts]
 
 
