@@ -323,7 +323,7 @@ def _write_again(name: str, study: StudyConfig, arguments: StudyArguments, folde
     )
     if lacking := [run for run in made.runs if run not in readings]:
         raise ConfigError(
-            f"{name}.json lacks {lacking[0]}: the study's file has got arms or levels"
+            f"{name}.json lacks {lacking[0]}: take the study's file as it was, or --out of the runs"
         )
     body = study_page.write(made, readings, body["batches"], folder, body)
     _say(body, folder / name)

@@ -320,8 +320,8 @@ def changes(run: SweepRun, kind: SweepVerb, ignored: Sequence[str] = ()) -> list
     if len(paths) > _DIFFERENCES:
         shown.append(f"and {len(paths) - _DIFFERENCES} more")
     return [
-        f"{run.name} was started with another config ({'; '.join(shown)}): undo the change, set "
-        f"`dir` to a new folder, or remove {run.folder}"
+        f"{run.name} was started with another config ({'; '.join(shown)}): undo the change, take "
+        f"a new folder (`dir` of a sweep, --out of a study), or remove {run.folder}"
     ]
 
 
