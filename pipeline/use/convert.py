@@ -37,7 +37,13 @@ from pipeline.use.folder import (
     only_encoder,
     require_rows,
 )
-from pipeline.use.foreign_config import Family, ForeignCheckpoint, carry_of, translate
+from pipeline.use.foreign_config import (
+    Family,
+    ForeignCheckpoint,
+    carry_of,
+    sentence_setting,
+    translate,
+)
 from pipeline.use.tf_checkpoint import TfCheckpoint
 
 logger = logging.getLogger(__name__)
@@ -162,7 +168,7 @@ def load_own_hf(folder: Path) -> TrainedModel:
         logger.info("%s: left out %s", folder, ", ".join(left_out))
     own, made_new = only_encoder(config, own, str(folder))
     made_new = made_new or body.get(MADE_NEW, [])  # an export's head may be untrained, too
-    facts = {MADE_NEW: made_new} if made_new else {}
+    facts = sentence_setting(folder) | ({MADE_NEW: made_new} if made_new else {})
     # As transformers saves it, tokenizer.json does not say that jieba cuts the words.
     tokenizer, _ = _tokenizer(folder, "bert")
     return TrainedModel(build_model(config, own, str(folder)), tokenizer, facts)
@@ -244,7 +250,8 @@ def read_foreign(
         "config_sha256": sha256_file(read.config_path),
     }
     untrained = made_new or read.config.get(MADE_NEW, [])
-    facts = {"converted_from": origin, **({MADE_NEW: untrained} if untrained else {})}
+    facts = {"converted_from": origin, **sentence_setting(source)}
+    facts |= {MADE_NEW: untrained} if untrained else {}
     trained = TrainedModel(model, tokenizer, facts)
     require_rows(trained, str(source))
     return Foreign(

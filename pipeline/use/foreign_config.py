@@ -8,8 +8,10 @@ google-research `realformer/realformer.py`; bojone/bert4keras `bert4keras/models
 JunnYu/RoFormer_pytorch.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.config import strict_yaml
@@ -110,6 +112,14 @@ num_beams num_return_sequences output_scores remove_invalid_values repetition_pe
 return_dict_in_generate suppress_tokens temperature top_k top_p typical_p
 """
 _HARMLESS = frozenset(_NO_EFFECT.split())
+SENTENCES = "sentence_vectors"
+"""The fact that holds what `sentence_setting` reads."""
+# As sentence-transformers 2 to 5 write them, then as 6 does.
+_LENGTHS = {
+    "sentence_bert_config.json": "max_seq_length",
+    "tokenizer_config.json": "model_max_length",
+}
+_POOLINGS = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean"}
 
 
 @dataclass(frozen=True)
@@ -311,3 +321,47 @@ def _read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         node = strict_yaml.parse(value, f"command line {text!r}", with_lines=False)
         chosen[key.strip()] = node.plain()
     return chosen
+
+
+def sentence_setting(folder: Path) -> dict[str, Any]:
+    """Read how sentence-transformers (2 to 6) makes vectors with the model of a folder.
+
+    Returns:
+        The fact `SENTENCES` with pooling and max_length, None where they are not said, and `more`,
+        names of what `Model.encode` does not do; nothing if there is no modules.json.
+
+    Raises:
+        CheckpointError: one of the files is damaged.
+    """
+    path = folder / "modules.json"
+    if not path.is_file():
+        return {}
+    found: dict[str, Any] = {"pooling": None, "max_length": None, "more": []}
+    try:
+        for module in json.loads(path.read_bytes()):
+            kind = module["type"].rpartition(".")[2]
+            if kind == "Pooling":
+                path = folder / module["path"] / "config.json"
+                body = json.loads(path.read_bytes())
+                modes = [key for key in body if key.startswith("pooling_mode_") and body[key]]
+                mode = body.get("pooling_mode", modes)
+                name = mode if isinstance(mode, str) else ", ".join(mode)
+                if (name := _POOLINGS.get(name, name)) in _POOLINGS.values():
+                    found["pooling"] = name
+                else:
+                    found["more"].append(f"pooling {name or 'by nothing'}")
+            elif kind != "Transformer":
+                found["more"].append(module["path"] or kind)
+        for name, key in _LENGTHS.items():
+            path = folder / name
+            body = json.loads(path.read_bytes()) if path.is_file() else {}
+            found["max_length"] = found["max_length"] or body.get(key)
+            found["more"] += ["lower case"] * bool(
+                name.startswith("sentence") and body.get("do_lower_case")
+            )
+        path = folder / "config_sentence_transformers.json"
+        prompt = json.loads(path.read_bytes()).get("default_prompt_name") if path.is_file() else None
+        found["more"] += [f"the prompt {prompt}"] * bool(prompt)
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+        raise CheckpointError(f"{path} is damaged: {error!r}") from error
+    return {SENTENCES: found}

@@ -26,6 +26,7 @@ from pipeline.runtime.files import temporary_beside
 from pipeline.tokenizer.fast import FastTokenizer
 from pipeline.tokenizer.sentencepiece import Tokenizer
 from pipeline.use.folder import TrainedModel
+from pipeline.use.foreign_config import SENTENCES
 from pipeline.use.source import load_source
 from pipeline.use.whiten import Vectors, Whitening, fingerprint, fit
 
@@ -222,9 +223,10 @@ class Model:
 
         Args:
             texts: strings; of an iterator 32 batches are held at a time.
-            pooling: "mean" of the last layer's tokens, [CLS] and [SEP] included (the default),
-                "cls" of the last layer, that through BERT's "pooler", or "first_last_avg", the
-                mean over the first and last layer (Su 2021, kexue.fm/archives/8069).
+            pooling: "mean" of the last layer's tokens, [CLS] and [SEP] included, "cls" of the last
+                layer, that through BERT's "pooler", or "first_last_avg", the mean over the first
+                and last layer (Su 2021, kexue.fm/archives/8069). None: that of a folder of
+                sentence-transformers, like its length, or "mean".
             batch_size: most texts of a forward pass; on a CPU it also ends at some hundred tokens.
                 Texts of similar length go together, and no padding is computed; rounding apart the
                 batches do not change a vector.
@@ -237,8 +239,9 @@ class Model:
 
         Raises:
             DataError: there is no text, or one is not a string.
-            ConfigError: another argument is out of range, the model has no pooler, or the
-                whitening is of another model, pooling or length.
+            ConfigError: another argument is out of range, the model has no pooler, the whitening
+                is of another model, pooling or length, or pooling is None and a folder of
+                sentence-transformers asks for more than a pooling.
             CheckpointError: the model came without a tokenizer.
         """
         blocks = list(self.iter_encode(texts, pooling, batch_size, max_length, whitening))
@@ -294,7 +297,14 @@ class Model:
                         f"{getattr(whitening, name)}; leave {name} out, or fit it again"
                     )
             pooling, max_length = whitening.pooling, whitening.max_length
-        pooling = pooling or "mean"
+        own = self.facts.get(SENTENCES, {})
+        if pooling is None and own.get("more"):
+            raise ConfigError(
+                f"sentence-transformers makes this model's vectors with {', '.join(own['more'])}, "
+                f"which is not done here; pass pooling={own['pooling'] or 'mean'} for the vectors "
+                "without it"
+            )
+        pooling = pooling or own.get("pooling") or "mean"
         if pooling not in get_args(Pool):
             known = ", ".join(get_args(Pool))
             raise ConfigError(f"pooling={pooling!r} is not known; expected one of {known}")
@@ -303,7 +313,9 @@ class Model:
                 "pooling=pooler: this model has no pooler (model.pooler is false); take cls, mean "
                 "or first_last_avg"
             )
-        return pooling, self.longest(max_length)
+        length = self.longest(max_length)
+        is_own = max_length is None and own.get("max_length")
+        return pooling, min(length, own["max_length"]) if is_own else length
 
     @cached_property
     def fingerprint(self) -> str:

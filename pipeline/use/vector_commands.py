@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Pooling = Literal["cls", "pooler", "mean", "first_last_avg"]
 # How a text becomes a vector.
-POOLING: Any = option("default: the whitening's, or mean")
+POOLING: Any = option("default: the whitening's, that of sentence-transformers' folder, or mean")
 MAX_LENGTH: Any = option("tokens of a text; longer ones are cut", "N")
 WHITENING: Any = option("that `postnorm whiten` wrote for this model", "FILE")
 _BATCH_SIZE: Any = option("texts at once (default 32)", "N", default=32)
@@ -83,7 +83,7 @@ def whiten(
     texts: str = option("one text a line; - is standard input", "FILE", required=True),
     size: int | None = option("of whitened vectors; default: the texts' rank", "K"),
     out: Path = option("file to write", "FILE.npz", required=True, type=cli.new_file),
-    pooling: Pooling | None = option("default mean"),
+    pooling: Pooling | None = option("default: that of sentence-transformers' folder, or mean"),
     max_length: int | None = MAX_LENGTH,
     batch_size: int = _BATCH_SIZE,
 ) -> None:

@@ -1,5 +1,6 @@
 """The export for sentence-transformers: its files, and the vectors that they describe."""
 
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -7,8 +8,9 @@ import numpy as np
 import pytest
 
 from pipeline.data.format import DatasetIndex
-from pipeline.errors import ConfigError
+from pipeline.errors import CheckpointError, ConfigError
 from pipeline.model.heads import Pool
+from pipeline.use.hf import export_hf
 from pipeline.use.model import load
 from pipeline.use.sentences import export_sentence_transformers
 from tests.use.test_model import BERT, TEXTS, write
@@ -66,6 +68,48 @@ def test_sentence_transformers_computes_the_same(exported: Exported) -> None:
     library = pytest.importorskip("sentence_transformers")
     model = library.SentenceTransformer(str(exported.folder), trust_remote_code=True, device="cpu")
     np.testing.assert_allclose(model.encode(LONG), exported.vectors, atol=1e-4)
+
+
+def test_a_folder_of_sentence_transformers_keeps_its_setting(
+    dataset: DatasetIndex, tmp_path: Path, processes: None
+) -> None:
+    library = pytest.importorskip("sentence_transformers")
+    models = pytest.importorskip("sentence_transformers.models")
+    export_hf(write(tmp_path / "ours", dataset, **BERT), tmp_path / "hf")
+    for mode, normalised in (("cls", False), ("mean", False), ("max", False), ("cls", True)):
+        first = models.Transformer(str(tmp_path / "hf"), max_seq_length=7)
+        modules = [first, models.Pooling(first.get_embedding_dimension(), mode)]
+        modules += [models.Normalize()] * normalised
+        theirs = library.SentenceTransformer(modules=modules, device="cpu")
+        folder = tmp_path / f"{mode}-{normalised}"
+        theirs.save(str(folder))
+        refused = "2_Normalize" if normalised else "pooling max" if mode == "max" else ""
+        _compare(folder, theirs.encode(LONG), refused)
+        # Versions 2 to 5 wrote other files.
+        names = ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens")
+        flags = {
+            f"pooling_mode_{name}": name.removesuffix("s") == f"{mode}_token" for name in names
+        }
+        (folder / "1_Pooling" / "config.json").write_text(json.dumps(flags))
+        length = {"max_seq_length": 7, "do_lower_case": False}
+        (folder / "sentence_bert_config.json").write_text(json.dumps(length))
+        _compare(folder, theirs.encode(LONG), refused.replace(" ", " pooling_mode_"))
+    (folder / "modules.json").write_text("[3]")
+    with pytest.raises(CheckpointError, match=r"modules.json is damaged"):
+        load(folder)
+
+
+def _compare(folder: Path, expected: np.ndarray, refused: str) -> None:
+    model = load(folder)
+    if not refused:
+        np.testing.assert_allclose(model.encode(LONG), expected, atol=1e-5)
+        return
+    with pytest.raises(ConfigError, match=refused):
+        model.encode(LONG)
+    vectors = model.encode(LONG, "cls")
+    if refused == "2_Normalize":
+        vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+        np.testing.assert_allclose(vectors, expected, atol=1e-5)
 
 
 def test_what_it_cannot_express_is_refused(dataset: DatasetIndex, tmp_path: Path) -> None:
