@@ -289,7 +289,7 @@ def refuse(mistakes: Sequence[str]) -> None:
     """Refuse a sweep for all of its mistakes at once (ConfigError)."""
     if mistakes:
         lines = "".join(f"\n- {mistake}" for mistake in mistakes)
-        raise ConfigError(f"the sweep cannot start, {len(mistakes)} mistake(s):{lines}")
+        raise ConfigError(f"nothing was done, {len(mistakes)} mistake(s):{lines}")
 
 
 def changes(run: SweepRun, kind: SweepVerb, ignored: Sequence[str] = ()) -> list[str]:

@@ -172,16 +172,27 @@ _ALBERT = (6.0, 3.0, 2.0)
 
 
 @lru_cache(maxsize=4)
-def similar_tokens(path: str, vocabulary: Vocabulary) -> npt.NDArray[np.int64]:
-    """Read a table of `postnorm similar`.
+def similar_tokens(
+    path: str, vocabulary: Vocabulary, tokenizer_sha256: str | None = None
+) -> npt.NDArray[np.int64]:
+    """Read a table of `postnorm similar`, or (V, k) ids in an .npy file, which name no tokenizer.
 
     Raises:
         DataError: there is none, or it is of another vocabulary.
     """
     try:
         table = np.load(path)
-    except (OSError, ValueError) as error:
+        made_for = tokenizer_sha256
+        if not isinstance(table, np.ndarray):
+            table, made_for = table["similar"], str(table["tokenizer_sha256"])
+    except (OSError, ValueError, KeyError) as error:
         raise DataError(f"data.similar={path} cannot be read: {error}") from None
+    if tokenizer_sha256 not in (None, made_for):  # a vocabulary of the same size, for example
+        raise DataError(
+            f"data.similar={path} was made for the tokenizer {str(made_for)[:12]}, and this dataset "
+            f"has {str(tokenizer_sha256)[:12]}: make it with the model of this vocabulary, "
+            "`postnorm similar`"
+        )
     size = vocabulary.size
     if table.ndim != 2 or len(table) < size or table.dtype.kind != "i" or table.max() >= size:
         raise DataError(

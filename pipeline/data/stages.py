@@ -111,7 +111,8 @@ def stage_data(
             read[stage.data.dir] = opened(index, timeline.seq_lens(stage.data.dir))
         (here, counts), config = read[stage.data.dir], config_of(stage)
         if config.data.similar is not None:
-            similar_tokens(config.data.similar, here.vocabulary)  # before the first step, not then
+            # Before the first step, not then.
+            similar_tokens(config.data.similar, here.vocabulary, here.tokenizer_sha256)
         found.append(
             StageData(
                 here,

@@ -360,7 +360,9 @@ def sentence_setting(folder: Path) -> dict[str, Any]:
                 name.startswith("sentence") and body.get("do_lower_case")
             )
         path = folder / "config_sentence_transformers.json"
-        prompt = json.loads(path.read_bytes()).get("default_prompt_name") if path.is_file() else None
+        prompt = (
+            json.loads(path.read_bytes()).get("default_prompt_name") if path.is_file() else None
+        )
         found["more"] += [f"the prompt {prompt}"] * bool(prompt)
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         raise CheckpointError(f"{path} is damaged: {error!r}") from error

@@ -177,11 +177,11 @@ def sts(
         print("\n".join(evaluation.lines()))
 
 
-@verb("similar runs/mine --data data/mine --out similar.npy")
+@verb("similar runs/mine --data data/mine --out similar.npz")
 def similar(
     source: Path = MODEL,
     data: str = option("whose vocabulary says what text can have", "DATASET", required=True),
-    out: Path = option("such as similar.npy", "FILE", required=True, type=cli.new_file),
+    out: Path = option("such as similar.npz", "FILE", required=True, type=cli.new_file),
     top: int = option("tokens a token (default 5)", default=5),
 ) -> None:
     """A table of similar tokens, for masking as MacBERT does.

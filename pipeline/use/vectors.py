@@ -474,7 +474,7 @@ def write_similar(source: Path, dataset: str, out: Path, top: int) -> int:
         top,
     )
     with out.open("wb") as file:
-        np.save(file, nearest_tokens)
+        np.savez(file, similar=nearest_tokens, tokenizer_sha256=index.tokenizer_sha256)
     return len(vocabulary.in_text)
 
 

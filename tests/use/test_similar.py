@@ -8,7 +8,8 @@ import pytest
 
 from data_prep.run import run
 from pipeline.data.format import DatasetIndex, read_index
-from pipeline.errors import ConfigError
+from pipeline.data.masking import similar_tokens
+from pipeline.errors import ConfigError, DataError
 from pipeline.use.vectors import nearest, write_similar
 from tests.support.prepare import config_of, write_texts
 
@@ -43,3 +44,8 @@ def test_another_vocabulary_of_the_same_size_is_refused(
     with pytest.raises(ConfigError, match=r"expected 1 or more, and the model of that vocabulary"):
         write_similar(straight_run, str(folder), tmp_path / "other.npy", 2)
     assert not (tmp_path / "other.npy").exists()
+    # A table that was made before the tokenizer was trained anew.
+    here, there, made = dataset, read_index(folder), str(tmp_path / "same.npy")
+    assert similar_tokens(made, here.vocabulary, here.tokenizer_sha256).shape[1] == 2
+    with pytest.raises(DataError, match=r"same.npy was made for the tokenizer [0-9a-f]{12}, and"):
+        similar_tokens(made, there.vocabulary, there.tokenizer_sha256)
