@@ -189,8 +189,8 @@ def similar_tokens(
         raise DataError(f"data.similar={path} cannot be read: {error}") from None
     if tokenizer_sha256 not in (None, made_for):  # a vocabulary of the same size, for example
         raise DataError(
-            f"data.similar={path} was made for the tokenizer {str(made_for)[:12]}, and this dataset "
-            f"has {str(tokenizer_sha256)[:12]}: make it with the model of this vocabulary, "
+            f"data.similar={path} is for the tokenizer {str(made_for)[:12]}, this dataset has "
+            f"{str(tokenizer_sha256)[:12]}: make it with the model of this vocabulary, "
             "`postnorm similar`"
         )
     size = vocabulary.size

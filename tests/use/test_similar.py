@@ -47,5 +47,5 @@ def test_another_vocabulary_of_the_same_size_is_refused(
     # A table that was made before the tokenizer was trained anew.
     here, there, made = dataset, read_index(folder), str(tmp_path / "same.npy")
     assert similar_tokens(made, here.vocabulary, here.tokenizer_sha256).shape[1] == 2
-    with pytest.raises(DataError, match=r"same.npy was made for the tokenizer [0-9a-f]{12}, and"):
+    with pytest.raises(DataError, match=r"same.npy is for the tokenizer [0-9a-f]{12}, this"):
         similar_tokens(made, there.vocabulary, there.tokenizer_sha256)
