@@ -279,7 +279,8 @@ def read_file(
         logger.warning(
             "%s: %s: %s; the documents before that are used", file.path, broken.reason, broken
         )
-        yield Rejected(f"{source.name}/{file.name}", broken.reason, broken.unfinished)
+        whole = f"{source.name}/{file.name}"
+        yield Rejected(whole, broken.reason, broken.unfinished, rows=broken.rows)
 
 
 def _items(

@@ -36,15 +36,16 @@ def documents(place: FileOrigin, fields: Fields) -> Items:
         BrokenFileError: the file is damaged here. A file that was cut short is so from its start,
             because parquet keeps its table of contents at the end.
     """
+    num_rows, row = 1, -1
     with open_binary(place.path) as file:
         try:
             table = pq.ParquetFile(
                 file, buffer_size=_BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True
             )
-            names = tuple(table.schema_arrow.names)
+            names, num_rows = tuple(table.schema_arrow.names), table.metadata.num_rows
             columns = _columns(table.schema_arrow, fields)
             if not any(name in columns for name in fields.text):
-                whole, num_rows = f"{place.source}/{place.name}", table.metadata.num_rows
+                whole = f"{place.source}/{place.name}"
                 yield fields.no_text("column", whole, b"", there=names, rows=num_rows)
                 return
             for row, record in enumerate(_records(table, list({*columns.values()}))):
@@ -62,7 +63,7 @@ def documents(place: FileOrigin, fields: Fields) -> Items:
         except (pa.ArrowException, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise  # an error of the operating system, not of the format
-            raise BrokenFileError(DAMAGED, str(error)) from error
+            raise BrokenFileError(DAMAGED, str(error), rows=num_rows - row - 1) from error
 
 
 def _columns(schema: Any, fields: Fields) -> dict[str, str]:

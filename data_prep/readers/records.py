@@ -9,6 +9,7 @@ import html
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, AnyStr
 
@@ -165,7 +166,7 @@ def _elements(stream: Stream, place: FileOrigin) -> Lines:
     """Yield (byte offset, bytes) of the elements of an array."""
     # What is read, its place in the file, and the place of the current element in it.
     text, at, start = b"", 0, 0
-    position, depth, in_string = 0, 0, False
+    position, depth, in_string, rows = 0, 0, False, 0
     long: LongLine | None = None  # of an element that is too long, without what was read of it
     while True:
         found = (_IN_STRING if in_string else _STRUCTURE).search(text, position)
@@ -200,7 +201,7 @@ def _elements(stream: Stream, place: FileOrigin) -> Lines:
             depth -= mark != b","
             if depth == 0 or mark == b",":
                 yield from _element(at + start, text[start : position - 1], long)
-                long = None
+                long, rows = None, rows + 1
                 start = position
             if depth == 0:
                 break
@@ -208,7 +209,9 @@ def _elements(stream: Stream, place: FileOrigin) -> Lines:
     if stream.problem:
         raise stream.problem
     if rest.strip(_JSON_SPACE):
-        raise BrokenFileError(DAMAGED, f"text behind the array, at byte {at + position}", rest)
+        left = len(rest) + sum(map(len, iter(lambda: stream.buffer.read(_STEP), b"")))
+        message, size = f"text behind the array, at byte {at + position}", at + position
+        raise BrokenFileError(DAMAGED, message, rest, max(1, round(rows * left / size)))
 
 
 def _element(offset: int, rest: bytes, long: LongLine | None) -> Lines:
@@ -259,9 +262,10 @@ def table_documents(lines: Lines, place: FileOrigin, fields: Fields, *, tabs: bo
             else:
                 yield fields.document(dict(zip(columns, cells, strict=True)), raw, place, offset)
     except csv.Error as error:
+        rows_left = seen.rows_left()
         offset, raw = seen.take()
         message = f"{error}, in the row at byte {offset}"
-        raise BrokenFileError(DAMAGED, message, raw[:_STEP]) from error
+        raise BrokenFileError(DAMAGED, message, raw[:_STEP], rows_left) from error
     except BrokenFileError as broken:
         broken.unfinished = b"\n".join(filter(None, (seen.take()[1], broken.unfinished)))
         raise
@@ -273,6 +277,7 @@ class _RowLines:
     def __init__(self, lines: Lines, place: FileOrigin) -> None:
         self._lines, self._encoding = lines, place.encoding
         self._taken: list[tuple[int, bytes]] = []
+        self._before = (0, 0)  # rows before the current one, and their lines
 
     def __iter__(self) -> Iterator[str]:
         for offset, raw in self._lines:
@@ -284,8 +289,16 @@ class _RowLines:
     def take(self) -> tuple[int, bytes]:
         """Return the place and the bytes of the lines since the last call."""
         taken, self._taken = self._taken, []
+        self._before = (self._before[0] + 1, self._before[1] + len(taken))
         long = next((raw for _, raw in taken if isinstance(raw, LongLine)), None)
         return taken[0][0] if taken else 0, long or b"\n".join(raw for _, raw in taken)
+
+    def rows_left(self) -> int:
+        """Estimate the rows from the current one on, by the lines of those before it."""
+        (rows, lines), left = self._before, len(self._taken)
+        with suppress(BrokenFileError):
+            left += sum(1 for _ in self._lines)
+        return max(1, round(left * rows / lines)) if lines else left
 
 
 def wiki_documents(lines: Lines, place: FileOrigin, metadata: tuple[str, ...]) -> Items:

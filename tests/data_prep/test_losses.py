@@ -16,6 +16,7 @@ from data_prep.show import status
 from data_prep.types import Rejected
 from pipeline.config.load import load
 from pipeline.errors import ConfigError, DataError
+from tests.support.prepare import read_source
 
 SENTENCE = "the weather was fine and we walked along the river until it was dark again"
 TEXTS = [f"{SENTENCE[i % 25 : 45 + i % 30]} {i} times" for i in range(300)]
@@ -81,6 +82,43 @@ def test_rows_of_null_are_lost(tmp_path: Path) -> None:
     pq.write_table(nulls, tmp_path / "in/b.parquet")
     with pytest.raises(DataError, match=r"b\.parquet: 100\.0% lost \(100: .*there: text, body"):
         _prepare(tmp_path / "in")
+
+
+@pytest.mark.parametrize(("old", "new"), [
+    ("50,", '50,"5" disk, '), ("50,", '50,"never closed, '), ("50,", "50,mac\r"),
+    ("id,", 'id,"a"b,'),
+])  # fmt: skip
+def test_rows_behind_a_damaged_one_of_a_table_are_lost(tmp_path: Path, old: str, new: str) -> None:
+    """As many as lines are left, of rows that take two lines each: a run stops for them."""
+    (tmp_path / "in").mkdir()
+    rows = [f'{i},"{text}\nand so on"\n' for i, text in enumerate(TEXTS)]
+    table = "".join(["id,text\n", *rows]).replace(
+        f"\n{old}" if old[0] == "5" else old, f"\n{new}", 1
+    )
+    (tmp_path / "in/a.csv").write_text(table, newline="")
+    [*documents, broken] = read_source(tmp_path / "in/a.csv")
+    assert isinstance(broken, Rejected)
+    assert broken.reason == "file damaged"
+    assert len(documents) == (50 if old[0] == "5" else 0)
+    assert abs(len(documents) + broken.rows - 300) <= (3 if documents else 301)
+    with pytest.raises(DataError, match=rf"a\.csv: \d+\.\d% lost \({broken.rows}: file damaged\)"):
+        _prepare(tmp_path / "in")
+
+
+def test_rows_behind_a_damaged_place_of_other_files_are_lost(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_pylist(ROWS), path, row_group_size=100, use_dictionary=False,
+                   compression="none", write_page_checksum=True)  # fmt: skip
+    path.write_bytes(path.read_bytes().replace(TEXTS[120].encode(), TEXTS[120].upper().encode()))
+    [*documents, broken] = read_source(path)
+    assert isinstance(broken, Rejected)
+    assert (len(documents), broken.rows) == (100, 200)
+    arrays = json.dumps(ROWS) + "\n" + json.dumps(ROWS * 3)
+    (tmp_path / "a.json").write_text(arrays)
+    [*documents, broken] = read_source(tmp_path / "a.json")
+    assert isinstance(broken, Rejected)
+    assert len(documents) == 300
+    assert abs(broken.rows - 900) <= 1
 
 
 def test_text_in_another_encoding_names_the_setting(tmp_path: Path) -> None:
