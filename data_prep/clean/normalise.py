@@ -25,10 +25,10 @@ import numpy.typing as npt
 
 from data_prep.config import CleanConfig
 
-# C0 and C1 controls but tab and newline, soft hyphen, zero-width space, direction marks, word
+# C0 and C1 controls that are no white space, soft hyphen, zero-width space, direction marks, word
 # joiner and its kin, byte-order mark, replacement character.
 _REMOVED = re.compile(
-    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\xad\u200b\u200e\u200f\u202a-\u202e"
+    "[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\xad\u200b\u200e\u200f\u202a-\u202e"
     "\u2060-\u2064\u2066-\u206f\ufeff\ufffd]"
 )
 # Written out, since the search for a fixed beginning is several times as fast as one for " {2,}".

@@ -10,7 +10,7 @@ from data_prep.clean import normalise as module
 from data_prep.clean.normalise import normalise
 
 _REMOVED = re.compile(
-    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\xad\u200b\u200e\u200f\u202a-\u202e"
+    "[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\xad\u200b\u200e\u200f\u202a-\u202e"
     "\u2060-\u2064\u2066-\u206f\ufeff\ufffd]"
 )
 _ASSIGNED = [chr(code) for code in range(0x110000) if unicodedata.category(chr(code)) not in "CnCs"]
@@ -32,6 +32,10 @@ def _reference(text: str) -> str:
 def test_by_hand_and_every_character_between_others() -> None:
     assert normalise("Ｆｕｌｌ　ｗｉｄｔｈ，①②\r\n\r\n\r\n \t½…\u200b é ﬁ ") == (
         "Full width,12\n\n1⁄2... é fi"
+    )
+    # Office programs write a vertical tab between lines of a paragraph, PDF's a form feed a page.
+    assert normalise("first\x0bsecond\x0cthird\x1ffourth\n\x0c\nfifth\x00") == (
+        "first second third fourth\n\nfifth"
     )
     for before, behind in (("a", "b"), ("e\u0301", "\u0301"), ("\u1100", "\u11a8"), (" ", "\n")):
         text = "".join(f"|{before}{character}{behind}" for character in _ASSIGNED)
