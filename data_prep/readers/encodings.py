@@ -82,6 +82,9 @@ _COMMON: dict[Encoding, set[str]] = {
     "euc-jp": _JAPANESE,
     "windows-1252": _WESTERN,
 }
+# The bytes A3 A0, which many Chinese pages and novels indent with: a space in browsers
+# (https://encoding.spec.whatwg.org/#index-gb18030), a private character in Python.
+_GB18030_SPACE = ("\ue5e5", "\u3000")
 _COMMON_OF_UTF_16 = _JAPANESE | _WESTERN | {chr(code) for code in range(0x21, 0x7F)}
 
 
@@ -169,7 +172,8 @@ def decode(raw: bytes, encoding: Encoding) -> str | None:
         # meaning there. A short one is taken for what the file is: GB18030 and UTF-8 share some.
         if isinstance(raw, LongLine) or (encoding != "utf-8" and _is_surely_utf8(raw)):
             return None
-        return raw.decode(CODECS[encoding]).removeprefix("\ufeff")
+        text = raw.decode(CODECS[encoding]).removeprefix("\ufeff")
+        return text.replace(*_GB18030_SPACE) if encoding == "gb18030" else text
     except UnicodeDecodeError:
         return None
 

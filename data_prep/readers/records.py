@@ -283,8 +283,8 @@ class _RowLines:
         for offset, raw in self._lines:
             self._taken.append((offset, raw))
             # Invalid bytes must not shift the cells behind them; the row is rejected later.
-            text = raw.decode(CODECS[self._encoding], "surrogateescape") + "\n"
-            yield text if offset else text.removeprefix("\ufeff")  # a quote may stand behind it
+            text = decode(raw, self._encoding)
+            yield (text or raw.decode(CODECS[self._encoding], "surrogateescape")) + "\n"
 
     def take(self) -> tuple[int, bytes]:
         """Return the place and the bytes of the lines since the last call."""

@@ -91,6 +91,18 @@ def test_tables_have_the_characters_of_other_files(
     assert texts_of(read_source(tmp_path / f"a{suffix}", encoding=encoding)) == [text]
 
 
+@pytest.mark.parametrize("suffix", [".txt", ".csv", ".tsv", ".jsonl"])
+def test_the_other_full_width_space_of_gb18030(tmp_path: Path, suffix: str) -> None:
+    """Lines of it are blank, and it is no character of a text."""
+    text = SIMPLIFIED.replace("\n", "")
+    mark = "\t" if suffix == ".tsv" else ","
+    whole = {".txt": f"　　{text}\n　　\n　　{text}\n", ".jsonl": f'{{"text": "　　{text}"}}\n' * 2}
+    row = f"0{mark}　　{text}\n"
+    content = whole.get(suffix, f"id{mark}text\n{row}{row}").encode("gb18030")
+    (tmp_path / f"a{suffix}").write_bytes(content.replace(b"\xa1\xa1", b"\xa3\xa0"))
+    assert texts_of(read_source(tmp_path / f"a{suffix}", encoding="auto")) == [f"　　{text}"] * 2
+
+
 def test_bytes_that_are_wrong_do_not_change_what_a_file_is(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     lines = ENGLISH.encode().splitlines()
