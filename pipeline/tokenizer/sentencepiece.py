@@ -287,7 +287,9 @@ class Tokenizer:
         starts = [sum(byte & 0xC0 != 0x80 for byte in piece) for piece in pieces]
         return pieces, np.array(starts, dtype=np.int64)
 
-    def word_starts(self, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
+    def word_starts(
+        self, ids: npt.NDArray[np.unsignedinteger], spelling: Spelling | None = None
+    ) -> npt.NDArray[np.bool_]:
         """Return whether each token of a document starts a word; (n,) bool.
 
         A word starts at the beginning of a document, at a space, at and after punctuation, and at
@@ -296,9 +298,14 @@ class Tokenizer:
         if not len(ids):
             return np.zeros(0, dtype=bool)
         starts: npt.NDArray[np.bool_] = self._starts[ids]
-        starts[1:] |= self._ends[ids[:-1]]
-        # After both tables: a byte in the middle of a character starts nothing, though each byte
-        # ends a word.
+        ends = self._ends[ids]
+        spelled = np.flatnonzero(self.is_byte[ids])
+        if len(spelled):  # which character, and so whether it is a part of a word, the text tells
+            text, offsets = (spelling or self).surface(ids)
+            places = offsets[spelled] - self._continues[ids[spelled]]
+            starts[spelled] = ends[spelled] = [stands_alone(text[at]) for at in places.tolist()]
+        starts[1:] |= ends[:-1]
+        # After both: a byte in the middle of a character starts nothing.
         starts &= ~self._continues[ids]
         starts[0] = True
         return starts
@@ -336,7 +343,7 @@ class _Spelled:
         return self.tokenizer.continues(ids)
 
     def word_starts(self, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
-        return self.tokenizer.word_starts(ids)
+        return self.tokenizer.word_starts(ids, self)
 
 
 class _PlainText:
@@ -519,6 +526,7 @@ def _protobuf_fields(message: bytes) -> dict[int, Any]:
     return fields
 
 
+@lru_cache(maxsize=1 << 12)
 def stands_alone(character: str) -> bool:
     """Return whether a character is a word of its own: CJK, kana, hangul, punctuation, symbol."""
     code = ord(character)

@@ -57,6 +57,19 @@ def test_chinese_and_english_by_hand(tokenizer: Tokenizer) -> None:
     np.testing.assert_array_equal(word_starts(tokenizer, ids), tokenizer.word_starts(ids))
 
 
+def test_letters_without_a_piece_are_parts_of_words(tokenizer: Tokenizer) -> None:
+    """Their bytes are tokens; by hand, and with text that the rules change."""
+    text = "the naïve Dvořák: Привет, мир! 😀नमस्ते 模型龘 the-ß"
+    words = ["the", " naïve", " Dvořák", ":", " Привет", ",", " мир", "!", " ", "😀", "नमस्ते", " ",
+             "模型", "龘", " the", "-", "ß"]  # fmt: skip
+    assert _words(tokenizer, text) == words
+    assert _words(tokenizer, text.replace("ï", "i\u0308").replace("!", "！")) == words
+    ids, spelling = tokenizer.spell(text)
+    assert spelling is not tokenizer
+    np.testing.assert_array_equal(spelling.word_starts(ids), tokenizer.word_starts(ids))
+    assert tokenizer.is_byte[ids].mean() > 0.5
+
+
 def test_random_text_against_jieba_on_the_text_itself(tokenizer: Tokenizer) -> None:
     rng = random.Random(1)
     pool = "今天天气很好我们在北京大学学习计算机他喜欢喝咖啡模型训练数据语言的是和龘 the model."
