@@ -8,6 +8,7 @@ an id or an address.
 
 import csv
 import json
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -23,11 +24,10 @@ from pipeline.errors import DataError
 
 SUFFIXES = (".jsonl", ".json", ".tsv", ".csv", ".txt")
 Items = Iterator[tuple[str, str]]
-_LONGEST_CELL = 1 << 30
-
-
 Reading = Counter[str]
 """Kind of unreadable part -> number, filled while items are read."""
+_LONGEST_CELL = 1 << 30
+logger = logging.getLogger(__name__)
 
 
 def find(config: DecontaminateConfig) -> dict[str, tuple[InputFile, ...]]:
@@ -55,11 +55,13 @@ def _find(chosen: EvalSetConfig) -> tuple[InputFile, ...]:
     unreadable: list[str] = []
     for text in chosen.inputs:
         found = matching_files(owner, text, unreadable)
-        for file, _ in found:
-            if _suffix(file.path) in SUFFIXES:
-                files.setdefault(file.path, file)
-            elif len(found) == 1:
-                raise DataError(f"{owner}: {file.path} is of an unknown kind; {_KINDS}")
+        others = [file.path for file, _ in found if _suffix(file.path) not in SUFFIXES]
+        if others and len(found) == 1:
+            raise DataError(f"{owner}: {others[0]} is of an unknown kind; {_KINDS}")
+        if others:  # a set of parquet files with a description in JSON, say
+            remark = "%s: %d files are not searched for, such as %s; %s"
+            logger.warning(remark, owner, len(others), ", ".join(others[:3]), _KINDS)
+        files = {file.path: file for file, _ in found if file.path not in others} | files
     if unreadable:
         raise DataError(
             f"{owner}: cannot be read: {'; '.join(unreadable[:3])}; repair or remove it"

@@ -82,8 +82,7 @@ _COMMON: dict[Encoding, set[str]] = {
     "euc-jp": _JAPANESE,
     "windows-1252": _WESTERN,
 }
-# The bytes A3 A0, which many Chinese pages and novels indent with: a space in browsers
-# (https://encoding.spec.whatwg.org/#index-gb18030), a private character in Python.
+# A3 A0: a space (https://encoding.spec.whatwg.org/#index-gb18030), a private character in Python.
 _GB18030_SPACE = ("\ue5e5", "\u3000")
 _COMMON_OF_UTF_16 = _JAPANESE | _WESTERN | {chr(code) for code in range(0x21, 0x7F)}
 

@@ -250,7 +250,7 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, int]]:
     return dict(found), dict(reading)
 
 
-def test_items_of_all_forms(tmp_path: Path) -> None:
+def test_items_of_all_forms(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     record = {"id": "a-1", "label": "contradiction", "n": 3, "q": {"中": ["turn one", "第二句"]}}
     lines = json.dumps(record) + "\n\nnot json\n" + json.dumps(["x y\u2028z"]) + "\n"
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
@@ -271,6 +271,11 @@ def test_items_of_all_forms(tmp_path: Path) -> None:
                      "e.csv:2/2": 'with, "quotes"\nand lines', "e.csv:3/2": "two words",
                      "f.txt:1": "first line", "f.txt:4": "一行"}  # fmt: skip
     assert counts == {"lines that are no JSON": 1, "empty files": 1}
+    [warning] = caplog.messages
+    assert (
+        f"set 'e': 1 files are not searched for, such as {tmp_path}/h.md; expected .jsonl"
+        in warning
+    )
 
 
 @pytest.mark.parametrize(("name", "content", "message"), [
