@@ -73,16 +73,21 @@ _TAG = re.compile(
 _BEGINNING = re.compile(r"`+|~~~+|<[!sS]")
 _HIDDEN = re.compile(r"<!|<[sS](?i:cript|tyle)\b")
 _REMNANT = re.compile("[<&]")
+_FENCE = r"(?:(?<![^\n])|(?<=\n )|(?<=\n  )|(?<=\n   ))(?P<fence>```+|~~~+)[^\n`]*\n"
+_ELEMENT = r"<(?P<element>[sS](?i:cript|tyle))\b[^<>]*>"
+_TICKS = (
+    r"`(?!`)[^`\n]*(?:\n(?![ ]*\n)[^`\n]*){0,9}`(?!`)"
+    r"|(?P<ticks>``+)(?!`)(?:(?!\n[ ]*\n).){1,500}?(?<!`)(?P=ticks)(?!`)"
+)
 _CODE_OR_HIDDEN = re.compile(
-    r"(?P<code>"
-    r"(?:(?<![^\n])|(?<=\n )|(?<=\n  )|(?<=\n   ))(?P<fence>```+|~~~+)[^\n`]*\n"
-    r"(?:.*?\n)??[ ]{0,3}(?P=fence)[`~]*[ ]*(?![^\n])"
-    r"|`(?!`)[^`\n]*(?:\n(?![ ]*\n)[^`\n]*){0,9}`(?!`)"
-    r"|(?P<ticks>``+)(?!`)(?:(?!\n[ ]*\n).){1,500}?(?<!`)(?P=ticks)(?!`))"
-    r"|<!--.*?-->|<!(?i:doctype)\b[^<>]*>"
-    r"|<(?P<element>[sS](?i:cript|tyle))\b[^<>]*>(?P<content>.*?)</(?i:(?P=element))\s*>",
+    rf"(?P<code>{_FENCE}(?:.*?\n)??[ ]{{0,3}}(?P=fence)[`~]*[ ]*(?![^\n])|{_TICKS})"
+    rf"|<!--.*?-->|<!(?i:doctype)\b[^<>]*>"
+    rf"|{_ELEMENT}(?P<content>.*?)</(?i:(?P=element))\s*>",
     re.DOTALL,
 )
+# Of those without a limit, what begins them; and what else may begin there.
+_OPENING = re.compile(rf"{_FENCE}|{_ELEMENT}|<!--")
+_SHORT = re.compile(rf"(?P<code>{_TICKS})|(?P<element>(?!))", re.DOTALL)
 _STRINGS_AND_COMMENTS = re.compile(
     r"/\*.*?\*/|<!--|-->|(?<!:)//[^\n]*|\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*'|`(?:[^`\\]|\\.)*`",
     re.DOTALL,
@@ -116,9 +121,17 @@ def strip(text: str, cut: Counter[str] | None = None) -> str:
     cut = Counter() if cut is None else cut
     closings = {tag["close"].lower(): tag.start() for tag in tags if tag["close"]}
     parts, start, place = [], 0, 0
+    unclosed = set[str]()  # what has no end from one place on has none from later ones on
     while beginning := _BEGINNING.search(text, place):
         place = beginning.end()
-        match = _CODE_OR_HIDDEN.match(text, beginning.start())
+        opening = _OPENING.match(text, beginning.start())
+        key = opening and (opening["fence"] or opening["element"] or opening[0]).lower()
+        if key in unclosed:
+            match = _SHORT.match(text, beginning.start())
+        else:
+            match = _CODE_OR_HIDDEN.match(text, beginning.start())
+            if key and (match is None or match["ticks"]):
+                unclosed.add(key)
         if match is None or (match["element"] and _is_prose(text, match)):
             continue
         place = match.end()
