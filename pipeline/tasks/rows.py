@@ -86,11 +86,17 @@ class RowWriter:
         return TokenRow(number, part, np.array(ids, dtype=np.int32), places)
 
 
-def text_spans(row: TokenRow, spans: Sequence[TokenSpan]) -> list[Span]:
-    """Return spans of slots as spans of characters; slots outside the text have none."""
+def text_spans(
+    row: TokenRow, spans: Sequence[TokenSpan], words: Sequence[tuple[int, int]] = ()
+) -> list[Span]:
+    """Return spans of slots as spans of characters; slots outside the text have none.
+
+    Of a text in words the first token of one stands for all of it.
+    """
+    ends = dict(words)
     places = [(kind, row.offsets[start], row.offsets[end - 1]) for kind, start, end in spans]
     return [
-        Span(kind, int(first[0]), int(last[1]))
+        Span(kind, int(first[0]), max(int(last[1]), ends.get(int(last[0]), 0)))
         for kind, first, last in places
         if 0 <= first[0] < last[1]
     ]

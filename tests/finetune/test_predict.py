@@ -13,7 +13,7 @@ from pipeline.errors import DataError
 from pipeline.finetune.batches import collate, tokenised
 from pipeline.finetune.model import TaskModel
 from pipeline.finetune.predict import Predictor, predictions
-from pipeline.model.heads import best_answers
+from pipeline.model.heads import TypedSpan, best_answers
 from pipeline.tasks.kinds.table import KINDS
 from pipeline.tasks.readers import read_file
 from pipeline.tasks.task import TaskConfig, load_task
@@ -49,6 +49,26 @@ def test_gold_tags_become_the_gold_entities(
         config, load(tiny_model), examples, lambda each: each["tags"].tolist(), tmp_path
     )
     assert found == [[["ORG", *bounds]] for bounds in golds]
+
+
+def test_gold_spans_of_words_become_the_gold_entities(tiny_model: Path, tmp_path: Path) -> None:
+    """A word of several tokens ends an entity: the loss is finite, and the whole word is meant."""
+    (tmp_path / "a.bio").write_text("the O\nfilms B-ORG\nreds I-ORG\n\nthe O\nboooks B-ORG\n")
+    task = {"task": {"kind": "spans"}, "data": {"root": str(tmp_path)}}
+    config, source = build(TaskConfig, task, "t"), load(tiny_model)
+    examples = read_file(config, "a.bio", needs_gold=True)
+
+    def decide(inputs: Any) -> list[Any]:
+        gold = [TypedSpan(kind, start, last + 1) for _, kind, start, last in inputs["spans"]]
+        return [[span] for span in gold]
+
+    found = _predicted(config, source, examples, decide, tmp_path)
+    assert found == [[["ORG", 4, 14]], [["ORG", 4, 10]]]
+    spec = config.head_spec("t", ("ORG",))
+    model = TaskModel(source.config, spec)
+    rows = tokenised(config, source.tokenizer, "", examples, None)
+    predictor = Predictor(model.task, model, torch.device("cpu"), source.tokenizer.pad_id)
+    assert predictor.decode(rows, DataRank(0, 1))[1] < float("inf")
 
 
 def test_answer_comes_from_the_window_of_most_context(tiny_model: Path, tmp_path: Path) -> None:

@@ -110,11 +110,13 @@ class Entities(base.Kind):
     def targets(self, spec: HeadSpec, batch: base.UnitBatch) -> base.Arrays:
         """Return `spans` (N, 4) int64: row, type, first and last slot of each entity."""
         places = base.place_of(spec)
-        spans = [
-            (number, places[span.type], span.start, span.end - 1)
-            for number, row in enumerate(batch.rows)
-            for span in row.spans
-        ]
+        spans = []
+        for number, row in enumerate(batch.rows):
+            # The last token of a word has no score where only the first one may be labelled.
+            slots = labelled(row, batch.data.examples[row.example])
+            for span in row.spans:
+                last = slots[np.searchsorted(slots, span.end) - 1]
+                spans.append((number, places[span.type], span.start, last))
         return {"spans": np.array(spans, np.int64).reshape(-1, 4)}
 
     def loss_of_zero_scores(self, spec: HeadSpec, data: TaskRows) -> float:
@@ -131,7 +133,7 @@ class Entities(base.Kind):
         """Return [type, start, end] of each span."""
         [(row, spans)] = decided
         typed = [TokenSpan(spec.labels[span.type], span.start, span.end) for span in spans]
-        return [list(span) for span in text_spans(row, typed)], None
+        return [list(span) for span in text_spans(row, typed, example.words)], None
 
     def submission(self, text: str, prediction: Any) -> dict[str, Any]:
         """Return spans as CLUENER has them: {type: {entity: [[first, last], ...]}}."""
