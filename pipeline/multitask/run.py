@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from torch import nn
 from pipeline.checkpoints.state import TrainState
 from pipeline.config.data import BatchPlan, DataConfig, EvalDataConfig, TrainDataConfig
 from pipeline.config.runs import TaskRunConfig
-from pipeline.config.schema import as_recorded
+from pipeline.config.schema import as_recorded, walk
 from pipeline.config.stages import RunStage
 from pipeline.data.format import FORMAT_VERSION, DatasetIndex
 from pipeline.data.loader import EvalLoader, TrainLoader
@@ -52,7 +53,7 @@ from pipeline.runtime import dist, env
 from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.runtime.rank import Rank
 from pipeline.runtime.run_folder import RunFolder
-from pipeline.tasks.task import RANDOM
+from pipeline.tasks.task import RANDOM, TaskConfig
 from pipeline.train.build import open_data, train_run
 from pipeline.train.engine import Engine
 from pipeline.train.evaluate import evaluate
@@ -66,6 +67,7 @@ logger = logging.getLogger(__name__)
 
 LEFT_OUT_FILE = "left-out.json"
 _TOKENS = "tokens"
+_DECIDES = ("head.", "task.metric", "task.scorer", "train.class_weights", "data.labels")
 _TIMEOUT_S = 600.0
 """Timeout of the process group of one rank in which `inspect` opens text."""
 
@@ -176,6 +178,8 @@ class MultiTaskWork:
         self._balancer: Balancer
         file, self.tokenizer = tokenizer_of(trained.require_tokenizer())
         sha256 = hashlib.sha256(self.tokenizer).hexdigest()
+        # Without what is so by default: runs from before keep their hash.
+        settings = {name: its for name, task in mix.tasks.items() if (its := _settings(task))}
         content = {
             "format_version": FORMAT_VERSION,
             "tokenizer_file": file,
@@ -183,7 +187,7 @@ class MultiTaskWork:
             "vocab_size": trained.model.config.vocab_size,
             "text": index.fingerprint if index else None,
             "rows_sha256": {name: each.data_sha256 for name, each in prepared.items()},
-            # So that a run is not continued with other draws.
+            # So that a run is not continued with other draws, or other heads for them.
             "draws": {
                 "sampling": asdict(config.sampling),
                 "per_step": config.train.tasks_per_step,
@@ -193,6 +197,7 @@ class MultiTaskWork:
                 },
                 "corrupt": asdict(config.corrupt),
                 "balance": as_recorded(config.balance),
+                **({"settings": settings} if settings else {}),
             },
         }
         folder = config.folder.path
@@ -357,6 +362,12 @@ class MultiTaskWork:
 
     def finish(self) -> None:
         """Do nothing more."""
+
+
+def _settings(task: TaskConfig) -> dict[str, Any]:
+    """Return what decides steps and scores of a task beside its rows, where it is no default."""
+    leaves = ((path, value) for path, field, value in walk(task) if value != field.default)
+    return {path: value for path, value in leaves if path.startswith(_DECIDES)}
 
 
 def _size(stream: TaskStream | TrainLoader) -> int:

@@ -28,7 +28,7 @@ from pipeline.use.pretrain import own_process
 from tests.support.grids import first_in_ci
 from tests.support.processes import Processes, wait_until
 from tests.support.ranks import records, start
-from tests.support.tiny_tasks import rows_of, write_rows, write_task
+from tests.support.tiny_tasks import VERBS, rows_of, write_rows, write_task
 
 TRAIN = {"num_steps": 6, "tasks_per_step": 3, "micro_batch": 8, "lr": 1e-3, "precision": "fp32",
          "zero_stage": 0}  # fmt: skip
@@ -259,8 +259,18 @@ def test_other_draws_are_another_run(tmp_path: Path, tiny_model: Path) -> None:
     path = write_mix(tmp_path, tiny_model)
     run(path)
     (tmp_path / "run/done.json").unlink()
-    with pytest.raises(Exception, match=r"draws\.tasks\.tag .*checkpoint None, now 3\.0"):
-        run(path, "tasks.tag.share=3")
+    for override, message in (
+        ("tasks.tag.share=3", r"draws\.tasks\.tag .*checkpoint None, now 3\.0"),
+        (
+            "tasks.classify.head.pool=mean",
+            r"draws\.settings\.classify\.head\.pool: .*None, now 'mean'",
+        ),
+        ("tasks.classify.train.class_weights=balanced", r"train\.class_weights.*balanced"),
+        ("tasks.classify.task.metric=matthews", r"task\.metric.*matthews"),
+        (f"tasks.classify.data.labels={json.dumps(VERBS)}", r"data\.labels.*离开"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            run(path, override)
 
 
 def test_adamw_on_what_muon_trained_is_warned_of(tmp_path: Path, tiny_model: Path) -> None:
