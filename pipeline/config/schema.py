@@ -334,6 +334,8 @@ def _filled_in(value: Any, path: str) -> Any:
 
 
 def _check_range(field: "dataclasses.Field[Any]", value: Any, node: YamlNode, path: str) -> None:
+    for item in value if isinstance(value, tuple) else ():
+        _check_range(field, item, node, path)
     if value is None or not isinstance(value, (int, float)):
         return
     for sign, bound in field.metadata.get("bounds", {}).items():

@@ -169,10 +169,10 @@ class SearchConfig:
     """Values to try on dev; the runs are their product. An empty list keeps train's value."""
 
     optimizer: tuple[Literal["adamw", "muon"], ...] = param((), "values of train.optimizer")
-    lr: tuple[float, ...] = param((), "values of train.lr")
-    batch: tuple[int, ...] = param((), "values of train.batch")
-    epochs: tuple[float, ...] = param((), "values of train.epochs")
-    dropout: tuple[float, ...] = param((), "values of head.dropout")
+    lr: tuple[float, ...] = param((), "values of train.lr", gt=0)
+    batch: tuple[int, ...] = param((), "values of train.batch", ge=1)
+    epochs: tuple[float, ...] = param((), "values of train.epochs", gt=0)
+    dropout: tuple[float, ...] = param((), "values of head.dropout", ge=0, lt=1)
 
     @property
     def points(self) -> list[dict[str, float | str]]:

@@ -95,6 +95,8 @@ class TaskConfig:
                 "whose rows do not have one class each; leave it out"
             )
         kind.check(self.input, self.head)
+        for point in self.search.points:
+            self.at(point)  # refuses what would end the search at its turn
         for field in {"text_b", "choices"} - {*kind.fields, *kind.optional}:
             if getattr(self.data.fields, field) is not None:
                 raise ConfigError(
