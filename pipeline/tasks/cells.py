@@ -39,8 +39,8 @@ def text_of(
     return str(value)
 
 
-def choices_of(source: TableFile, row: Row) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-    """Return the choices of a row, and the names that the file has for them; () if it has none."""
+def choices_of(source: TableFile, row: Row) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the choices of a row as they stand, and the file's names for them; () without."""
     key = source.column("choices")
     names: Any = ()
     value: Any = row.values.get(key) if isinstance(key, str) else None
@@ -59,7 +59,7 @@ def choices_of(source: TableFile, row: Row) -> tuple[tuple[str, ...], tuple[Any,
             "two choices or more: a list of texts, or {text: [...], label: [...]}, or set "
             "data.fields.choices to the list of the keys or columns that have one each"
         )
-    return tuple(map(str, value)), tuple(names)[: len(value)]
+    return tuple(value), tuple(names)[: len(value)]
 
 
 def holds_lists(value: Any) -> bool:

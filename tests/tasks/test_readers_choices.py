@@ -80,6 +80,8 @@ def test_choices_by_name(folder: Folder, labels: Any, texts: str, answer: Any, g
     ({"label": ["1", "2", "3"], "text": ["x", "y", "z"]}, 1, "as a name choice 0, and as an index"),
     (["1", "0"], "0", "the text of choice 1, and as an index choice 0"),
     (["x", "y"], "C", "neither one of the choices"), (["x", "y"], 2, "neither one of the choices"),
+    ([12, 7, 3, 2], 3, "the text of choice 2, and as an index choice 3"),
+    ([12, 7, 3, 2], 7, None), ([1.5, 1, 4], 2, None),
     (["x", "y"], "", None), (["x", "y"], -1, "neither one of the choices"),
 ])  # fmt: skip
 def test_answers_that_mean_two_things_or_none(

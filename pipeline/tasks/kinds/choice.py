@@ -34,7 +34,7 @@ class TextChoice(base.Kind):
 
     def choices(self, source: TableFile, row: Row) -> tuple[str, ...]:
         """Return the texts of the choices."""
-        return choices_of(source, row)[0]
+        return tuple(map(str, choices_of(source, row)[0]))
 
     def read_gold(self, source: TableFile, row: Row, example: Example, value: Any) -> Gold:
         """Find the index of the choice; of equal choices it is the first.
@@ -42,11 +42,14 @@ class TextChoice(base.Kind):
         An answer is a text, the file's own name of a choice, a letter, or an index from 0. Where a
         row has names beside its texts, one of them is nothing else.
         """
-        texts, names = choices_of(source, row)
+        given, names = choices_of(source, row)
+        texts = tuple(map(str, given))
         name, own = name_of(value, row).casefold(), [str(own).casefold() for own in names]
         places = {name: place for place, name in enumerate(own)}
         letters = {chr(ord("a") + place): place for place in range(len(texts))}
-        readings = {"the text of": texts.index(value)} if value in texts else {}
+        # A number may be that of a choice, too.
+        same = [place for place, own in enumerate(given) if value in (own, str(own))]
+        readings = {"the text of": same[0]} if same else {}
         is_nested = not isinstance(source.column("choices"), tuple)
         if name in places and is_nested and type(value) in map(type, names):
             readings = {"as a name": places[name]}

@@ -83,7 +83,7 @@ class Ranking(TextChoice):
         """Return the candidates."""
         if source.column("choices") is None:
             return tuple(row.values["choices"])
-        return choices_of(source, row)[0]
+        return tuple(map(str, choices_of(source, row)[0]))
 
     def read_gold(self, source: TableFile, row: Row, example: Example, value: Any) -> Gold:
         """Read a relevance of each candidate: 0, or more for better ones."""
