@@ -20,7 +20,7 @@ def text_of(
     """
     key = source.column(field)
     value = row.values.get(key) if key is not None else ""
-    if value is None:
+    if value is None or value != value:  # NaN, as in `choices_of`
         if not required and source.format in FIXED_FORMATS:
             return ""
         raise DataError(

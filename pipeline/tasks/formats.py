@@ -29,7 +29,7 @@ FIXED_FORMATS = ("conll", "squad", "cmrc", "c3", "chid")
 _OPEN: dict[str, Any] = {".gz": gzip.open, ".zst": zstd.open, ".xz": lzma.open, ".bz2": bz2.open}
 _DAMAGE = (OSError, EOFError, zlib.error, lzma.LZMAError, zstd.ZstdError)
 _HEAD_CHARS = 1 << 20  # of a file, which tell its format
-_BATCH_ROWS = 256
+_BATCH_ROWS, _LONGEST_CELL = 256, 1 << 30
 _CONLL_SUFFIXES = (".conll", ".bio", ".bmes", ".bioes", ".iob", ".iob2", ".txt")
 _TURN_JOINER = "||"
 # How files begin whose first line is no object by itself; JSON lines may have a broken one.
@@ -244,6 +244,8 @@ def _table_rows(source: TableFile) -> Iterator[Row]:
         if at == 0 and (not columns or source.column("text") in cells):
             # Test files may have a header where train has none (CoLA).
             columns = cells
+            if twice := [n for n in vars(source.data.fields).values() if cells.count(n) > 1]:
+                raise DataError(f"{where}: two columns are named {twice[0]!r}: {cells}; rename one")
             continue
         if len(cells) < len(columns) and source.data.short_rows == "drop":
             source.counts["dropped: cells missing"] += 1
@@ -297,6 +299,7 @@ def _tsv_cells(path: Path) -> Iterator[tuple[int, list[str]]]:
 def _csv_cells(path: Path) -> Iterator[tuple[int, list[str]]]:
     with _opened(path) as file:
         # Strict: by default a quote in the wrong place is taken as text, without a word.
+        csv.field_size_limit(_LONGEST_CELL)
         rows, number = csv.reader(file, strict=True), 1
         try:
             for cells in rows:

@@ -362,6 +362,20 @@ def test_quotes_are_text_in_tsv_and_quotes_in_csv(
     assert rows[-1].where.endswith(f"{name}:{last}"), "where the row begins"
 
 
+def test_cells_that_mean_two_things_or_nothing(folder: Folder) -> None:
+    with pytest.raises(DataError, match=r"a\.csv:1: two columns are named 'label'"):
+        folder.read("classify", "sentence,label,label\na,x,y\n", "a.csv", **SENTENCE)
+    rows = folder.rows("classify", "sentence,label,,\na,x,,\n", "a.csv", **SENTENCE)
+    assert rows[0].gold == "x", "other columns may be alike"
+    for text in ("NaN", "null"):
+        with pytest.raises(DataError, match=r"a\.json:1: no 'sentence'"):
+            folder.read("classify", f'{{"sentence": {text}, "label": 1}}\n', **SENTENCE)
+    long = "a" * (1 << 18)  # more than the csv module takes by itself
+    assert (
+        folder.rows("classify", f"sentence,label\n{long},x\n", "a.csv", **SENTENCE)[0].text == long
+    )
+
+
 def test_white_space_alone_is_a_row_as_ids_count_rows(folder: Folder) -> None:
     folder.write("t.tsv", "sentence\nfirst\n\n   \nfourth\n")
     rows = read_file(folder.task("classify", **SENTENCE), "t.tsv", needs_gold=False)
