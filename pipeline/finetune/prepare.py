@@ -118,10 +118,10 @@ def prepare_rows(
     tokens: Path | None,
 ) -> Prepared:
     """Tokenise a task's data for a model that was read from `source`; see `prepare`."""
-    if config.kind.has_classes and len(data.labels) < 2:
+    if len(data.labels) < (least := 2 if config.kind.has_classes else int(config.kind.has_labels)):
         raise DataError(
             f"the rows of data.train have {len(data.labels)} classes ({', '.join(data.labels)}); "
-            "a model cannot learn to tell fewer than two apart"
+            f"a model of task.kind={config.task.kind} cannot learn of fewer than {least}"
         )
     if data.labels and config.data.labels == "auto":  # tags that are numbers keep their names
         config = replace(config, data=replace(config.data, labels=data.labels))

@@ -501,8 +501,13 @@ def test_what_cannot_train_is_refused(task_file: Make, tiny_model: Path, tmp_pat
         _run(task_file("classify", data={"train": []}), tiny_model, tmp_path / "out")
     one = write_rows(tmp_path / "one.jsonl", [{"text": "张伟", "label": "a"}] * 3)
     path = task_file("classify", data={"train": [one.name], "dev": [one.name], "test": []})
-    with pytest.raises(DataError, match="fewer than two"):
+    with pytest.raises(DataError, match=r"1 classes \(a\).* fewer than 2"):
         _run(path, tiny_model, tmp_path / "out")
+    write_rows(tmp_path / "none.jsonl", [{"text": "张伟", "label": []}] * 3)
+    files = {"train": ["none.jsonl"], "dev": ["none.jsonl"], "test": []}
+    for kind in ("spans", "tag", "multilabel"):
+        with pytest.raises(DataError, match=rf"0 classes .*{kind} .* fewer than 1"):
+            _run(task_file(kind, data=files), tiny_model, tmp_path / "out")
     with pytest.raises(ConfigError, match=r"head\.pool=pooler, but .* has no pooler"):
         _run(task_file("classify", head={"pool": "pooler"}), tiny_model, tmp_path / "out")
     with pytest.raises(ConfigError, match=r"train\.batch=8 .* train\.accumulate=3"):

@@ -73,6 +73,7 @@ def test_labels_may_drop_rows(tmp_path: Path) -> None:
     ("change", "facts"),
     [
         ({"label": "-1"}, ["a.json:1", "-1", "from 0"]),
+        ({"label": 2000}, ["a.json:1", "2000", "to 1000"]),
         ({"label": "good"}, ["a.json:1", "good"]),
         ({"label": None}, ["a.json:1", "3 rows", "'label'"]),
         ({"title": None}, ["a.json:1", "data.fields.text_b"]),

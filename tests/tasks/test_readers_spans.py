@@ -106,6 +106,7 @@ def test_tags_that_do_not_fit(folder: Folder, tags: Any, labels: Any, message: s
     ({"name": {"金庸": [[0, 1]]}}, r"a\.json:1: character 0 should start '金庸', but '“金'"),
     ({"name": {"金庸": [[1, 3]]}}, "has 2 characters, but its place has 3"),
     ({"name": ["金庸"]}, "is not a list of"),
+    ([{"start": 1, "end": 3, "label": 7}], "of which the type is a text"),
     ([["name", 1, 9]], r"name at \[1, 9\) is not inside the text of 3 characters"),
     ([["name", 1, 1]], "or is empty"),
     ([{"type": "name", "start": 0, "end": 2, "text": "金庸"}], "should start '金庸'"),
@@ -187,6 +188,9 @@ def test_a_flag_is_read_by_its_word(folder: Folder, flag: Any, other: Any) -> No
     ({"text": ["九年"], "answer_start": [3]}, (Answer("九年", 3),)),
     ({"text": [], "answer_start": []}, ()), ([""], ()), ([{"text": "", "answer_start": -1}], ()),
     (["九年", {"text": "八年"}], (Answer("九年", 3), Answer("八年", 0))), ("九年", None),
+    ({"text": ["九年"], "answer_start": [3.0]}, (Answer("九年", 3),)),
+    ([{"text": "九年", "answer_start": "3"}], (Answer("九年", 3),)),
+    ([{"text": "九年", "answer_start": "third"}], None),
     ({"text": ["九年"]}, None), ([{"answer_start": 3}], None), ([3], None),
 ])  # fmt: skip
 def test_forms_of_answers(folder: Folder, answers: Any, gold: Any) -> None:

@@ -70,6 +70,7 @@ class Answers(base.Kind):
                 (x, None) if isinstance(x, str) else (x["text"], x.get("answer_start"))
                 for x in value
             ]
+            items = [(text, at if at is None else int(at)) for text, at in items]
         except (AttributeError, KeyError, TypeError, ValueError):
             items = [(None, None)]
         for text, stated in items:

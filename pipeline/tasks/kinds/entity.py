@@ -233,7 +233,7 @@ def _written_spans(value: Any, after: int) -> Iterator[tuple[Span, str]]:
         if isinstance(item, Span):  # of tags: exclusive already
             yield item, ""
         elif isinstance(item, dict):
-            kind = item.get("type") or item["label"]
+            kind = (item.get("type") or item["label"]).strip()
             start, end = (
                 int(item[name] if name in item else item[f"{name}_offset"])
                 for name in ("start", "end")

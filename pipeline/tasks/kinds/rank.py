@@ -16,8 +16,8 @@ from pipeline.tasks.rows import RowWriter
 from pipeline.tasks.scores import Table, Tables, ratio
 from pipeline.tasks.types import Example, Gold, HeadSpec, PredictionRow, TaskRows, TokenRow
 
-_DEPTH = 10
-"""Places that NDCG looks at."""
+_DEPTH, _MOST = 10, 1000
+"""Places that NDCG looks at, and the largest relevance: 2 to a larger one is infinite."""
 
 
 class Ranking(TextChoice):
@@ -96,10 +96,10 @@ class Ranking(TextChoice):
             relevances: tuple[float, ...] = tuple(float(item) for item in value)
         except (TypeError, ValueError):
             relevances = (math.nan,)
-        if not all(0 <= item < math.inf for item in relevances):
+        if not all(0 <= item <= _MOST for item in relevances):
             raise DataError(
                 f"{row.where}: {str(value)[:80]!r} are not all relevances; expected numbers from 0 "
-                f"(irrelevant) up; {OTHER_LABEL}"
+                f"(irrelevant) to {_MOST}, since gains are 2^r - 1; {OTHER_LABEL}"
             )
         source.counts["queries without a relevant candidate, not scored"] += not any(relevances)
         return relevances
