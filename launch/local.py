@@ -231,6 +231,9 @@ def run_program(words: Sequence[str]) -> int:
     RANK, WORLD_SIZE and the others are in its environment, and it should end with a code of
     `pipeline.errors` (0: done, 75: saved, start again, 2: do not retry). Where signal N ended it,
     the code is 128 + N.
+
+    Returns:
+        That code, but 0 for 75.
     """
     process, run_dir = env.process_info(), env.launched_run_dir()
     if run_dir is None:
@@ -257,4 +260,5 @@ def run_program(words: Sequence[str]) -> int:
     code = child.wait()
     code = code if code >= 0 else 128 - code
     record_exit(Path(run_dir), process, code)
-    return code
+    # srun ends all ranks with the first that fails, and some may still save; the record counts.
+    return EXIT_FINISHED if code == EXIT_PREEMPTED else code

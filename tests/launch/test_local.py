@@ -40,11 +40,14 @@ def _record(run_dir: Path) -> str:
     [("exit 0", 0), ("exit 75", 75), ("exit 9", 9), ("kill -9 $$", 137), ("", 2)],
 )
 def test_exit_code_is_the_program_s(rank: Rank, tmp_path: Path, script: str, code: int) -> None:
-    """A program that does not exist is a mistake of the user, which is not tried again."""
+    """A program that does not exist is a mistake of the user, which is not tried again.
+
+    A rank that has saved must not look like one that failed: srun would end those that still save.
+    """
     started = rank("bash", "-c", script) if script else rank("no-such-program")
     said = started.communicate(timeout=120)[0]
     assert ("no-such-program cannot be started" in said) == (not script)
-    assert started.returncode == code
+    assert started.returncode == (0 if code == 75 else code)
     assert _record(tmp_path) == str(code)
 
 
@@ -54,7 +57,7 @@ def test_signals_reach_the_program(rank: Rank, tmp_path: Path, number: signal.Si
     started = rank("bash", "-c", script)
     wait_until((tmp_path / "ready").exists)
     started.send_signal(number)
-    assert started.wait(120) == 75
+    assert started.wait(120) == 0
     assert _record(tmp_path) == "75"
 
 

@@ -9,11 +9,10 @@ from launch.records import history
 from tests.support.slurm import ENDED, SlurmCluster
 from tests.support.slurm_runs import PROFILE, launch
 
-# The first start waits to be asked; the second one has what the first one left. srun ends all
-# ranks with the first that fails, so none leaves before all have saved.
+# The first start waits to be asked; the second one has what the first one left. The second rank
+# takes longer to save.
 PROGRAM = """
-trap 'touch "$1/saved-$RANK"; until [ -e "$1/saved-0" -a -e "$1/saved-1" ]; do sleep 0.1; done
-      exit 75' USR1
+trap 'sleep $((3 * RANK)); touch "$1/saved-$RANK"; exit 75' USR1
 [ ! -e "$1/saved-$RANK" ] || exit 0
 touch "$1/ready-$RANK"
 while :; do sleep 0.1; done
@@ -23,6 +22,7 @@ while :; do sleep 0.1; done
 # It notes each start; the first job asks for another one, the next ends with the second word.
 SHORT = """
 echo "$SLURM_ARRAY_TASK_ID.$RANK" >>"$1/starts"
+# srun ends all ranks with the first that fails, so none leaves before all are there.
 until [ "$(grep -c "^$SLURM_ARRAY_TASK_ID\\." "$1/starts")" = 2 ]; do sleep 0.1; done
 [ "$SLURM_ARRAY_TASK_ID" = 0 ] && exit 75
 exit "$2"
