@@ -389,20 +389,21 @@ def _sentences(source: TableFile) -> list[list[tuple[int, str, str]]]:
     last = 0
     for number, line in _lines(source.path):
         where = f"{source.path}:{number}"
-        # Other white space, such as U+3000, can be a word of a file of characters.
-        cells = line.strip(" \t").replace("\t", " ").split(" ")
+        # Other white space, such as U+3000, can be a word of a file of characters. Between tabs a
+        # word may have spaces.
+        cells = line.strip(" \t").split("\t" if "\t" in line.strip(" \t") else " ")
         # Blank lines are left out, so a gap in the numbers is the end of a sentence.
         if number != last + 1 and sentences[-1]:
             sentences.append([])
         last = number
         if cells[0] == "-DOCSTART-":
             continue
-        tag = cells[-1] if len(cells) > 1 else ""
+        tag = cells[-1].strip(" ") if len(cells) > 1 else ""
         if not tag and source.needs_gold:
             raise DataError(
                 f"{where}: expected a word and its tag behind a space or tab, got {line!r}"
             )
-        sentences[-1].append((number, cells[0], tag and _tag(tag, where)))
+        sentences[-1].append((number, cells[0].strip(" "), tag and _tag(tag, where)))
     return [rows for rows in sentences if rows]
 
 
@@ -475,7 +476,10 @@ def _c3_rows(source: TableFile) -> Iterator[Row]:
 
 def each_blank(text: str, pattern: str) -> list[tuple[tuple[int, int], ...]]:
     """Return, for each blank of a text, its place and then those of the others."""
-    places = [match.span() for match in re.finditer(pattern, text)]
+    try:
+        places = [match.span() for match in re.finditer(pattern, text)]
+    except re.error as error:
+        raise ConfigError(f"data.blank={pattern!r} is not a regular expression: {error}") from None
     return [(place, *(other for other in places if other != place)) for place in places]
 
 

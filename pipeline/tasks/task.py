@@ -95,6 +95,13 @@ class TaskConfig:
                 "whose rows do not have one class each; leave it out"
             )
         kind.check(self.input, self.head)
+        if self.search.epochs and self.train.steps is not None:
+            raise ConfigError(
+                f"search.epochs={list(self.search.epochs)} beside train.steps={self.train.steps}, "
+                "which takes the place of epochs: all would be the same run; leave out one of them"
+            )
+        if len(set(self.data.labels)) < len(self.data.labels) and self.data.labels != "auto":
+            raise ConfigError(f"data.labels={list(self.data.labels)}: name each of them once")
         for point in self.search.points:
             self.at(point)  # refuses what would end the search at its turn
         for field in {"text_b", "choices"} - {*kind.fields, *kind.optional}:

@@ -334,7 +334,9 @@ class Engine:
                 # It adds gradients over the ranks in the backward pass.
                 self.own_time.end()
             terms = [sums[name].total * scale for name, scale in scales.items()]
-            self._engine.backward(torch.stack(terms).sum() if len(terms) > 1 else terms[0])
+            loss = torch.stack(terms).sum() if len(terms) > 1 else terms[0]
+            # An infinite loss may have finite gradients: made NaN, they skip the step.
+            self._engine.backward(loss * (1 + 0 * loss.detach()))
             passed()
             parts.append(detached(sums))
         return add_up(parts)

@@ -83,7 +83,7 @@ def micro_batch(step: int, number: int, rows: int, length: int | None = None) ->
 
 
 class Poisoned(MaskedLanguageModeling):
-    """Gives NaN as the loss of some of its calls, numbered from 1."""
+    """Gives an infinite loss with finite gradients in some of its calls, numbered from 1."""
 
     def __init__(self, which: set[int]) -> None:
         self.calls = 0
@@ -94,7 +94,7 @@ class Poisoned(MaskedLanguageModeling):
         sums = super().__call__(model, batch)
         if self.calls not in self._which:
             return sums
-        return {**sums, "loss": Sum(sums["loss"].total * float("nan"), sums["loss"].weight)}
+        return {**sums, "loss": Sum(sums["loss"].total + float("inf"), sums["loss"].weight)}
 
 
 class _Run:

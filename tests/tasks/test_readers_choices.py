@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import DataError
+from pipeline.errors import ConfigError, DataError
 from pipeline.tasks.readers import read_file
 from pipeline.tasks.types import Span
 from tests.support.task_folder import Folder
@@ -127,6 +127,8 @@ def test_a_row_for_each_blank_of_a_passage(folder: Folder) -> None:
     assert [(row.choices, row.gold) for row in rows] == [(("x", "y"), 1), (("u", "v"), 0)]
     del row["answers"]
     folder.write("b.json", [row])
+    with pytest.raises(ConfigError, match=r"data.blank='\(' is not a regular expression"):
+        folder.rows("cloze", [row], blank="(", fields=CLOZE)
     task = folder.task("cloze", blank="_", fields=CLOZE)
     assert [row.gold for row in read_file(task, "b.json", needs_gold=False)] == [None, None]
     one = {"article": ["a", "_"], "options": ["x", "y"], "answers": [1], "id": "p"}

@@ -130,6 +130,9 @@ def test_bmes_of_characters_and_conll_of_words(folder: Folder) -> None:
     assert row.text == "U.N. official Ekeus"
     assert row.words == ((0, 4), (5, 13), (14, 19))
     assert row.gold == (Span("ORG", 0, 4), Span("PER", 14, 19))
+    [row] = folder.rows("tag", "New York\tB-LOC\nis \tO\n", "b.conll")
+    assert (row.text, row.words, row.gold) == ("New York is", ((0, 8), (9, 11)),
+                                               (Span("LOC", 0, 8),))  # fmt: skip
 
 
 # Answers

@@ -49,6 +49,8 @@ def test_defaults_of_the_kinds_and_forms_of_labels(tmp_path: Path) -> None:
     ("train.lr=0", "out of range"), ("search.lr=[1e-5, -1.0]", "search.lr = -1.0 is out of range"),
     ("search.dropout=[0.1, 1.5]", "out of range"), ("search.epochs=[0.0]", "out of range"),
     ("{train: {accumulate: 2}, search: {batch: [8, 7]}}", "train.batch=7 must be a multiple of"),
+    ("{train: {steps: 9}, search: {epochs: [1, 3]}}", "all would be the same run"),
+    ("data.labels=[x, y, x]", "name each of them once"),
     ("head.decoder=crf", "head.decoder=crf does not fit task.kind=pair; expected none"),
     ("{task: {kind: spans}, head: {decoder: crf}}", "task.kind=spans; expected pointer"),
     ("{task: {kind: tag}, input: {truncate: head_tail}}", "an entity could lie over the gap"),
