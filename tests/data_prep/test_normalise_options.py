@@ -160,3 +160,20 @@ def test_real_html_around_code_goes_and_is_counted() -> None:
 
 def test_long_lines_of_ticks_end() -> None:
     assert normalise("<p>" + "` " * 200_000 + "<script" * 2_000, STRIP).startswith("` `")
+
+
+@pytest.mark.parametrize(("raw", "expected"), [
+    ("~~~ a\nb<br>\n~~~ c\nd<br>\n```\ne<br>\n```", "~~~ a\nb\n\n~~~ c\nd\n\n```\ne<br>\n```"),
+    ("``` a\nb<br>\n\n``` c ```<br>d``` e\n", "``` a\nb\n\n``` c ```\nd``` e"),
+    ("<!-- a<br>\n<!-- b<br>\n<style>c</style>d", "<!-- a\n\n<!-- b\n\nd"),
+    # A longer beginning may have the end of a shorter one.
+    ("~~~~~ a\nb<br>\n~~~~ c\n<br>\n~~~ d\n<br>\n~~~\ne<br>", "~~~~~ a\nb<br>\n~~~~ c\n<br>\n"
+     "~~~ d\n<br>\n~~~\ne"),
+])  # fmt: skip
+def test_what_is_never_closed_hides_nothing(raw: str, expected: str) -> None:
+    assert normalise(raw, STRIP) == expected
+
+
+@pytest.mark.parametrize("line", ["~~~ a<br>\n", "``` a<br>\n", "<!-- a<br>\n", "<script> a<br>\n"])
+def test_a_long_text_of_what_is_never_closed_ends(line: str) -> None:
+    assert normalise(line * 40_000, STRIP).count("a") == 40_000
