@@ -13,7 +13,7 @@ import scipy.stats
 
 from experiments import read
 from experiments.commands import VERBS
-from experiments.study import plan
+from experiments.study import plan, read_study
 from experiments.study_run import Where, embedded_corpus, run_missing
 from pipeline.data.format import DatasetIndex
 from pipeline.errors import ConfigError, DataError
@@ -117,6 +117,17 @@ def test_the_text_of_a_study_is_the_one_its_numbers_are_of(
     assert embedded_corpus(tmp_path, "demo", dataset.fingerprint) == tmp_path / "data"
     with pytest.raises(DataError, match=rf"{dataset.fingerprint}, expected abc.*data\.dir="):
         embedded_corpus(tmp_path, "demo", "abc")
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param("corruption", marks=pytest.mark.long),
+    pytest.param("speedrun", marks=pytest.mark.slow),  # and all that have its text
+])  # fmt: skip
+def test_the_text_of_a_shipped_study_is_made_anew_as_it_was(name: str, tmp_path: Path) -> None:
+    """Where preparation changed on purpose: count what differs, and say it in docs/studies.md."""
+    _, study = read_study(name)
+    assert study.fingerprint is not None
+    embedded_corpus(tmp_path, study.corpus, study.fingerprint)
 
 
 def test_a_cluster_gets_one_array_of_what_can_start(
