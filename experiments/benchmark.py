@@ -356,7 +356,8 @@ def _not_comparable(row: PublishedConfig, line: dict[str, Any], plan: BenchmarkP
         return f"of {row.split}, here {line['scored_on']}"
     if line["sampled"]:
         return f"here {' and '.join(line['sampled'])} is a sample"
-    changed = [text for text in plan.overrides if _OTHER_TASK.match(text)]
+    own = f"{line['task']}."
+    changed = [text for text in plan.overrides if _OTHER_TASK.match(text.removeprefix(own))]
     if changed:
         return f"here {' '.join(changed)}"
     search = plan.tasks[line["task"]].search

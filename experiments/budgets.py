@@ -4,20 +4,32 @@ The target is what a part's arm `target` has at the part's first levels, seed by
 reaches it with a budget if the mean of the paired differences is not on the wrong side of 0, surely
 if the interval is not. Between two budgets the share of the target's FLOPs is interpolated on the
 logarithm. FLOPs are those of `postnorm plan`, the optimizer's products included; a start from
-another run counts with that run's.
+another run counts with that run's. The hours of a study before it runs are at the end.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
 from experiments import page
 from experiments.effects import Decision, direction, interval_by_seed, pair_of, values_by_seed
 from experiments.read import Reading
-from experiments.study import StudyCell, StudyPlan, run_plan
+from experiments.study import HARDWARE, VOCABULARY, StudyCell, StudyPlan, StudyRun, run_plan
+from pipeline.model.cost import flops_per_token
+from pipeline.runtime import summary
 from pipeline.tasks.intervals import Interval
+
+_SAID = {
+    "small": "of two shared CPU cores, at 60 GFLOP/s and 6 s before the first step of each",
+    "gpu": "of one H100 at 40% of its peak; models below width 768 wait for the host and need more",
+}
+# Of a run, before its first step: two processes, which import torch.
+_START_S = 6.0
+_ROWS, _ROWS_A_CLASS = 2000, 40
+"""Of a split of a task that does not say how many it takes, and of a class of a subset."""
+_S_PER_HOUR = 3600
 
 
 @dataclass(frozen=True)
@@ -139,7 +151,7 @@ def sentences(found: Sequence[Budget]) -> list[str]:
             continue
         shares = [b.share for b in of_arm if b.interval is not None]
         if not shares:
-            lines.append(f"{part}: {arm}: no pair of runs is finished")
+            lines.append(f"{part}: {arm}: no pair of runs has its loss yet")
             continue
         said = []
         limits = [b.margin(surely=True) for b in of_arm if b.interval is not None]
@@ -179,3 +191,46 @@ def table(found: Sequence[Budget]) -> Iterator[str]:
     compared = f"{found[0].metric} minus its", "95% interval", "pairs", "after Holm"
     head = ("arm", "levels", *counted, *compared)
     return page.table("llrrrrrrlrl", head, rows)
+
+
+# What a study costs before it runs
+
+
+def cost_lines(made: StudyPlan, *, listed: bool) -> Iterator[str]:
+    """Estimate the time of a study, run by run where they are to be listed."""
+    rows = [("run", "steps", "FLOP", "hours")]
+    total = flops = 0.0
+    for run in made.runs.values():
+        found = run_plan(run.config, made.preset)
+        seconds = (found.train_s or 0.0) + _START_S
+        total, flops = total + seconds, flops + found.flops
+        hours = f"{seconds / _S_PER_HOUR:.3f}"
+        rows.append((run.name, f"{run.config.train.num_steps:,}", f"{found.flops:.2e}", hours))
+    tasks = sum(_task_seconds(made, made.runs[run], task) for run, task, _ in made.fine_tunings)
+    if listed:
+        yield from summary.table(rows, right=(1, 2, 3))
+    yield (
+        f"{made.name}, preset {made.preset}: {len(made.runs)} pre-training runs of {flops:.2e} "
+        f"FLOP, {len(made.fine_tunings)} fine-tunings: {total / _S_PER_HOUR:.2f} + "
+        f"{tasks / _S_PER_HOUR:.2f} hours {_SAID[made.preset]}; without evaluations"
+    )
+
+
+def _task_seconds(made: StudyPlan, run: StudyRun, task: str) -> float:
+    """Bound the time of a fine-tuning: every row as long as the task allows."""
+    config, classes = made.tasks[task], made.study.tasks[task].classes
+    rows = config.data.train_rows or _ROWS
+    scored = [config.data.dev_rows or _ROWS, config.data.test_rows or _ROWS]
+    if classes is not None:
+        rows = classes.rows or (classes.rows_a_class or 0) * classes.number
+        scored = [min(most, _ROWS_A_CLASS * classes.number) for most in scored]
+    seen = config.train.epochs * rows
+    if config.train.steps is not None:
+        seen = config.train.steps * config.train.batch
+    size = run.config.model.vocab_size or VOCABULARY
+    model = replace(run.config.model, vocab_size=size)
+    each = flops_per_token(model, config.input.max_length, 0.0)
+    flops = seen * each.total + (scored[0] * (seen / rows + 1) + scored[1]) * each.forward
+    hardware = HARDWARE[made.preset]
+    speed = hardware.flops_per_rank * hardware.utilisation
+    return flops * config.input.max_length / speed + _START_S

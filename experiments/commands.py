@@ -3,7 +3,7 @@
 import argparse
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
@@ -16,7 +16,6 @@ from experiments.study import (
     StudyArguments,
     StudyConfig,
     StudyPlan,
-    cost_lines,
     plan,
     read_study,
 )
@@ -290,6 +289,8 @@ def study(arguments: StudyArguments) -> int:
         )
 
     if arguments.dry_run:
+        from experiments.budgets import cost_lines
+
         for preset in (*(each for each in PRESETS if each != arguments.preset), arguments.preset):
             if set(arguments.part) <= set(read.parts_of(preset)) or preset == arguments.preset:
                 is_listed = preset == arguments.preset
@@ -298,7 +299,7 @@ def study(arguments: StudyArguments) -> int:
     folder = (arguments.results or out).resolve()
     if arguments.report and not (out / "runs").is_dir() and (folder / f"{name}.json").is_file():
         return _write_again(name, read, arguments, folder)
-    return _run(planned(arguments.preset), arguments, out, folder)
+    return _run(partial(planned, arguments.preset), arguments, out, folder)
 
 
 def _write_again(name: str, study: StudyConfig, arguments: StudyArguments, folder: Path) -> int:
@@ -330,12 +331,18 @@ def _write_again(name: str, study: StudyConfig, arguments: StudyArguments, folde
     return EXIT_FINISHED
 
 
-def _run(made: StudyPlan, arguments: StudyArguments, out: Path, folder: Path) -> int:
+def _run(
+    planned: Callable[[], StudyPlan], arguments: StudyArguments, out: Path, folder: Path
+) -> int:
     from experiments import study_page
     from experiments.read import check_batches, read, runs_folder
-    from experiments.study_run import Where, require_same, run_missing
+    from experiments.study_run import Where, prepare, require_same, run_missing
 
     import_module("matplotlib")  # that it is missing is told before hours of training
+    made = planned()
+    if not arguments.report:
+        prepare(made, out)
+        made = planned()  # `flops_of` needs the vocabulary of the text
     require_same(made, out)
     code = EXIT_FINISHED
     if not arguments.report:

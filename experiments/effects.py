@@ -339,7 +339,9 @@ def verdicts(
             of_arm = [effect for effect in every if effect.levels != POOLED]
             done = [effect for effect in of_arm if effect.interval is not None]
             if not done:
-                lines.append(f"{name}: {arm} against {part.arms[0]}: no pair of runs is finished")
+                lines.append(
+                    f"{name}: {arm} against {part.arms[0]}: no pair of runs has {metric} yet"
+                )
                 continue
             counted = {
                 word: [effect for effect in done if effect.verdict == word]

@@ -65,14 +65,21 @@ def held_out(config: PretrainConfig) -> "EvalLoader":
     return EvalLoader(index, of, inputs, DataRank(0, 1))
 
 
-def trained_model(run: Path) -> "EncoderModel":
-    """Load the newest checkpoint of a run in fp32, on a GPU where there is one."""
+def trained_model(run: Path, *, needs_head: bool = True) -> "EncoderModel":
+    """Load the newest checkpoint of a run in fp32, on a GPU where there is one.
+
+    Raises:
+        CheckpointError: its head for masked tokens was never trained.
+    """
     import torch
 
     from pipeline.use.source import load_source
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return load_source(run).model.to(device)
+    trained = load_source(run)
+    if needs_head:
+        trained.require_head()
+    return trained.model.to(device)
 
 
 def read_masks(run: Path, config: PretrainConfig, source: str | None = None) -> dict[str, float]:
@@ -126,7 +133,7 @@ def sparsity(run: Path, config: PretrainConfig, _: Mapping[str, Any]) -> ProbeRe
     from pipeline.model.layout import rows
     from pipeline.train.look import entropy_of
 
-    model = trained_model(run)
+    model = trained_model(run, needs_head=False)
     batch = held_out(config).spread(_SEQUENCES).to(next(model.parameters()).device)
     layout, trace = rows(batch.documents, batch.positions), Trace()
     with torch.no_grad():

@@ -17,11 +17,18 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from experiments.probes import PROBES, ProbeResult, read_masks
-from experiments.study import MEAN_SCORE, StudyPlan, StudyRun, fits, safe_name
+from experiments.study import MEAN_SCORE, PartConfig, StudyPlan, StudyRun, fits, safe_name
 from pipeline.config.load import build
 from pipeline.config.runs import PretrainConfig
+from pipeline.config.train import TrainConfig
 from pipeline.data.record import read_batches
-from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, EXIT_PREEMPTED, DataError
+from pipeline.errors import (
+    EXIT_FAILED_DO_NOT_RETRY,
+    EXIT_FINISHED,
+    EXIT_PREEMPTED,
+    ConfigError,
+    DataError,
+)
 from pipeline.finetune.result import read_result, read_runs
 from pipeline.model.architecture import TASK_FILE
 from pipeline.runtime.files import read_json_lines, write_json_atomic
@@ -90,10 +97,11 @@ def outcome(folder: Path) -> Outcome:
         return "missing" if code in (EXIT_FINISHED, EXIT_PREEMPTED) else "failed"
     log = run.log(0)
     said = log.read_bytes()[-_LOG_TAIL:] if log.is_file() else b""
-    # One that gave up because its numbers were not finite has diverged, and would again; any other
+    # One that gave up because of its numbers has diverged, and would again; any other
     # failure may be a full disk, and is tried again, also after steps that were skipped.
     last = said.rpartition(b"error: ")[2]
-    lost = b"is not finite" in last or b"had no finite gradient" in last
+    told = (b"is not finite", b"had no finite gradient", b"(spikes.max_rewinds)")
+    lost = any(text in last for text in told)
     return "diverged" if lost else "failed"
 
 
@@ -229,16 +237,7 @@ def _measured(plan: StudyPlan, run: StudyRun, folder: Path, out: Path) -> list[P
     parts = [plan.parts[cell.part] for cell in cells]
     arms = {cell.arm: plan.study.arms[cell.arm] for cell in cells}
     wanted = {probe: dict(plan.study.extra) for part in parts for probe in part.probes}
-    metrics = [metric for part in parts for metric in part.metrics]
-    probed = [pattern for probe in wanted for pattern in PROBES[probe].metrics]
-    reads = {
-        metric.partition("@")[2]
-        for metric in metrics
-        if "@" in metric
-        and metric.rpartition(".")[2] not in plan.tasks
-        and not any(fits(metric, pattern) for pattern in probed)
-    }
-    for name, arm in product(sorted(reads), arms.values()):
+    for name, arm in product(_reads_of(plan, parts), arms.values()):
         last = {} if arm.mean is None else {"mean": arm.mean}
         wanted[arm.read_as(f"read {name}")] = asdict(plan.study.reads[name]) | last
     path = out / "readings" / f"{run.name.replace('/', '+')}.json"
@@ -257,6 +256,28 @@ def _measured(plan: StudyPlan, run: StudyRun, folder: Path, out: Path) -> list[P
     return [ProbeResult(known[name]["values"], known[name]["profiles"]) for name in wanted]
 
 
+def _reads_of(plan: StudyPlan, parts: Sequence[PartConfig]) -> list[str]:
+    """Name what finished models of some parts are read on."""
+    probed = [name for part in parts for probe in part.probes for name in PROBES[probe].metrics]
+    reads = {
+        metric.partition("@")[2]
+        for part in parts
+        for metric in part.metrics
+        if "@" in metric
+        and metric.rpartition(".")[2] not in plan.tasks
+        and not any(fits(metric, pattern) for pattern in probed)
+    }
+    return sorted(reads)
+
+
+def check_reads(plan: StudyPlan) -> None:
+    """Refuse what `reads` cannot read in a run (ConfigError), before anything is trained."""
+    for cell, runs in plan.of_cells.items():
+        for name in _reads_of(plan, [plan.parts[cell.part]]):
+            config = plan.runs[next(iter(runs.values()))].config
+            config_of_read(config, name, asdict(plan.study.reads[name]))
+
+
 def config_of_read(
     config: PretrainConfig, name: str, settings: Mapping[str, Any]
 ) -> PretrainConfig:
@@ -265,18 +286,31 @@ def config_of_read(
     Raises:
         ConfigError: what `reads.NAME.set` says does not fit the run.
     """
+    if config.objective.kind == "rtd":
+        raise ConfigError(f"reads.{name}: a discriminator (objective.kind=rtd) predicts no words")
     words = [f"{path}={json.dumps(value)}" for path, value in settings["set"].items()]
-    config = build(PretrainConfig, json.loads(json.dumps(asdict(config))), f"reads.{name}", words)
+    words.append("objective.kind=mlm")  # whatever else the run trains
     if settings["seq_len"] is not None:
-        config = replace(config, data=replace(config.data, seq_len=settings["seq_len"]))
-    return config
+        words.append(f"data.seq_len={settings['seq_len']}")
+    values = json.loads(json.dumps(asdict(as_read(config))))
+    try:
+        return build(PretrainConfig, values, "the run", words)
+    except ConfigError as error:
+        raise ConfigError(f"reads.{name}: {error}") from None
+
+
+def as_read(config: PretrainConfig) -> PretrainConfig:
+    """Return a run's config with the data that it is evaluated on as its own, without stages."""
+    of, monitor = config.eval_data, replace(config.monitor, eval_mask_prob=None)
+    train = TrainConfig(global_batch=of.micro_batch, micro_batch=of.micro_batch)
+    return replace(config, data=of.data, train=train, stages=(), phases=(), monitor=monitor)
 
 
 def _measure(
     name: str, settings: dict[str, Any], folder: Path, config: PretrainConfig
 ) -> ProbeResult:
     if name in PROBES:
-        return PROBES[name].measure(folder, config, settings)
+        return PROBES[name].measure(folder, as_read(config), settings)
     of, _, mean = name.removeprefix("read ").partition(",")
     config = config_of_read(config, of, settings)
     with TemporaryDirectory() as made:

@@ -22,10 +22,8 @@ from pipeline.config.runs import PretrainConfig
 from pipeline.config.schema import REQUIRED, param, path_param, section
 from pipeline.data.format import INDEX_FILE, read_index
 from pipeline.errors import ConfigError
-from pipeline.model.cost import flops_per_token
 from pipeline.runtime import cli
 from pipeline.runtime.cli import argument, at_least, option
-from pipeline.runtime.summary import table
 from pipeline.tasks.task import TaskConfig, load_task
 
 HOME = Path(__file__).parents[1] / "postnorm" / "configs" / "studies"
@@ -35,22 +33,13 @@ OF_RUNS = ("held_out_loss", "accuracy", "tokens_per_s")
 """Metrics that every pre-training run has."""
 MEAN_SCORE = "mean_score"
 """The mean of a run's scores over all tasks of the study; absent while one of them is."""
-_HARDWARE = {
+HARDWARE = {
     # Two shared cores: narrow models reach about that, 4 layers by 128 in bf16 reach 0.09.
     "small": HardwareConfig(tflops=0.06, utilisation=1.0),
     "gpu": HardwareConfig(gpu="H100"),
 }
-# The embedded corpus', where the data is not there yet.
-_VOCABULARY = 4096
-_SAID = {
-    "small": "of two shared CPU cores, at 60 GFLOP/s and 6 s before the first step of each",
-    "gpu": "of one H100 at 40% of its peak; models below width 768 wait for the host and need more",
-}
-# Of a run, before its first step: two processes, which import torch.
-_START_S = 6.0
-_ROWS, _ROWS_A_CLASS = 2000, 40
-"""Of a split of a task that does not say how many it takes, and of a class of a subset."""
-_S_PER_HOUR = 3600
+VOCABULARY = 4096
+"""The embedded corpus', where the data is not there yet."""
 CONTINUED_SEED = 1000
 """Added to the seed of a run that goes on from another one, which has seen the order of its own."""
 _TIMES = re.compile(r"\*(\d+(?:\.\d+)?)")
@@ -212,19 +201,20 @@ class StudyConfig:
         for name, arm in self.arms.items():
             if arm.start is not None:
                 known_name("arms", self.arms, arm.start, f"arms.{name}.start")
-                if self.arms[arm.start].start is not None:
+                source = self.arms[arm.start]
+                if source.start is not None or source.mean is not None:
                     raise ConfigError(
-                        f"arms.{name}.start={arm.start}, which has a start itself; a chain has "
-                        "one link"
+                        f"arms.{name}.start={arm.start}, which has a start or a mean itself; a "
+                        "chain has one link, of a run's last checkpoint"
                     )
             elif arm.grow is not None:
                 raise ConfigError(f"arms.{name}.grow has nothing to grow; set its start")
             if arm.flops_of is not None:
                 known_name("arms", self.arms, arm.flops_of, f"arms.{name}.flops_of")
-                if self.arms[arm.flops_of].flops_of is not None:
+                if self.arms[arm.flops_of].flops_of is not None or arm.start is not None:
                     raise ConfigError(
-                        f"arms.{name}.flops_of={arm.flops_of}, which has flops_of itself; name an "
-                        "arm that has its own train.num_steps"
+                        f"arms.{name}.flops_of={arm.flops_of}: an arm with flops_of begins at "
+                        "random, and names an arm that has its own train.num_steps"
                     )
         for name, part in self.parts.items():
             if "/" in name:
@@ -277,7 +267,8 @@ class StudyConfig:
         for metric in part.metrics:
             if any(self.arms[arm].mean for arm in part.arms):
                 known_name("reads, as a mean has no run's metrics", reads, metric, where)
-        known = [*OF_RUNS, *part.tasks, *([MEAN_SCORE] if part.tasks else [])]
+        known = [*OF_RUNS, *part.tasks]
+        known += [MEAN_SCORE] if part.tasks and set(part.tasks) == set(self.tasks) else []
         known += reads
         known += [f"train_loss.{task}" for task in part.tasks]  # of its last log line
         known += [metric for probe in part.probes for metric in PROBES[probe].metrics]
@@ -489,8 +480,8 @@ def run_plan(config: PretrainConfig, preset: str = "gpu") -> RunPlan:
     size = config.model.vocab_size
     if size is None and (Path(config.data.dir) / INDEX_FILE).is_file():
         size = read_index(config.data.dir).vocab_size
-    config = replace(config, model=replace(config.model, vocab_size=size or _VOCABULARY))
-    profile = ClusterConfig(hardware=_HARDWARE[preset])
+    config = replace(config, model=replace(config.model, vocab_size=size or VOCABULARY))
+    profile = ClusterConfig(hardware=HARDWARE[preset])
     return plan_run(config, profile, counts_activations=False)
 
 
@@ -507,8 +498,8 @@ def _base(
 
 def _changed(config: PretrainConfig, layers: Sequence[Values]) -> dict[str, Any]:
     """Lay overrides over a config, one layer after the other; return plain values."""
-    tree, shares = asdict(config), dict[str, Any]()
-    for path, value in (item for values in layers for item in values.items()):
+    tree, shares = asdict(config), dict[str, str]()
+    for values, path, value in ((of, *item) for of in layers for item in of.items()):
         place, last = _place(tree, path, f"{path} = {value!r}")
         if path == "seed":
             raise ConfigError(_NO_SEED)
@@ -516,8 +507,11 @@ def _changed(config: PretrainConfig, layers: Sequence[Values]) -> dict[str, Any]
             raise ConfigError(
                 f"{path} = {value!r} would reset what it leaves out; write {path}.FIELD for each"
             )
-        if not _TIMES.fullmatch(str(value)):  # a share of what is multiplied is multiplied already
-            shares.pop(path, None)
+        share, times = _SHARE.fullmatch(shares.pop(path, "")), _TIMES.fullmatch(str(value))
+        if share and times:
+            # A share of what is multiplied beside it is multiplied already.
+            by = 1.0 if _TIMES.fullmatch(str(values.get(share[2]))) else float(times[1])
+            value = f"{by * float(share[1]):.9f} of {share[2]}"
         if _is_share(value):
             shares[path] = value
         else:
@@ -545,7 +539,7 @@ def _place(tree: dict[str, Any], path: str, what: str) -> tuple[dict[str, Any], 
 
 
 def _computed(tree: dict[str, Any], path: str, value: Any, below: Any) -> Any:
-    """Compute a value that is said as a share of another; a whole number stays one, 1 at least."""
+    """Compute a value that is said as a share of another; a whole number stays one, and above 0."""
     text = value if isinstance(value, str) else ""
     match, of = _TIMES.fullmatch(text), path
     if match is None:
@@ -558,7 +552,7 @@ def _computed(tree: dict[str, Any], path: str, value: Any, below: Any) -> Any:
     if isinstance(below, bool) or not isinstance(below, (int, float)):
         raise ConfigError(f"{path} = {value!r}: {of} is {below!r}, not a number")
     found = float(match[1]) * below
-    return max(1, round(found)) if isinstance(below, int) else found
+    return max(min(1, below), round(found)) if isinstance(below, int) else found
 
 
 def _cells(study: StudyConfig, preset: PresetConfig) -> Iterator[StudyCell]:
@@ -647,52 +641,14 @@ class _Layout:
             )
         if arm.flops_of is None:
             return config
+        if config.phases or config.stages:
+            raise ConfigError(
+                f"{where}: flops_of sets train.num_steps, and phases and stages have slots of "
+                "their own; leave them out"
+            )
         like = self.add(replace(cell, arm=arm.flops_of), seed)
         chain = [like, self.runs[like.start]] if like.start else [like]
         whole = sum(run_plan(run.config).flops for run in chain)
         steps = round(whole / run_plan(config).flops * config.train.num_steps)
         layers.append({"train.num_steps": steps})
         return build(PretrainConfig, _changed(self._base, layers), where)
-
-
-# What a study costs before it runs
-
-
-def cost_lines(made: StudyPlan, *, listed: bool) -> Iterator[str]:
-    """Estimate the time of a study, run by run where they are to be listed."""
-    rows = [("run", "steps", "FLOP", "hours")]
-    total = flops = 0.0
-    for run in made.runs.values():
-        found = run_plan(run.config, made.preset)
-        seconds = (found.train_s or 0.0) + _START_S
-        total, flops = total + seconds, flops + found.flops
-        hours = f"{seconds / _S_PER_HOUR:.3f}"
-        rows.append((run.name, f"{run.config.train.num_steps:,}", f"{found.flops:.2e}", hours))
-    tasks = sum(_task_seconds(made, made.runs[run], task) for run, task, _ in made.fine_tunings)
-    if listed:
-        yield from table(rows, right=(1, 2, 3))
-    yield (
-        f"{made.name}, preset {made.preset}: {len(made.runs)} pre-training runs of {flops:.2e} "
-        f"FLOP, {len(made.fine_tunings)} fine-tunings: {total / _S_PER_HOUR:.2f} + "
-        f"{tasks / _S_PER_HOUR:.2f} hours {_SAID[made.preset]}; without evaluations"
-    )
-
-
-def _task_seconds(made: StudyPlan, run: StudyRun, task: str) -> float:
-    """Bound the time of a fine-tuning: every row as long as the task allows."""
-    config, classes = made.tasks[task], made.study.tasks[task].classes
-    rows = config.data.train_rows or _ROWS
-    scored = [config.data.dev_rows or _ROWS, config.data.test_rows or _ROWS]
-    if classes is not None:
-        rows = classes.rows or (classes.rows_a_class or 0) * classes.number
-        scored = [min(most, _ROWS_A_CLASS * classes.number) for most in scored]
-    seen = config.train.epochs * rows
-    if config.train.steps is not None:
-        seen = config.train.steps * config.train.batch
-    size = run.config.model.vocab_size or _VOCABULARY
-    model = replace(run.config.model, vocab_size=size)
-    each = flops_per_token(model, config.input.max_length, 0.0)
-    flops = seen * each.total + (scored[0] * (seen / rows + 1) + scored[1]) * each.forward
-    hardware = _HARDWARE[made.preset]
-    speed = hardware.flops_per_rank * hardware.utilisation
-    return flops * config.input.max_length / speed + _START_S

@@ -289,7 +289,8 @@ def figure(
             places = _places(values)
             for panel, points in zip(row, (values, differences), strict=True):
                 draw_points(panel, points, list(values), places)
-            _name_axes(row, plan, part, title, places)
+            at = "" if len(metrics[title]) > 1 else ", ".join(plan.parts[part].grid)
+            _name_axes(row, plan, part, title, places, at)
             if not differences:
                 row[1].set_axis_off()
         rest = [panel for row in axes[len(drawn) :] for panel in row]
@@ -350,8 +351,10 @@ def _place(arm: str, levels: tuple[str, ...], metric: str, num_names: int) -> tu
     return arm, ", ".join(levels) or arm
 
 
-def _name_axes(row: Any, plan: StudyPlan, part: str, title: str, places: Sequence[str]) -> None:
-    """Write titles, and the axes' names with units."""
+def _name_axes(
+    row: Any, plan: StudyPlan, part: str, title: str, places: Sequence[str], factors: str
+) -> None:
+    """Write titles, and the axes' names with units; factors: what numbers without a word are."""
     said, unit = _MEANING.get(title.partition(".")[0], ("score", ""))
     titles = title, f"{title}, minus {plan.parts[part].arms[0]}"
     numbers = numbers_of(places)
@@ -363,7 +366,9 @@ def _name_axes(row: Any, plan: StudyPlan, part: str, title: str, places: Sequenc
         else:
             panel.set_ylabel(value)
             is_classes = any(entry.classes for entry in plan.study.tasks.values())
-            panel.set_xlabel(numbers[0] or ("classes" if is_classes else "length, tokens"))
+            panel.set_xlabel(
+                numbers[0] or factors or ("classes" if is_classes else "length, tokens")
+            )
     if numbers is None:
         row[1].axvline(0.0, color="0.6", lw=0.8, zorder=0)
         row[1].set_yticklabels([])

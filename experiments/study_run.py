@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from experiments import array, grid
-from experiments.read import outcome, runs_folder, task_name, tasks_folder
+from experiments.read import check_reads, outcome, runs_folder, task_name, tasks_folder
 from experiments.study import ClassesConfig, StudyPlan, StudyRun
 from launch.queue import room_of
 from launch.records import FINETUNE, PRETRAIN
@@ -71,8 +71,6 @@ def run_missing(plan: StudyPlan, out: Path, where: Where) -> int:
     """
     out = out.resolve()
     folder = runs_folder(out)
-    if any(run.config.data.dir == str(out / "data") for run in plan.runs.values()):
-        embedded_corpus(out, plan.study.corpus, plan.study.fingerprint)
     # First of all, so that too few rows are told before anything is trained.
     tasks = {
         (task, draw, seed): _task_of(plan, task, draw, seed, out)
@@ -103,6 +101,18 @@ def run_missing(plan: StudyPlan, out: Path, where: Where) -> int:
         if (task, draw, plan.runs[run].seed) in tasks
     }
     return EXIT_PREEMPTED if _sweep(plan.name, FINETUNE, tasks_folder(out), configs, where) else 0
+
+
+def prepare(plan: StudyPlan, out: Path) -> None:
+    """Make the text of a study unless it is there, once its reads are known to fit its runs.
+
+    Raises:
+        ConfigError: a read does not fit.
+        DataError: the text could not be made.
+    """
+    check_reads(plan)
+    if any(run.config.data.dir == str(out / "data") for run in plan.runs.values()):
+        embedded_corpus(out, plan.study.corpus, plan.study.fingerprint)
 
 
 def embedded_corpus(folder: Path, config: str = "demo", fingerprint: str | None = None) -> Path:

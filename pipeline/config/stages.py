@@ -401,7 +401,7 @@ def _until(
         batches = firsts[-1].number
         for one, after in pairwise(firsts):
             tokens -= (after.number - one.number) * one.size * one.seq_len
-    return batches + max(1, math.ceil(tokens / (seq_len * global_batch)))
+    return max(1, batches + math.ceil(tokens / (seq_len * global_batch)))
 
 
 def _batch(train: TrainConfig) -> tuple[int, int]:

@@ -195,6 +195,12 @@ class TrainConfig:
             )
         self._require_fields_of("schedule", _SCHEDULE_FIELDS)
         self._require_fields_of("optimizer", _OPTIMIZER_FIELDS)
+        if self.muon_momentum_warmup_steps and self.muon_momentum <= 0.85:
+            raise ConfigError(
+                f"train.muon_momentum_warmup_steps={self.muon_momentum_warmup_steps} raises the "
+                f"momentum from 0.85, and train.muon_momentum={self.muon_momentum} is not above "
+                "that; leave the warm-up out, or raise the momentum"
+            )
         if self.schedule == "wsd":
             self._check_decay()
         if self.schedule == "piecewise":

@@ -67,6 +67,8 @@ def average(sources: Sequence[str | Path], out: Path, *, last: int | None = None
         first = first or trained
         if (fine_tuned(split_step(name)[0]) / HEAD_FILE).is_file():
             logger.warning("%s: the head of its task is left out of the mean", name)
+        if trained.parts is not None:
+            logger.warning("%s: parts of its objective beside the encoder are left out", name)
         _require_same(first, trained, (names[0], name))
         for key, tensor in trained.model.state_dict().items():
             # In double precision: the mean of equal weights is these weights, to the bit.

@@ -120,6 +120,16 @@ def test_phases_are_the_beginning_of_the_first_stage(tmp_path: Path) -> None:
     assert plan.number(20).cursor == 160
 
 
+def test_a_first_stage_has_no_fewer_slots_than_its_phases(tmp_path: Path) -> None:
+    phases = "phases=[{tokens: 2560, seq_len: 32, global_batch: 16, ramp_from: 8}]"
+    for tokens, batches in ((2561, 11), (2560 + 16 * 64, 12)):
+        plan = _load(tmp_path, {"name": "stable", "tokens": tokens}, _LONG, more=(phases,)).batches
+        assert [place.number for place in plan.stretches if place.stage == 1] == [batches], tokens
+    for tokens in (2560, 2500, 1):
+        with pytest.raises(ConfigError, match=r"phases have 10 batches, and stages\.0 ends after"):
+            _load(tmp_path, {"name": "stable", "tokens": tokens}, _LONG, more=(phases,))
+
+
 def test_identity_is_of_what_has_begun(tmp_path: Path) -> None:
     config = _load(tmp_path, _STABLE, _LONG, _DECAY)
     alone = _load(tmp_path, more=("train.num_steps=41",))

@@ -39,6 +39,9 @@ def _read(text: str) -> TrainConfig:
     ("{optimizer: lamb, lamb_bias_correction: true, muon_momentum: 0.9}",
      r"train\.muon_momentum=0\.9 has no meaning with train\.optimizer=lamb"),
     ("muon_ns_steps: 4", r"set train\.optimizer=muon"),
+    *((f"{{optimizer: muon, muon_momentum: {of}, muon_momentum_warmup_steps: 9}}",
+       rf"warmup_steps=9 raises .* from 0\.85, and train\.muon_momentum={of}")
+      for of in (0.8, 0.85)),
     *((f"{{optimizer: {name}, zero_stage: 3}}",
        rf"zero_stage=3 with train\.optimizer={name} .*: .*set train\.zero_stage=2, or train\.opt")
       for name in ("muon", "stable_adamw")),

@@ -217,6 +217,10 @@ def test_published_scores_only_of_the_same_protocol(tmp_path: Path) -> None:
     other_task = replace(_plan(tmp_path, "data.drop_labels=[c]"), out=tmp_path / "dropped")
     changed, _ = _table(other_task, Finetune(_half_better))
     assert changed["published"][0]["left_out"]["topic"] == "here data.drop_labels=[c]"
+    words = ("topic.data.drop_labels=[c]", "names.train.epochs=3")
+    of_one = replace(_plan(tmp_path, *words), out=tmp_path / "of-one")
+    only, _ = _table(of_one, Finetune(_half_better))
+    assert only["published"][0]["left_out"] == {"topic": f"here {words[0]}"}
 
 
 @pytest.mark.parametrize("stop", [PreemptedError("SIGTERM"), StoppedError("STOP")])

@@ -1,6 +1,7 @@
 """Studies as files: what is refused, which runs there are, that their arms see the same batches."""
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -9,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from experiments import budgets, commands, read, study_run
 from experiments import grid as sweep
-from experiments import read
-from experiments import study as studies
 from experiments.study import (
     HOME,
     PRESETS,
@@ -25,6 +25,7 @@ from experiments.study import (
 )
 from experiments.study_run import subset
 from pipeline.config.load import build
+from pipeline.data.format import DatasetIndex
 from pipeline.errors import ConfigError, DataError
 from pipeline.tasks.config import FieldsConfig, TaskDataConfig
 from pipeline.tasks.readers import read_task
@@ -33,8 +34,8 @@ from tests.support.tiny_tasks import write_rows
 
 NAMES = sorted(path.stem for path in HOME.glob("*.yaml"))
 OF_RUNS = [name for name in NAMES if name != "speed"]
-_HOURS = {"alpha": 3.5, "many_classes": 2.5, "positions": 1.5, "rates": 2.4, "realformer": 2.9,
-          "speedrun": 20.6, "structure": 1.9}  # fmt: skip
+_HOURS = {"alpha": 3.5, "depths_long": 3.7, "many_classes": 2.5, "positions": 1.5, "rates": 2.4,
+          "realformer": 2.9, "speedrun": 20.6, "structure": 1.9}  # fmt: skip
 """Of two shared cores, that a small preset may take; others take 1.3."""
 
 BASE: dict[str, Any] = {
@@ -89,10 +90,10 @@ def test_small_presets_fit(name: str) -> None:
     made = _made(name, "small")
     seconds = sum((run_plan(r.config, "small").train_s or 0) + 6 for r in made.runs.values())
     seconds += sum(
-        studies._task_seconds(made, made.runs[r], task) for r, task, _ in made.fine_tunings
+        budgets._task_seconds(made, made.runs[r], task) for r, task, _ in made.fine_tunings
     )
     assert seconds / 3600 < _HOURS.get(name, 1.3)
-    [line] = studies.cost_lines(made, listed=False)
+    [line] = budgets.cost_lines(made, listed=False)
     assert f"{len(made.runs)} pre-training runs" in line
 
 
@@ -204,6 +205,52 @@ def test_levels_win_over_arms_and_shares_are_computed_last() -> None:
     assert train("swept", "alpha", "lr 2e-3", "x2").alpha_warmup_steps == 100
 
 
+@pytest.mark.parametrize(("level", "warm_up"), [
+    ({"train.warmup_steps": "*0.5"}, 20), ({"train.num_steps": "*0.5"}, 20),
+    ({"train.num_steps": "*0.5", "train.warmup_steps": "*0.5"}, 20),
+    ({"train.warmup_steps": "*0.25", "train.lr": "*2"}, 10), ({}, 40),
+    ({"train.alpha_warmup_steps": "*0.5"}, 40),
+])  # fmt: skip
+def test_a_share_is_multiplied_once(level: dict[str, Any], warm_up: int) -> None:
+    arms = {"plain": {"set": {"train.warmup_steps": "0.2 of train.num_steps"}}}
+    part = {"asks": "?", "arms": ["plain"], "grid": ["level"]}
+    study = study_of(arms=arms, factors={"level": {"it": level}}, parts={"one": part})
+    for run in plan_of(study, "train.num_steps=200").runs.values():
+        assert run.config.train.warmup_steps == warm_up
+        assert run.config.train.alpha_warmup_steps == 0  # a share of nothing is nothing
+
+
+def test_equal_flops_are_of_one_kind_of_batch_and_of_the_text_that_there_is(
+    dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arms = {"plain": {}, "deep": {"flops_of": "plain", "set": {"model.num_layers": 3}}}
+    phases = {**BASE, "phases": [{"tokens": 256, "seq_len": 16}]}
+    with pytest.raises(ConfigError, match=r"one, deep: flops_of sets train\.num_steps, and phases"):
+        plan_of(study_of(arms=arms, base=phases))
+
+    base = {**BASE, "model": {**BASE["model"], "vocab_size": None}, "train": {"num_steps": 5000}}
+    study = study_of(arms=arms, base=base, seeds=[1])
+    assumed = plan_of(study).runs["deep/seed-1"].config.train.num_steps
+    trained = []
+
+    def make_text(made: StudyPlan, out: Path) -> None:
+        out.mkdir()
+        (out / "data").symlink_to(dataset.folder)
+
+    monkeypatch.setattr(study_run, "prepare", make_text)
+    monkeypatch.setattr(study_run, "run_missing", lambda made, *_: trained.append(made) or 0)
+    path = tmp_path / "mine.yaml"
+    path.write_text(json.dumps(dataclasses.asdict(study)))
+    assert commands.study.function(
+        study=str(path), out=tmp_path / "out", results=None, part=[], seeds=None, overrides=[],
+        preset="small", jobs=1, local=True, cluster=None, dry_run=False, report=False,
+    ) == 0  # fmt: skip
+    [made] = trained
+    steps = made.runs["deep/seed-1"].config.train.num_steps
+    again = plan("mine", study, "small", out=tmp_path / "out").runs["deep/seed-1"]
+    assert steps == again.config.train.num_steps != assumed
+
+
 def test_an_arm_wins_over_its_part_and_the_command_line_over_the_preset_in_shares_too() -> None:
     share = {"train.warmup_steps": "0.5 of train.num_steps"}
     arms = {"usual": {}, "none": {"set": {"train.warmup_steps": 0}},
@@ -266,6 +313,11 @@ def test_equal_flops_count_the_start_too() -> None:
     ({"arms": {"plain": {}, "sum": {"mean": 2}}}, "'held_out_loss' is not of reads"),
     ({"arms": {**ARMS, "b": {"flops_of": "c"}, "c": {"flops_of": "b"}}}, r"arms\.b\.flops_of=c"),
     ({"arms": {**ARMS, "b": {"flops_of": "b"}}}, r"arms\.b\.flops_of=b"),
+    ({"arms": {**ARMS, "b": {"flops_of": "sum", "start": "plain"}}}, "begins at random"),
+    ({"arms": {**ARMS, "b": {"mean": 2}, "c": {"start": "b"}}}, r"arms\.c\.start=b.* a mean"),
+    ({"tasks": {name: {"file": "fewclue-tnews"} for name in "ab"},
+      "parts": {"a": {"asks": "?", "arms": ["plain"], "tasks": ["b"], "metrics": ["mean_score"]}}},
+     "'mean_score' is not of metrics"),
     ({"parts": {"a": {"asks": "?", "arms": []}}}, r"parts\.a\.arms=\[\]"),
     ({"parts": {"a": {"asks": "?", "arms": ["plain", "plain"]}}}, "each once"),
     ({"parts": {"a": {"asks": "?", "arms": ["plain"], "metrics": []}}}, r"parts\.a\.metrics"),

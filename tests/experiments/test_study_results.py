@@ -16,20 +16,21 @@ import torch
 from experiments import effects, probes, read, speed, study_page
 from experiments.budgets import Budget, share_needed
 from experiments.study import StudyPlan, read_study
-from experiments.study_run import make_start, require_same
+from experiments.study_run import make_start, prepare, require_same
 from launch.records import CONFIG_FILE
 from pipeline.config.load import to_yaml
 from pipeline.config.model import ModelConfig
 from pipeline.data.format import DatasetIndex
 from pipeline.data.ledger import NonFinite, add_to_ledger
-from pipeline.errors import ConfigError, DataError
+from pipeline.errors import CheckpointError, ConfigError, DataError
 from pipeline.model.encoder import EncoderModel, MaskedLanguageModel
 from pipeline.model.layers import Trace
 from pipeline.model.layout import padded, rows
 from pipeline.tasks.intervals import Interval, RowVariance
+from pipeline.use.folder import publishing, write_model, write_tokenizer
 from pipeline.use.source import load_source
 from pipeline.use.surgery import Surgery, convert
-from tests.experiments.test_study_plan import ARMS, plan_of, study_of
+from tests.experiments.test_study_plan import ARMS, BASE, plan_of, study_of
 from tests.finetune.result_folders import class_rows, write_run
 from tests.support.tiny_tasks import write_tiny_model
 
@@ -77,6 +78,14 @@ def test_an_outcome_tells_divergence_from_other_failures(tmp_path: Path) -> None
     _give_up(tmp_path, "state", 2, "the state after step 3 is not finite: rank 0")
     given_up = "error: 5 steps in a row had no finite gradient (train.max_skipped_in_a_row)\n"
     _give_up(tmp_path, "loss", 2, given_up)
+    # One that may go back gave up there.
+    _give_up(
+        tmp_path,
+        "jumped",
+        2,
+        "error: the loss jumped to 9; the run went back to step 5 3 "
+        "times before (spikes.max_rewinds) and left out others\n",
+    )
     # A step that was skipped, and then something else: at another start, too.
     moved = "error: gone/index.json does not exist\n"
     for name, before in (("moved", ""), ("later", given_up)):
@@ -84,9 +93,9 @@ def test_an_outcome_tells_divergence_from_other_failures(tmp_path: Path) -> None
         lost = {"batch": 3, "cursor": 12, "step": 4, "grad_norm": "nan", "ranks": {}}
         add_to_ledger(folder, NonFinite(**lost, samples=[], unix_s=1.0))
     _finish(tmp_path, "done", 5.0)
-    names = ("disk", "config", "preempted", "state", "loss", "moved", "later", "done")
-    expected = ["failed", "failed", "missing", "diverged", "diverged", "failed", "failed",
-                "finished"]  # fmt: skip
+    names = ("disk", "config", "preempted", "state", "loss", "jumped", "moved", "later", "done")
+    expected = ["failed", "failed", "missing", "diverged", "diverged", "diverged", "failed",
+                "failed", "finished"]  # fmt: skip
     assert [outcome(name) for name in names] == expected
 
 
@@ -386,7 +395,8 @@ def test_rows_of_tasks_count_and_stay_when_runs_are_not_there_any_more(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("names", "is_joined"), [(("1 layer", "2 layer"), True), (("a", "b"), False)]
+    ("names", "is_joined"),
+    [(("1 layer", "2 layer"), True), (("1", "2"), True), (("a", "b"), False)],
 )
 def test_a_figure_joins_numbers_names_its_axes_and_is_the_same_bytes_each_time(
     tmp_path: Path, names: tuple[str, str], is_joined: bool
@@ -408,7 +418,8 @@ def test_a_figure_joins_numbers_names_its_axes_and_is_the_same_bytes_each_time(
     texts = re.findall(r">([^<>]+)</text>", figure)
     for text in ("held-out loss, nats", "difference, nats", "masked tokens found, share", *ARMS):
         assert text in texts
-    assert ("layer" in texts) is is_joined
+    # Of plain numbers the factor says what they are.
+    assert ("layer" in texts, "layers" in texts) == (" " in names[0], names == ("1", "2"))
     assert set(names) <= set(texts) or is_joined
     assert any("95% interval" in text for text in texts)
     # Lines of the arms' colours: bars join two points of one place, lines two places.
@@ -454,7 +465,7 @@ def model(monkeypatch: pytest.MonkeyPatch, dataset: DatasetIndex) -> EncoderMode
                          ffn_size=16, init="unit", score_residual="sum", dropout=0.0,
                          attention_dropout=0.0)  # fmt: skip
     made = MaskedLanguageModel(config).eval()
-    monkeypatch.setattr(probes, "trained_model", lambda run: made)
+    monkeypatch.setattr(probes, "trained_model", lambda run, **_: made)
     return made
 
 
@@ -583,6 +594,59 @@ def test_an_arm_may_be_read_as_a_mean(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [cell["means"]["loss@text"] for cell in body["cells"]] == [5.0, 4.0]
     [effect] = body["effects"]
     assert effect["pairs"] == {"1": -1.0, "2": -1.0}
+
+
+READ = {"seq_len": 64, "source": None,
+        "set": {"data.masking": "whole_word", "data.mask_prob": 0.3}}  # fmt: skip
+TWO = {"stages": [{"name": "a", "steps": 4, "data": {"seq_len": 16}, "train": {"lr": 1e-3}},
+                  {"name": "b", "steps": 6}]}  # fmt: skip
+
+
+@pytest.mark.parametrize("more", [
+    {}, TWO, {"monitor": {"eval_mask_prob": 0.1}}, {"data": {"mask_prob_end": 0.2, "seq_len": 32,
+                                                             "mask_prob_steps": 5}},
+    {"objective": {"kind": "mlm_sop"}, "model": {**BASE["model"], "pooler": True}},
+])  # fmt: skip
+def test_a_read_is_of_what_it_says_whatever_the_run_has(more: dict[str, Any]) -> None:
+    study = study_of(base={**BASE, **more})
+    config = plan_of(study).runs["plain/seed-1"].config
+    read_as = read.config_of_read(config, "far", READ)
+    of = read_as.eval_data.data
+    assert (of.seq_len, of.masking, of.mask_prob, of.mask_prob_end) == (64, "whole_word", 0.3, None)
+    assert read_as.objective.kind == "mlm"
+    # What it does not say is as the run is evaluated.
+    usual = read.config_of_read(config, "far", {**READ, "seq_len": None, "set": {}})
+    assert usual.eval_data.data == config.eval_data.data
+
+
+@pytest.mark.parametrize(("more", "of_read", "message"), [
+    ({}, {"set": {"data.maskprob": 0.3}}, r"reads\.far.*data\.maskprob"),
+    ({"data": {"seq_len": 32, "replace_mask_prob": 0.85, "replace_random_prob": 0},
+      "objective": {"kind": "rtd"}}, {}, "a discriminator"),
+    ({"model": {**BASE["model"], "positions": "learned", "max_positions": 32}}, {"seq_len": 64},
+     "64"),
+])  # fmt: skip
+def test_a_read_that_does_not_fit_is_told_before_training(
+    tmp_path: Path, more: dict[str, Any], of_read: dict[str, Any], message: str
+) -> None:
+    parts = {"one": {"asks": "?", "arms": list(ARMS), "metrics": ["loss@far"]}}
+    made = plan_of(study_of(base={**BASE, **more}, parts=parts, reads={"far": of_read}))
+    with pytest.raises(ConfigError, match=message):
+        prepare(made, tmp_path)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_no_loss_is_read_from_a_head_that_nothing_trained(tmp_path: Path) -> None:
+    tiny = write_tiny_model(tmp_path / "tiny")
+    made, bare = load_source(tiny), tmp_path / "bare"
+    with publishing(bare) as folder:
+        write_tokenizer(made, folder)
+        write_model(folder, made.model.config, dict(made.model.state_dict()),
+                    {"made_new": ["head.bias"]})  # fmt: skip
+    probes.trained_model(tiny)
+    probes.trained_model(bare, needs_head=False)
+    with pytest.raises(CheckpointError, match="without a head for masked tokens"):
+        probes.trained_model(bare)
 
 
 def test_a_start_may_have_a_carry_and_grow(tmp_path: Path, dataset: DatasetIndex) -> None:

@@ -10,7 +10,14 @@ import torch
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.runtime.checkpoints import FOLDER, name_of, published
 from pipeline.use.average import average
-from pipeline.use.folder import TrainedModel, load_model, publishing, write_model, write_tokenizer
+from pipeline.use.folder import (
+    ObjectiveParts,
+    TrainedModel,
+    load_model,
+    publishing,
+    write_model,
+    write_tokenizer,
+)
 from pipeline.use.source import load_source
 from pipeline.use.surgery import Surgery, convert
 from tests.support import warm
@@ -61,6 +68,22 @@ def _write(trained: TrainedModel, folder: Path) -> Path:
         write_tokenizer(trained, new)
         write_model(new, trained.model.config, dict(trained.model.state_dict()), {})
     return folder
+
+
+def test_parts_of_an_objective_are_left_out_and_named(
+    straight_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, parts = load_source(straight_run), ObjectiveParts("rtd", {"head": torch.ones(2)})
+    for name in "ab":
+        with publishing(tmp_path / name) as new:
+            write_tokenizer(run, new)
+            write_model(new, run.model.config, dict(run.model.state_dict()), {}, parts=parts)
+    average([tmp_path / "a", tmp_path / "b"], tmp_path / "mean")
+    told = [
+        record.message for record in caplog.records if "parts of its objective" in record.message
+    ]
+    assert [text.split(":")[0] for text in told] == [str(tmp_path / name) for name in "ab"]
+    assert load_model(tmp_path / "mean").parts is None
 
 
 def test_what_has_no_mean_is_named(straight_run: Path, tmp_path: Path) -> None:
