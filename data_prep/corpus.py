@@ -113,10 +113,17 @@ def find(config: PrepConfig) -> Corpus:
         for source, files in zip(config.sources, listed, strict=True)
         for piece in inputs.pieces(source, files, piece_mb * 1_000_000)
     ]
+    given = read_given(config.tokenizer, config.clean.newline)
+    if given is not None and given.suffix == ".json" and config.clean.nfkc:
+        logger.warning(
+            "clean.nfkc=true, and %s reads text as it is: so do encode and fine-tuning, which meet "
+            "characters (such as a full-width comma) that training never had; set clean.nfkc=false",
+            config.tokenizer.file,
+        )
     return Corpus(
         config,
         tuple(pieces),
-        read_given(config.tokenizer, config.clean.newline),
+        given,
         eval_items.find(config.decontaminate),
         tuple(unreadable),
         read_words(Path(dictionary), config.clean) if dictionary else JIEBA,

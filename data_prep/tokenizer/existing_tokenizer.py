@@ -145,7 +145,7 @@ def _options(config: TokenizerConfig, pieces: list[str], path: Path) -> fast.Ber
         "tokenize_chinese_chars": config.split_chinese,
     }
     values: dict[str, Any] = {name: value for name, value in explicit.items() if value is not None}
-    has_capitals = any(piece.lower() != piece for piece in pieces if len(piece.strip("#")) == 1)
+    has_capitals = fast.has_capitals(pieces)
     try:
         settings = fast.read_settings(path.parent)
         stated = asdict(fast.BertOptions.from_json(settings))

@@ -15,7 +15,7 @@ from typing import Any
 from pipeline.checkpoints import state
 from pipeline.checkpoints.manifest import COUNTERS, newest_good, remove, verify
 from pipeline.config.load import build, plain_values
-from pipeline.config.runs import RunConfig
+from pipeline.config.runs import PretrainConfig, RunConfig
 from pipeline.config.schedule import alpha
 from pipeline.data.format import FORMAT_VERSION, INDEX_FILE, DataIdentity
 from pipeline.data.ledger import Ledger, copy_ledger, read_ledger
@@ -160,11 +160,22 @@ def changes(manifest: Manifest, config: RunConfig) -> list[str]:
     """
     if not manifest.config:
         return []
-    before = manifest.config
+    before, shares = manifest.config, list[float]()
     with suppress(ConfigError):  # it may have settings that are none any more
-        before = plain_values(build(type(config), before, "a checkpoint"))
+        old = build(type(config), before, "a checkpoint")
+        before = plain_values(old)
+        shares = [
+            of.eval_data.data.mask_prob for of in (old, config) if isinstance(of, PretrainConfig)
+        ]
     both = [json.loads(json.dumps(values)) for values in (before, plain_values(config))]
-    return value_differences(*both)
+    found = value_differences(*both)
+    if len(set(shares)) > 1:
+        found.append(
+            f"held-out masks: {shares[0]:g} of the tokens before, now {shares[1]:g}: losses do not "
+            f"compare, and checkpoint.keep_best takes the easier; monitor.eval_mask_prob="
+            f"{shares[0]:g} keeps them"
+        )
+    return found
 
 
 def refuse_jumps(path: Path, manifest: Manifest, config: RunConfig) -> None:

@@ -461,19 +461,22 @@ class TrainSteps:
             counts = sequences_at(index, config.batches.seq_lens, None, config.objective)
         self.plan = config.batches
         self._stages: list[_StageSteps] = []
-        for stage in stages or (StageData(index, config, inputs, counts),):
-            self._open(stage, sharing=sharing)
+        every = stages or (StageData(index, config, inputs, counts),)
+        # What decides the batches of all stages: other runs of the node may have the same first.
+        identity = repr((config.seed, [of.config.data for of in every], self.plan.stretches))
+        for stage in every:
+            self._open(stage, identity if sharing else None)
         self.split, self.order = self._stages[0].split, self._stages[0].order
 
-    def _open(self, stage: StageData, *, sharing: bool) -> None:
+    def _open(self, stage: StageData, shared_as: str | None) -> None:
         index, config = stage.index, stage.config
         before = self._stages[-1] if self._stages else None
         if before is not None and stage.continues:
             split = before.split
         else:
             split = PackedSplit(index, "train", config.data, stage.counts, stage.inputs.pairs)
-            if sharing:
-                split.share(repr((config.seed, config.data, self.plan.stretches)))
+            if shared_as is not None:
+                split.share(shared_as)
         order = RunOrder(
             index,
             config,

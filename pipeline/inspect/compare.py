@@ -41,6 +41,8 @@ class ReadRun:
     """Hash and step of each batch; empty if they are not recorded."""
     losses: dict[int, float]
     """Logged training loss by step; NaN where it was not finite."""
+    began: dict[int, int]
+    """The step behind which the mean of a logged loss begins, by step."""
     held_out: dict[int, float]
     """Held-out loss by step."""
     tokens: dict[int, float]
@@ -129,16 +131,18 @@ def _read(folder: Path) -> ReadRun:
         source = Path(of["checkpoint"]).parents[1]
         theirs = _read(source).tokens if RunFolder(source).has_started else {}
         before = {step: tokens for step, tokens in theirs.items() if step <= of["step"]}
+    steps = [line["step"] for line in train]
     seen: dict[int, float] = {}
     if before and all("tokens" in line for line in train):
         sums = accumulate((line["tokens"] for line in train), initial=max(before.values()))
-        seen = dict(zip((line["step"] for line in train), list(sums)[1:], strict=True))
+        seen = dict(zip(steps, list(sums)[1:], strict=True))
     speeds = [line["tokens_per_s"] for line in train if line["tokens_per_s"]]
     return ReadRun(
         name=short_path(str(folder)),
         config=config | {name: attempts[-1].get(name) for name in _OF_START},
         batches=_batches(folder) if run.batches.is_file() else {},
         losses=_losses(train),
+        began=dict(zip(steps, [attempts[0].get("resumed_from_step") or 0, *steps], strict=False)),
         held_out=_losses(evaluations),
         tokens=seen,
         tokens_per_s=statistics.median(speeds) if speeds else None,
@@ -160,8 +164,8 @@ def _losses(lines: Sequence[Mapping[str, Any]]) -> dict[int, float]:
 
 def compare(runs: Sequence[ReadRun]) -> Comparison:
     """Compare runs with the first one, and their losses at equal steps and tokens."""
-    steps = set.intersection(*(set(run.losses) for run in runs))
-    step = max(steps, default=None)
+    steps = set.intersection(*(set(run.began.items()) for run in runs))
+    step = max((step for step, _ in steps), default=None)
     known = all(run.tokens for run in runs)
     tokens = min(max(run.tokens.values()) for run in runs) if known else None
     return Comparison(
@@ -189,7 +193,7 @@ def _differences(base: ReadRun, run: ReadRun) -> Iterator[Difference]:
     for what, one, other in (
         ("batch", base.batches, run.batches),
         # As text, because NaN does not equal itself.
-        ("loss", _texts(base.losses), _texts(run.losses)),
+        ("loss", _texts(base.losses, base, run), _texts(run.losses, base, run)),
         ("held-out loss", _texts(base.held_out), _texts(run.held_out)),
     ):
         common = sorted(one.keys() & other.keys())
@@ -198,8 +202,14 @@ def _differences(base: ReadRun, run: ReadRun) -> Iterator[Difference]:
         yield Difference(what, run.name, len(common), first, values)
 
 
-def _texts(losses: dict[int, float]) -> dict[int, str]:
-    return {step: repr(loss) for step, loss in losses.items()}
+def _texts(losses: dict[int, float], *runs: ReadRun) -> dict[int, str]:
+    # A save has a line, too, and the next one is a mean of fewer steps.
+    began = [{run.began.get(step) for run in runs} for step in losses]
+    return {
+        step: repr(loss)
+        for (step, loss), of in zip(losses.items(), began, strict=True)
+        if len(of) < 2
+    }
 
 
 def _score(run: ReadRun, step: int | None, tokens: float | None) -> RunScore:

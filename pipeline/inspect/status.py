@@ -7,7 +7,7 @@ import socket
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,12 @@ def run_status(folder: Path, now_s: float | None = None) -> RunStatus:
     seen = glance(config, lines, attempts)
     train = [line for line in lines if line["kind"] == "train"]
     held_out = [line for line in lines if line["kind"] == "eval"]
-    recent = [line for line in train if line["attempt"] == train[-1]["attempt"]][-20:]
+    # Of one start and one stage, whose steps take as long.
+    recent = [
+        line
+        for line in train
+        if all(line.get(name) == train[-1].get(name) for name in ("attempt", "stage"))
+    ][-20:]
     step_s = _pace(recent)
     newest = newest_readable(run.checkpoints)
     manifest = newest[1] if newest else None
@@ -143,6 +148,10 @@ def run_status(folder: Path, now_s: float | None = None) -> RunStatus:
     # The lock is believed on the run's own host only.
     is_alive = run.is_locked() or (not is_here and idle_s < silence_s)
     starts = _starts(run, attempts, is_alive=is_alive)
+    # A rank that hangs for so long is ended; until then another host cannot tell.
+    if starts[-1].state == KILLED and not is_here and idle_s < config.train.hang_timeout_s:
+        silent = f"no sign of life for {idle_s:,.0f} s, as {socket.gethostname()} sees it"
+        starts[-1] = replace(starts[-1], state=UNKNOWN, end=silent)
     state = FINISHED if run.done.exists() else starts[-1].state
     warnings = _refusals(run, attempts) + _warnings(lines, manifest, run)
     if state == RUNNING and idle_s > silence_s:
@@ -157,7 +166,8 @@ def run_status(folder: Path, now_s: float | None = None) -> RunStatus:
         held_out_loss=held_out[-1]["loss"] if held_out else None,
         held_out_step=held_out[-1]["step"] if held_out else None,
         glance=seen,
-        tokens=_tokens(train),
+        # A fork's lines do not have its source's.
+        tokens=None if attempts[0].get("continued_from") else _tokens(train),
         tokens_per_s=train[-1]["tokens_per_s"] if train else None,
         eta_s=_eta_s(config.train, seen.step, step_s, train),
         idle_s=idle_s,
@@ -288,7 +298,8 @@ def _warnings(lines: list[dict[str, Any]], manifest: Manifest | None, run: RunFo
     train = [line for line in lines if line["kind"] == "train"][-_RECENT_LINES:]
     skips = [line for line in lines if line["kind"] == "skip"]
     found = []
-    wait = statistics.fmean(line["data_wait"] for line in train) if train else 0.0
+    # The first line of a start has what filling takes.
+    wait = statistics.median(line["data_wait"] for line in train) if train else 0.0
     if wait > _SLOW_DATA:
         found.append(
             f"{wait:.0%} of the time goes by waiting for data: set data.workers higher, or copy "

@@ -97,6 +97,8 @@ def open_work(mix: TaskMix) -> tuple["MultiTaskWork", TaskRunConfig]:
     """
     config = mix.config
     for name in mix.tasks:
+        if name in ("lr", "alpha", "fill", "tokens", "batch", "stage", "epoch", "mfu"):
+            raise ConfigError(f"tasks.{name}: each log line has {name}; choose another name")
         if hasattr(nn.ModuleDict(), name):
             raise ConfigError(f"tasks.{name}: PyTorch has this name for itself; choose another")
         if f"{name}_accuracy" in mix.tasks:

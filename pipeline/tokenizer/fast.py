@@ -8,7 +8,7 @@ Datasets are made with what `pipeline.tokenizer.load` reads.
 import dataclasses
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -250,7 +250,10 @@ class FastTokenizer:
         """The same tokenizer with the mask as an ordinary added token, which is found in text."""
         body = json.loads(self.to_json())
         for token in body["added_tokens"]:
-            token["special"] = token["special"] and token["content"] != self._mask_name
+            if token["content"] == self._mask_name:
+                token["special"] = False
+                # The space before a word is part of its token, and so of the mask.
+                token["lstrip"] = token["lstrip"] or self._byte_level
         finds_masks, _ = _load(json.dumps(body))
         finds_masks.encode_special_tokens = True
         return finds_masks
@@ -349,6 +352,9 @@ def build_tokenizer_json(folder: Path, default_class: str = "BertTokenizer") -> 
         if (path := folder / VOCAB_TXT).is_file():
             refuse_other_rules(named, folder)
             pieces = split_lines(path.read_bytes().decode())
+            if not (folder / CONFIG_JSON).is_file() and has_capitals(pieces):
+                config["do_lower_case"] = False
+                logger.warning("%s has capitals, no %s beside it: they are kept", path, CONFIG_JSON)
             text = word_piece(pieces, BertOptions.from_json(config), path)
             return with_added_tokens(text, folder)
         if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
@@ -359,6 +365,11 @@ def build_tokenizer_json(folder: Path, default_class: str = "BertTokenizer") -> 
     except Exception as error:  # tokenizers raises plain Exception
         raise DataError(f"the tokenizer in {folder} cannot be read: {error}") from error
     return None
+
+
+def has_capitals(pieces: Iterable[str]) -> bool:
+    """Return whether a WordPiece vocabulary has single letters in upper case."""
+    return any(piece.lower() != piece for piece in pieces if len(piece.strip("#")) == 1)
 
 
 @dataclass(frozen=True)

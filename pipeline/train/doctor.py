@@ -6,7 +6,7 @@ least a nat (`checkpoints.state.LossHistory`). It has, too, if they are a nat ab
 guess after both warm-ups and 100 more updates. This is told at once, and again when it comes again.
 
 A plateau is told once, at the first log line where all of this holds for a window of steps behind
-both warm-ups (learning rate and alpha) that this attempt has seen. The window is the last half of
+both warm-ups (learning rate and alpha), also of earlier attempts. The window is the last half of
 these steps, and at least `patience_steps`: 100 updates, 20 log intervals and 2% of the run,
 whichever is longest, but no more than half of what a short run has, down to ten log lines.
 
@@ -35,10 +35,10 @@ said.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -154,7 +154,7 @@ class Doctor:
         self._has_diverged = False
         self._warm_ups = max(train.warmup_steps, train.alpha_warmup_steps)
         self._begin: int | None = None
-        """Steps before the first line; a resumed attempt has not seen those of earlier ones."""
+        """Steps before the first line that was seen."""
         self._first_batch: int | None = None
         """Of the attempt."""
         self._lines: list[_Line] = []
@@ -166,6 +166,31 @@ class Doctor:
         )
         half = (train.num_steps - self._warm_ups) // 2
         self.patience_steps = min(patience, max(_LEAST_LINES * interval, half))
+
+    def recall(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Take lines of metrics.jsonl that earlier attempts left, so that restarts hide nothing."""
+        for line in lines:
+            step, loss = line["step"], line.get("loss")
+            if line["kind"] == "divergence":
+                self._lines, self._held_out, self._begin = [], [], step
+            elif line["kind"] == "plateau":
+                self._told = True
+            elif line["kind"] == "eval" and loss is not None:
+                self.evaluated(step, loss)
+            elif line["kind"] == "train":
+                if self._begin is None:
+                    self._begin = step - self._config.monitor.log_every_steps
+                if loss is None or step <= self._warm_ups:
+                    continue
+                norms = {
+                    name.removeprefix("grad_norm_"): GroupNorms(value or 0.0, 0.0)
+                    for name, value in line.items()
+                    if name.startswith("grad_norm_layer_")
+                }
+                accuracy = line.get("accuracy")
+                self._lines.append(
+                    _Line(step, loss, math.nan if accuracy is None else accuracy, reach(norms))
+                )
 
     def evaluated(self, step: int, loss: float) -> None:
         """Note the loss of the evaluation set after a step, nats a masked token."""
@@ -185,7 +210,9 @@ class Doctor:
         """
         interval = self._config.monitor.log_every_steps
         if self._begin is None:
-            self._begin, self._first_batch = last.step - interval, last.batch + 1 - interval
+            self._begin = last.step - interval
+        if self._first_batch is None:
+            self._first_batch = last.batch + 1 - interval
         had_diverged, self._has_diverged = self._has_diverged, self._diverges(last, losses)
         if self._has_diverged:
             # What comes after it is another curve.

@@ -39,8 +39,8 @@ class InitialWeights:
     parts: ObjectiveParts | None = None
 
 
-# Upper case, an accent and Chinese: BERT's options decide how these are split.
-_PROBE_TEXT = "Tokenizers É 中文 of two"
+# Upper case, an accent, Chinese and a line break: options decide how these are split.
+_PROBE_TEXT = "Tokenizers É 中文\nof two"
 # Settings that change neither the place nor the meaning of a shared parameter. Pairs want a pooler,
 # which a model of MLM alone does not have.
 _FREE_TO_DIFFER = {"dropout", "attention_dropout", "embedding_dropout", "init", "pooler"}

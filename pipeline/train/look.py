@@ -75,10 +75,19 @@ class Observer:
     """Measures a model on fixed sequences."""
 
     def __init__(
-        self, model: EncoderModel, loader: EvalLoader, index: DatasetIndex, device: torch.device
+        self,
+        model: EncoderModel,
+        loader: EvalLoader,
+        index: DatasetIndex,
+        device: torch.device,
+        *,
+        sees_masks: bool,
     ) -> None:
-        """Take the sequences; the memory that attention needs limits their number."""
-        self._model = model
+        """Take the sequences; the memory that attention needs limits their number.
+
+        A discriminator sees tokens in place of masks: attention is that to the true ones.
+        """
+        self._model, self._sees_masks = model, sees_masks
         self._device = device
         self._tokenizer = load_tokenizer(index.folder / index.tokenizer_file)
         vocabulary = index.vocabulary
@@ -99,7 +108,11 @@ class Observer:
         documents = batch.documents[cut]
         segments = None if batch.segments is None else batch.segments[cut]
         encoder, layout = self._model.eval().encoder, rows(documents, batch.positions[cut])
-        return attention_entropy(encoder, batch.input_ids[cut], layout, documents > 0, segments)
+        ids = batch.input_ids
+        if not self._sees_masks:
+            ids = ids.clone()
+            ids.view(-1)[batch.inputs["masked_index"]] = batch.inputs["targets"]
+        return attention_entropy(encoder, ids[cut], layout, documents > 0, segments)
 
     @torch.no_grad()
     def examples(self) -> str:

@@ -19,11 +19,11 @@ from pipeline.runtime import watchdog
 from pipeline.train.batch_log import BatchLog
 from pipeline.train.engine import StepResult
 from pipeline.train.faults import FaultHandler, SkippedBatches
-from pipeline.train.metrics import Meter
+from pipeline.train.metrics import Meter, StepNumbers
 from pipeline.train.replicas import Replicas
 from pipeline.train.requests import Wanted
 from pipeline.train.run import RunContext
-from pipeline.train.run_logger import RunLogger, StepNumbers
+from pipeline.train.run_logger import RunLogger
 from pipeline.train.timing import Clock
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ def _train(attempt: Attempt, state: TrainState) -> int | None:
     while not schedule.is_over(state.step, config, state.elapsed_s):
         place = run.config.batches.at(state.cursor)
         if place.stage != stage.number:
-            stage = _next_stage(attempt, state, place, meter)
+            stage = _next_stage(attempt, state, place, meter, clock)
         if place.number in attempt.left_out:
             _leave_out(attempt, state, place, next(steps))
             continue
@@ -100,9 +100,9 @@ def _train(attempt: Attempt, state: TrainState) -> int | None:
             continue
 
         last = False
+        meter.last = StepNumbers(place, alpha, lr, result.grad_norm, more)
         if due.log or wanted.saves:
-            numbers = StepNumbers(alpha, lr, result.grad_norm, more)
-            _close_interval(attempt, state, place, numbers, meter, clock)
+            _close_interval(attempt, state, meter, clock)
             if due.regular and attempt.rescue.detect_spike(state):
                 return None
             last = schedule.is_over(state.step, config, state.elapsed_s)
@@ -167,14 +167,20 @@ def _enter(attempt: Attempt, stage: RunStage, meter: Meter) -> None:
     meter.clips_at(stage.train.grad_clip)
 
 
-def _next_stage(attempt: Attempt, state: TrainState, place: BatchSpec, meter: Meter) -> RunStage:
+def _next_stage(
+    attempt: Attempt, state: TrainState, place: BatchSpec, meter: Meter, clock: Clock
+) -> RunStage:
     """Begin the stage of a batch."""
     stage = attempt.run.config.timeline.stages[place.stage]
     watchdog.heartbeat("beginning a stage", state.step)
     # Whatever the next stage meets, the end of this one is safe.
     attempt.run.saver.publish()
-    # Its last batch may have been left out, and with it the save that comes with the batch.
+    # Its last batch may have been left out, and with it what comes with the batch.
+    if meter.last:
+        _close_interval(attempt, state, meter, clock)
     if not attempt.run.saver.has(state):
+        _set_alpha(attempt, state)
+        attempt.watch.evaluate(state)
         _save(attempt, state)
         attempt.run.saver.publish()
     attempt.run.work.begin(stage)
@@ -272,25 +278,18 @@ def _log_batch(
     )
 
 
-def _close_interval(
-    attempt: Attempt,
-    state: TrainState,
-    place: BatchSpec,
-    numbers: StepNumbers,
-    meter: Meter,
-    clock: Clock,
-) -> None:
+def _close_interval(attempt: Attempt, state: TrainState, meter: Meter, clock: Clock) -> None:
     """Log the interval since the last line, and publish saves that are written."""
     watchdog.heartbeat("logging")
     attempt.batch_log.flush()
-    interval = meter.close_interval(
-        numbers.grad_norm, clock_s=clock.read_s() if attempt.run.process.is_first else 0.0
-    )
+    numbers, is_first = meter.last, attempt.run.process.is_first
+    assert numbers is not None, "an interval has an applied step"
+    interval = meter.close_interval(clock_s=clock.read_s() if is_first else 0.0)
     state.elapsed_s = interval.clock_s
     for batch, loss in interval.losses:
         spikes, guess = attempt.run.config.spikes, attempt.run.work.uniform_guess
         state.losses.add(batch, loss, spikes, guess)
-    attempt.watch.interval(state, place, interval, numbers)
+    attempt.watch.interval(state, numbers.place, interval, numbers)
     attempt.run.saver.poll()
     attempt.watch.saves(attempt.run.saver.take_numbers())
 

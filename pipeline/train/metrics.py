@@ -8,15 +8,17 @@ up over the ranks, so nothing is gathered and nothing waits for the GPU.
 import re
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pipeline.config.data import BatchSpec
 from pipeline.data.loader import MicroBatch
 from pipeline.model.architecture import OBJECTIVE_PARTS
 from pipeline.objectives.base import Objective, Sums
@@ -162,8 +164,23 @@ class LogInterval:
     """Norms by layer group for the last applied step; empty if it was not measured."""
 
 
+class StepNumbers(NamedTuple):
+    """What the last applied step of an interval was taken with."""
+
+    place: BatchSpec
+    alpha: float
+    lr: float
+    grad_norm: float
+    """Before clipping."""
+    more: Mapping[str, float]
+    """What its weighing wants to be seen."""
+
+
 class Meter:
     """Adds up one rank's steps."""
+
+    last: StepNumbers | None
+    """The last applied step of the interval; None: it has none yet."""
 
     def __init__(self, engine: Engine, objective: Objective, grad_clip: float) -> None:
         """Start the first interval."""
@@ -181,6 +198,7 @@ class Meter:
         self._counts = Counter[str]()
         self._wait_s = 0.0
         self._step_s: list[float] = []
+        self.last = None
 
     def clips_at(self, grad_clip: float) -> None:
         """Take note that gradients are clipped at another norm from now on."""
@@ -224,11 +242,10 @@ class Meter:
         """Time of the last step on this rank."""
         return self._step_s[-1]
 
-    def close_interval(self, grad_norm: float, *, clock_s: float) -> LogInterval:
+    def close_interval(self, *, clock_s: float) -> LogInterval:
         """Add up all ranks and start the next interval. Collective; synchronises.
 
         Args:
-            grad_norm: of the last step, before clipping.
             clock_s: time of training on rank 0, 0 on other ranks.
         """
         steps, elapsed_s = len(self._step_s), sum(self._step_s)
@@ -255,7 +272,9 @@ class Meter:
         whole = dict(zip(names, of_steps.sum(0).tolist(), strict=True))
         layers: dict[str, GroupNorms] = {}
         if self._layers_measured:
-            layers = self._layers.norms(squares.view(self._layers.sums.shape).tolist(), grad_norm)
+            assert self.last is not None, "an interval has an applied step"
+            of_groups = squares.view(self._layers.sums.shape).tolist()
+            layers = self._layers.norms(of_groups, self.last.grad_norm)
         interval = LogInterval(
             losses=[
                 (batch, self._minimised(dict(zip(names, step, strict=True))))

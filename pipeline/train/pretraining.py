@@ -159,7 +159,13 @@ class Pretraining:
     def evaluation(self, model: EncoderModel, engine: Engine) -> "HeldOut":
         """Take fixed sequences to look at, and the rows of probes."""
         watched = next(iter(self._held_out.values()))
-        observer = Observer(model, watched, self._index, engine.device)
+        observer = Observer(
+            model,
+            watched,
+            self._index,
+            engine.device,
+            sees_masks=self._config.objective.kind != "rtd",
+        )
         given = self._config, self._probed, model, self._index, self._share, engine.device
         probes = Probes(*given) if self._probed else None
         return HeldOut(self._config, engine, self, self._held_out, observer, probes)

@@ -9,9 +9,8 @@ import logging
 import math
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,9 +26,10 @@ from pipeline.runtime.files import read_json_lines
 from pipeline.runtime.notify import DIVERGED
 from pipeline.runtime.summary import ProgressRow, duration, progress
 from pipeline.sinks.base import Sinks
+from pipeline.sinks.glance import MetricLines
 from pipeline.train.doctor import Divergence, Doctor, LastStep, Plateau
 from pipeline.train.engine import StepResult
-from pipeline.train.metrics import LogInterval
+from pipeline.train.metrics import LogInterval, StepNumbers
 from pipeline.train.run import RunContext
 from pipeline.train.timing import device_name
 
@@ -44,16 +44,6 @@ _SLOW_INTERVALS = 3
 _LEAST_SHARE = 0.01
 
 
-class StepNumbers(NamedTuple):
-    """What the last step of an interval was taken with."""
-
-    alpha: float
-    lr: float
-    grad_norm: float
-    more: Mapping[str, float]
-    """What its weighing wants to be seen."""
-
-
 class RunLogger:
     """Watches one attempt. Rank 0 has sinks to write to."""
 
@@ -62,6 +52,7 @@ class RunLogger:
         config, device = run.config, run.engine.device
         self._run, self._config, self._sinks = run, config, sinks
         self._doctor = None
+        starts = read_json_lines(run.folder.attempts) if sinks else []
         if sinks:
             self._doctor = Doctor(
                 config,
@@ -69,13 +60,15 @@ class RunLogger:
                 unigram_entropy=run.work.unigram_entropy,
                 uniform_guess=run.work.uniform_guess,
             )
+            from_step = starts[-1]["resumed_from_step"] or 0
+            lines = MetricLines(run.folder).update(starts)
+            self._doctor.recall(line for line in lines if line["step"] <= from_step)
         hosts = dist.gather(socket.gethostname())
         self._stragglers = Stragglers(hosts)
         known = limits(device_name(device)) if config.train.precision == "bf16" else None
         self._peak_flops = known.bf16_flops if known else None
         self._pace = _Pace()
         self._row, self._loss = ProgressRow(), ""
-        starts = read_json_lines(run.folder.attempts) if sinks else []
         self._restarts = float(sum(not line.get("rewound") for line in starts[1:]))
 
     @contextmanager
@@ -152,6 +145,7 @@ class RunLogger:
         """Show that a stage begins after a step."""
         changes = "; ".join(self._config.timeline.changes(stage.number))
         text = f"{stage.title} begins after step {state.step}: {changes}"
+        self._pace = _Pace()  # its steps take as long as they take
         logger.info("%s", text)
         if self._sinks:
             self._sinks.write_text(state.step, "stage", text)

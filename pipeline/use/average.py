@@ -29,6 +29,7 @@ from pipeline.use.folder import (
     write_model,
     write_tokenizer,
 )
+from pipeline.use.foreign_config import SENTENCES
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,8 @@ def average(sources: Sequence[str | Path], out: Path, *, last: int | None = None
         first = first or trained
         if (fine_tuned(split_step(name)[0]) / HEAD_FILE).is_file():
             logger.warning("%s: the head of its task is left out of the mean", name)
+        if trained.facts.get(SENTENCES) != first.facts.get(SENTENCES):
+            logger.warning("%s: other pooling or length than %s, whose are kept", name, names[0])
         if trained.parts is not None:
             logger.warning("%s: parts of its objective beside the encoder are left out", name)
         _require_same(first, trained, (names[0], name))
@@ -83,6 +86,8 @@ def average(sources: Sequence[str | Path], out: Path, *, last: int | None = None
     facts: dict[str, Any] = {"averaged_from": made_of, OPTIMIZER: first.facts.get(OPTIMIZER)}
     if made_new:
         facts[MADE_NEW] = sorted(made_new)
+    if SENTENCES in first.facts:
+        facts[SENTENCES] = first.facts[SENTENCES]
     with publishing(out) as folder:
         write_tokenizer(first, folder)
         weights = {key: mean.float() for key, mean in means.items()}

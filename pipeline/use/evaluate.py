@@ -62,6 +62,8 @@ MASK_FIELDS = (
     "at_least_one",
     "replace_mask_prob",
     "replace_random_prob",
+    "ngram_weights",
+    "similar",
 )
 """Fields of `DataConfig` that decide what is predicted."""
 _SEQ_LEN = 512

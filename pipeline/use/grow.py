@@ -34,6 +34,7 @@ from pipeline.use.folder import (
     write_model,
     write_tokenizer,
 )
+from pipeline.use.foreign_config import SENTENCES
 from pipeline.use.source import load_source
 
 _OF_EMBEDDING_WIDTH = (
@@ -112,8 +113,7 @@ def grow(
         },
         OPTIMIZER: trained.facts.get(OPTIMIZER),
     }
-    if MADE_NEW in trained.facts:
-        facts[MADE_NEW] = trained.facts[MADE_NEW]
+    facts |= {name: trained.facts[name] for name in (MADE_NEW, SENTENCES) if name in trained.facts}
     with publishing(out) as folder:
         write_tokenizer(trained, folder)
         write_model(folder, config, weights, facts)

@@ -170,7 +170,9 @@ class PostnormModel(PostnormPreTrainedModel):
         x_BSD = self.encoder(tokens, layout, segments=token_type_ids, trace=trace)
         output = BaseModelOutputWithPooling(
             last_hidden_state=x_BSD,
-            pooler_output=self.encoder.pool(x_BSD[:, 0]) if config.pooler else None,
+            pooler_output=self.encoder.pool(_first_token(x_BSD, attention_mask))
+            if config.pooler
+            else None,
             hidden_states=tuple(trace.hidden) if trace and hidden else None,
             attentions=tuple(trace.probabilities) if trace and attentions else None,
         )
@@ -400,10 +402,18 @@ class PostnormForQuestionAnswering(PostnormWithHead):
         return self._returned(output, return_dict)
 
 
+def _first_token(x_BSD: Tensor, mask: Tensor) -> Tensor:
+    """Take the state of [CLS], behind padding on the left, too."""
+    if mask.ndim != 2:
+        return x_BSD[:, 0]
+    return x_BSD[torch.arange(len(x_BSD), device=x_BSD.device), mask.int().argmax(-1)]
+
+
 def _layout(mask: Tensor) -> Layout:
     if mask.ndim != 4:
         return masked(mask)
     allowed = mask == 0 if mask.is_floating_point() else mask.bool()
+    allowed = allowed | ~allowed.any(-1, keepdim=True)  # a softmax over nothing would be NaN
     num_rows, length = mask.shape[0], mask.shape[-1]
     positions = torch.arange(length, device=mask.device).expand(num_rows, -1)
     return Layout(positions, allowed, None)

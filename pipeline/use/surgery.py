@@ -196,6 +196,8 @@ def read_vocabulary(path: Path, old: AnyTokenizer) -> AnyTokenizer:
             options = BertOptions.from_json(fast.read_settings(path.parent))
         elif isinstance(old, FastTokenizer):
             options = old.options
+        else:
+            options = BertOptions(do_lower_case=not fast.has_capitals(pieces))
         text = fast.with_added_tokens(fast.word_piece(pieces, options, path), path.parent)
         return FastTokenizer(path, text.encode())
     if path.is_dir():
@@ -315,21 +317,28 @@ def _sources(old: AnyTokenizer, new: AnyTokenizer, change: VocabularyChange) -> 
             continue
         text = new.piece(token)
         change.new.append(text)
-        sources.append(_parts(old, piece or "", text, known))
+        is_inside = False
+        if new.kind == "wordpiece" and old.kind != new.kind:
+            is_inside, text = text.startswith(CONTINUES), text.removeprefix(CONTINUES)
+            # Elsewhere a word begins with its space; Chinese has none.
+            text = " " * (not is_inside and text[:1].isalnum() and text < "\u2e80") + text
+        sources.append(_parts(old, piece or "", text, known, is_inside=is_inside))
         change.unknown += not sources[-1]
     change.dropped = [old.piece(token) for token in range(old.vocab_size) if token not in used]
     return sources
 
 
-def _parts(old: AnyTokenizer, piece: str, text: str, known: dict[str, int]) -> list[int]:
+def _parts(
+    old: AnyTokenizer, piece: str, text: str, known: dict[str, int], *, is_inside: bool
+) -> list[int]:
     """Cut a new piece by the old tokenizer; empty where it knows no part of it."""
     if piece.startswith(CONTINUES) and old.kind == "wordpiece":
         parts = _longest_matches(piece.removeprefix(CONTINUES), known, CONTINUES)
     elif "\ufffd" in text:  # some bytes of a character
         parts = _longest_matches(piece, known, "")
     else:
-        # A tokenizer may strip a leading space, and no piece crosses one.
-        before = "." if text.startswith(" ") else ""
+        # A tokenizer may strip a leading space, or add one, and no piece crosses a full stop.
+        before = "." if is_inside or text.startswith(" ") else ""
         parts = old.encode(before + text)[len(old.encode(before)) :]
     return [part for part in parts if part not in (old.unk_id, *old.special_ids)]
 

@@ -118,6 +118,8 @@ class TrainDataset(IterableDataset[Item]):
         """Items of a step."""
         self._loader()  # finds now what is wrong
         self._cursor = self._part = 0
+        self._set = 0, 0
+        """Cursor and part of the last state that was loaded."""
         # Shared with the workers of a DataLoader, which work on copies of the rest.
         self._in_workers = torch.zeros((), dtype=torch.bool).share_memory_()  # type: ignore[no-untyped-call]
 
@@ -160,7 +162,7 @@ class TrainDataset(IterableDataset[Item]):
             raise DataError(f"num_taken={num_taken} must be at least 0: items taken since then")
         cursor, part = self._cursor, self._part
         if num_taken is not None:
-            cursor, part = self._after(num_taken)
+            cursor, part = self._after(num_taken, *self._set)
         elif bool(self._in_workers):
             raise DataError(
                 "the workers of a DataLoader are ahead of what the loop has taken: give "
@@ -181,7 +183,9 @@ class TrainDataset(IterableDataset[Item]):
         differing = [
             f"{name} was {saved.get(name)!r}, is {value!r}"
             for name, value in own.items()
-            if saved.get(name) != value and (name != "parts" or state.get("part"))
+            # Within a step, ranks must have the parts that they had.
+            if saved.get(name, value if name == "ranks" else None) != value
+            and (name not in ("parts", "ranks") or state.get("part"))
         ]
         data = state.get("data", {})  # earlier versions did not save it
         differing += [
@@ -195,7 +199,7 @@ class TrainDataset(IterableDataset[Item]):
                 "as it was then"
             )
         self._config.batches.at(state["cursor"])
-        self._cursor, self._part = state["cursor"], state["part"]
+        self._cursor, self._part = self._set = state["cursor"], state["part"]
         self._in_workers.fill_(False)
 
     def _data(self) -> dict[str, Any]:
@@ -215,18 +219,19 @@ class TrainDataset(IterableDataset[Item]):
             "global_batch": config.batches.at(0).size,
             "window_blocks": config.data.window_blocks,
             "parts": self._parts,
+            "ranks": self._share.world_size,
         }
 
     def _loader(self) -> TrainLoader:
         return TrainLoader(self._index, self._config, self._inputs, self._share, self._counts)
 
-    def _after(self, count: int) -> tuple[int, int]:
+    def _after(self, count: int, cursor: int, part: int) -> tuple[int, int]:
         """Return cursor and part of the item that comes `count` later."""
-        steps, part = divmod(self._part + count, self._parts)
-        return self._cursor + steps * self._config.batches.at(self._cursor).size, part
+        steps, part = divmod(part + count, self._parts)
+        return cursor + steps * self._config.batches.at(cursor).size, part
 
     def _advance(self, count: int) -> None:
-        self._cursor, self._part = self._after(count)
+        self._cursor, self._part = self._after(count, self._cursor, self._part)
 
     def _every(self, first: int, step: int) -> Iterator[Item]:
         """Make every `step`-th item by itself, for a worker: a DataLoader takes them by turns."""

@@ -1,5 +1,6 @@
 """Damaged checkpoints are rejected by name, and the one before them is used."""
 
+import dataclasses
 import errno
 import json
 import re
@@ -11,10 +12,12 @@ import pytest
 
 from pipeline.checkpoints import manifest as saved
 from pipeline.checkpoints.manifest import newest_good, state_file
-from pipeline.checkpoints.resume import require_usable
+from pipeline.checkpoints.resume import changes, require_usable
+from pipeline.config.load import build, plain_values
+from pipeline.config.runs import PretrainConfig
 from pipeline.errors import NewerFormatError
 from pipeline.runtime import checkpoints, files
-from pipeline.runtime.checkpoints import FOLDER, MANIFEST_FILE, published
+from pipeline.runtime.checkpoints import FOLDER, MANIFEST_FILE, published, read_manifest
 from pipeline.runtime.tensors import SlicedFile, read_file, write_file
 from tests.support.checkpoints import make_checkpoint, write_manifest
 from tests.support.damage import flip
@@ -166,3 +169,25 @@ def test_a_file_that_the_disk_cannot_read_is_damage(
     good, [rejected] = newest_good(tmp_path / FOLDER)
     assert good == paths[0]
     assert "cannot be read: " in rejected
+
+
+@pytest.mark.parametrize(("more", "is_told"), [
+    ((), True), (("monitor.eval_mask_prob=0.5",), False), (("monitor.eval_mask_prob=0.3",), True),
+    (("data.mask_prob=0.15",), False),
+])  # fmt: skip
+def test_other_held_out_masks_are_told(
+    tmp_path: Path, more: tuple[str, ...], is_told: bool
+) -> None:
+    base = {
+        "run_dir": "r",
+        "data": {"dir": "d", "mask_prob": 0.15 if "data." in str(more) else 0.5},
+    }
+    stages = [{"name": "a", "steps": 400}, {"name": "b", "steps": 600}]
+    before = build(PretrainConfig, base, "a test")
+    path = make_checkpoint(tmp_path / "run", 40, world_size=1)
+    manifest = dataclasses.replace(read_manifest(path), config=plain_values(before))
+    after = build(PretrainConfig, base | {"stages": stages}, "a test", more)
+    told = [text for text in changes(manifest, after) if text.startswith("held-out masks: ")]
+    assert bool(told) is is_told
+    assert all("monitor.eval_mask_prob=0.5" in text for text in told)
+    assert not [text for text in changes(manifest, before) if "held-out" in text]

@@ -45,9 +45,10 @@ def _stages(config: PretrainConfig, current: int = 0, known: Sequence[str] = ())
     )
 
 
-def _steps(stages: list[StageData]) -> TrainSteps:
+def _steps(stages: list[StageData], *, sharing: bool = False) -> TrainSteps:
     first = stages[0]
-    return TrainSteps(first.index, first.config, first.inputs, first.counts, stages=stages)
+    given = first.index, first.config, first.inputs, first.counts
+    return TrainSteps(*given, stages=stages, sharing=sharing)
 
 
 def _rows(steps: TrainSteps, count: int, first: int = 0) -> list[Any]:
@@ -70,6 +71,20 @@ def test_stages_of_other_lengths_are_phases_in_full(dataset: DatasetIndex) -> No
     phases = _config(dataset, phases=(PhaseConfig(tokens=7 * slots),
                                       PhaseConfig(tokens=9 * 2 * slots, seq_len=128)))  # fmt: skip
     assert _hashes(_steps(_stages(stages)), 25) == _hashes(open_steps(dataset, phases), 25)
+
+
+def test_runs_that_part_in_a_later_stage_share_nothing_on_a_node(two_sources: DatasetIndex) -> None:
+    """Windows of one place are then others, and were taken from each other."""
+
+    def shared(weight: float) -> Any:
+        config = _config(two_sources, StageConfig(name="a", steps=5), StageConfig(
+            name="b", steps=40, data={"mix": [{"source": "small", "weight": weight}]}
+        ))  # fmt: skip
+        opened.append(_steps(_stages(config), sharing=True))  # it is there as long as they are
+        return opened[-1].split._shared.folder
+
+    opened: list[TrainSteps] = []
+    assert shared(3.0) == shared(3.0) != shared(1.5)
 
 
 def test_a_stage_with_other_masks_goes_on_in_the_same_order(dataset: DatasetIndex) -> None:

@@ -14,8 +14,10 @@ from data_prep.tokenizer.existing_tokenizer import read_given
 from pipeline.data.format import DatasetIndex, read_index
 from pipeline.data.reader import BlockReader
 from pipeline.errors import ConfigError
+from pipeline.tokenizer.fast import FastTokenizer
 from pipeline.tokenizer.sentencepiece import Tokenizer
 from pipeline.train.initial import tokenizer_differences
+from pipeline.use.hf_tokenizer import write_hf_tokenizer
 from tests.support import bert_vocabulary
 from tests.support.prepare import config_of
 
@@ -65,7 +67,9 @@ def test_documents_have_their_lines(broken: DatasetIndex, dataset: DatasetIndex)
     assert 0.9 * breaks < more < 1.1 * breaks
 
 
-def test_only_tokenizer_and_shards_differ(broken: DatasetIndex, dataset: DatasetIndex) -> None:
+def test_only_tokenizer_and_shards_differ(
+    broken: DatasetIndex, dataset: DatasetIndex, tmp_path: Path
+) -> None:
     for stage in ("ingest", "exact", "dedup"):
         for path in (dataset.folder / "work" / stage).glob("*.done.json"):
             again = broken.folder / "work" / stage / path.name
@@ -79,6 +83,12 @@ def test_only_tokenizer_and_shards_differ(broken: DatasetIndex, dataset: Dataset
     assert "are tokens" in other_text[0]
     _, [text] = tokenizer_differences(Tokenizer(broken.folder / "tokenizer.model"), dataset)
     assert "are spaces" in text
+    # Of a tokenizer.json, too, whose rules are read by no one.
+    own = Tokenizer(broken.folder / "tokenizer.model")
+    write_hf_tokenizer(own, tmp_path / "hf", max_length=64)
+    exported = FastTokenizer(tmp_path / "hf/tokenizer.json")
+    _, [text] = tokenizer_differences(exported, dataset)
+    assert "split 'Tokenizers" in text
 
 
 def test_given_models(

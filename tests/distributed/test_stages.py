@@ -137,6 +137,19 @@ def test_a_stage_ends_with_a_checkpoint_though_its_last_batches_are_skipped(runs
     assert (4, 6 * 8) in [(end.step, end.cursor) for end in ends]
 
 
+def test_what_has_no_line_yet_is_logged_and_evaluated_at_the_border(runs: Runs) -> None:
+    run = runs("run", [_STABLE, _LONG], "train.skip_batches=[{first: 5, last: 5}]",
+               "checkpoint.every_steps=100", "monitor.log_every_steps=4")  # fmt: skip
+    lines = records(run)
+    assert [(line["step"], line["stage"], line["seq_len"]) for line in lines] == [
+        (4, 0, 64), (5, 0, 64), (8, 1, 128), (11, 1, 128)
+    ]  # fmt: skip
+    assert [record["step"] for record in records(run, "eval")] == [0, 5, 11]
+    ends = {read_manifest(path).step: path for path in published(run / "checkpoints")}
+    manifest = read_manifest(ends[5])
+    assert (manifest.cursor, manifest.held_out_step) == (6 * 8, 5)
+
+
 def test_a_fork_is_the_stage_of_one_run(runs: Runs, whole: Path) -> None:
     decay, more = [runs.decay], "train.max_skipped_in_a_row=9"
     fork = runs("fork", decay, f"continue_from={whole}@11", more)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,15 @@ def test_running_then_killed_then_stopped(tmp_path: Path, train: Train) -> None:
     killed = run_status(run_dir)
     assert killed.state == "killed"
     assert killed.starts[0].end == "killed: no rank left an exit code"
+    # Another host, which does not see the lock, cannot tell before the run would have ended itself.
+    [record] = [json.loads(line) for line in (run_dir / "attempts.jsonl").open()]
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(run_dir, elsewhere)
+    (elsewhere / "attempts.jsonl").write_text(json.dumps(record | {"host": "another"}) + "\n")
+    last_s = records(elsewhere)[-1]["unix_s"]
+    found = [run_status(elsewhere, last_s + later) for later in (1, 90, 100_000)]
+    assert [status.state for status in found] == ["running", "unknown", "killed"]
+    assert "no sign of life for 90 s" in found[1].starts[0].end
 
     ranks = train.start("run", *overrides)
     ranks.wait_for_step(killed.step + 3)

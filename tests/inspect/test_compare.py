@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import xml.etree.ElementTree as ET
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,27 @@ def test_curves_lie_where_their_numbers_are() -> None:
     assert curve[0][0] == 0
     assert curve[0][1] > curve[1][1]  # SVG counts from the top
     assert limit[0][1] == pytest.approx((curve[0][1] + curve[1][1]) / 2, abs=0.1)
+
+
+def test_means_of_other_steps_are_no_difference(straight_run: Path, tmp_path: Path) -> None:
+    """A save has a line, and the next one is a mean of the steps behind it."""
+    runs = {}
+    for name, ends in (("tens", (10, 20, 30, 40)), ("saved", (10, 15, 20, 30, 37, 40))):
+        folder = runs[name] = tmp_path / name
+        shutil.copytree(straight_run, folder, ignore=shutil.ignore_patterns("checkpoints"))
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        train = {line["step"]: line for line in lines if line["kind"] == "train"}
+        kept = [line for line in lines if line["kind"] != "train"]
+        for begin, end in pairwise((0, *ends)):
+            mean = sum(train[step]["loss"] for step in range(begin + 1, end + 1)) / (end - begin)
+            kept.append(train[end] | {"loss": mean})
+        kept.sort(key=lambda line: line["step"])
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    found = compare(read_runs([*runs.values()]))
+    [loss] = [each for each in found.differences if each.what == "loss"]
+    assert (loss.compared, loss.first) == (2, None)  # 1 to 10 and 21 to 30
+    assert found.equal_step == 30
+    assert len({score.loss_at_equal_step for score in found.scores}) == 1
 
 
 def test_losses_at_equal_tokens_are_of_the_nearest_lines(

@@ -66,8 +66,22 @@ def test_of_sequences_too_long_for_memory_the_beginning_is_seen(
     _even(model.encoder)
     for length in (20, 33):
         monkeypatch.setattr(look, "_MOST_PROBABILITIES", 3 * 3 * length**2)
-        observer = look.Observer(model, loader, dataset, torch.device("cpu"))
+        observer = look.Observer(model, loader, dataset, torch.device("cpu"), sees_masks=True)
         documents = loader.spread(1).documents[0, :length]
         lengths = documents[documents > 0].unique(return_counts=True)[1]
         expected = (lengths * lengths.log()).sum() / lengths.sum()
         torch.testing.assert_close(observer.attention(), expected.expand(3, 3))
+
+
+def test_a_discriminator_is_looked_at_without_masks(dataset: DatasetIndex) -> None:
+    data = DataConfig(dir=str(dataset.folder), seq_len=64, mask_prob=0.5)
+    loader = eval_loader(dataset, PretrainConfig(run_dir="unused", data=data), DataRank(0, 1))
+    clean = replace(data, replace_mask_prob=0.0, replace_random_prob=0.0)
+    unmasked = eval_loader(dataset, PretrainConfig(run_dir="unused", data=clean), DataRank(0, 1))
+    model = MaskedLanguageModel(replace(CONFIG, vocab_size=dataset.vocabulary.size))
+    found = [
+        look.Observer(model, of, dataset, torch.device("cpu"), sees_masks=sees).attention()
+        for of, sees in ((loader, False), (unmasked, True), (loader, True))
+    ]
+    torch.testing.assert_close(found[0], found[1])
+    assert not torch.allclose(found[0], found[2])

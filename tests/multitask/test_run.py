@@ -239,7 +239,11 @@ def test_mistakes_in_a_mix_are_told_with_the_task(tmp_path: Path, tiny_model: Pa
         with pytest.raises(ConfigError, match=message):
             load_mix(path, override.split())
     mix = load_mix(path)
-    for name, said in (("type", "PyTorch has this"), ("tag_accuracy", "accuracy of tasks.tag")):
+    for name, said in (
+        ("type", "PyTorch has this"),
+        ("alpha", "each log line has"),
+        ("tag_accuracy", "accuracy of tasks.tag"),
+    ):
         with pytest.raises(ConfigError, match=rf"tasks\.{name}: .*{said}"):
             open_work(replace(mix, tasks={**mix.tasks, name: mix.tasks["classify"]}))
     with pytest.raises(ConfigError, match=r"tasks\.classify: a draw of 8 examples must be a multi"):

@@ -147,6 +147,36 @@ def test_masks_and_readable_text(bert: FastTokenizer, roberta: FastTokenizer) ->
     assert roberta.decode([*ids, roberta.mask_id]) == "in the façade<mask>"
 
 
+def test_a_mask_of_byte_bpe_has_its_space_whatever_the_file_says(
+    tmp_path: Path, roberta: FastTokenizer
+) -> None:
+    body = json.loads(roberta.to_json())
+    for token in body["added_tokens"]:
+        token["lstrip"] = False
+    (tmp_path / "tokenizer.json").write_text(json.dumps(body))
+    text = "the <mask> of [MASK]"
+    other = FastTokenizer(tmp_path / "tokenizer.json")
+    assert other.encode_with_masks(text) == roberta.encode_with_masks(text)
+
+
+def test_capitals_of_a_lone_vocabulary_stay(tmp_path: Path, caplog: Any) -> None:
+    """Google's zips of cased models have no tokenizer_config.json."""
+    letters = [*"aAbB", *(f"##{letter}" for letter in "aAbB")]
+    for name, capitals in (("cased", True), ("uncased", False)):
+        pieces = [*BERT_SPECIALS, *(p for p in letters if capitals or p == p.lower()), "Ba", "ba"]
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "vocab.txt").write_text("\n".join(pieces))
+        (folder / "config.json").write_text("{}")
+        made = FastTokenizer(folder, str(build_tokenizer_json(folder)).encode())
+        assert [made.piece(token) for token in made.encode("Ba")] == ["Ba" if capitals else "ba"]
+    assert [record.args[0] for record in caplog.records] == [tmp_path / "cased/vocab.txt"]
+    # What transformers wrote decides.
+    (tmp_path / "cased/tokenizer_config.json").write_text("{}")
+    made = FastTokenizer(tmp_path, str(build_tokenizer_json(tmp_path / "cased")).encode())
+    assert [made.piece(token) for token in made.encode("Ba")] == ["ba"]
+
+
 def test_tokenizer_json_is_taken_without_its_limit(tmp_path: Path, bert: FastTokenizer) -> None:
     limited = tokenizers.Tokenizer.from_str(bert.to_json())
     limited.enable_truncation(8)

@@ -69,6 +69,38 @@ def test_it_is_told_once_after_the_warm_ups_and_the_patience() -> None:
     assert not _told(make_doctor(), np.full(400, math.nan))
 
 
+def _lines(losses: Floats, begin: int = 0) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl, as `_told` gives them to the doctor."""
+    steps = range(begin + 5, begin + 5 * len(losses) + 1, 5)
+    norms = {f"grad_norm_{name}": of.gradient for name, of in _step(0).layers.items()}
+    return [{"kind": "train", "step": step, "loss": loss, "accuracy": 0.05, **norms}
+            for step, loss in zip(steps, losses.tolist(), strict=True)]  # fmt: skip
+
+
+def test_restarts_do_not_hide_a_plateau_nor_tell_it_again() -> None:
+    losses = np.full(60, ENTROPY * 1.04)
+    [(told, _)] = _told(make_doctor(), losses).items()
+    for first in (1, 30, 50, 59):  # lines of the attempt before
+        doctor = make_doctor()
+        doctor.recall(_lines(losses[:first]))
+        assert list(_told(doctor, losses[first:], begin=5 * first)) == [told], first
+    doctor = make_doctor()
+    doctor.recall([*_lines(losses), {"kind": "plateau", "step": told, "loss": ENTROPY}])
+    assert not _told(doctor, losses, begin=300)
+    # What was learned before counts, and what was before a divergence does not.
+    doctor = make_doctor()
+    doctor.recall(_lines(np.linspace(9.0, ENTROPY, 60)))
+    assert not _told(doctor, losses[:5], begin=300)
+    doctor = make_doctor()
+    doctor.recall([*_lines(losses[:59]), {"kind": "divergence", "step": 295, "loss": 9.0}])
+    assert list(_told(doctor, losses, begin=295)) == [395]
+    # A loss that was not finite is no line, and NaN of an accuracy is null.
+    doctor = make_doctor()
+    doctor.recall([{**line, "loss": None} for line in _lines(losses)])
+    straight = list(_told(make_doctor(), np.concatenate((np.full(60, math.nan), losses))))
+    assert list(_told(doctor, losses, begin=300)) == straight != []
+
+
 def test_an_attempt_that_resumes_waits_for_lines_of_its_own() -> None:
     assert list(_told(make_doctor(), np.full(199, ENTROPY), begin=1000)) == [1100]
 

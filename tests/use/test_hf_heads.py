@@ -185,6 +185,26 @@ def test_outputs_that_are_asked_for(modeling: ModuleType, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_padding_may_see_nothing_and_stand_on_the_left(modeling: ModuleType, kind: str) -> None:
+    model, ids = _model(modeling, "Model", _config(modeling, kind)), _ids(2, 8)
+    right = torch.ones(2, 8)
+    right[1, 5:] = 0
+    expected = model(ids, attention_mask=right)
+    seen = right[:, None, :, None].bool() & right[:, None, None, :].bool()
+    for mask in (seen, torch.zeros(2, 1, 8, 8).masked_fill(~seen, -torch.inf)):
+        found = model(ids, attention_mask=mask, output_attentions=True)
+        states = found.last_hidden_state
+        assert torch.allclose(states[1, :5], expected.last_hidden_state[1, :5], atol=1e-5)
+        assert bool(states.isfinite().all())
+    left, places = right.flip(-1), torch.arange(8).expand(2, -1)
+    moved = torch.stack((ids[0], ids[1].roll(3)))
+    places = torch.stack((places[0], (places[1] - 3).clamp(min=0)))
+    found = model(moved, attention_mask=left, position_ids=places)
+    if kind == "all else":  # it has a pooler
+        assert torch.allclose(found.pooler_output, expected.pooler_output, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("attentions", [False, True])
 def test_rows_of_padding_give_no_nan(modeling: ModuleType, kind: str, attentions: bool) -> None:
     model = _model(modeling, "ForSequenceClassification", _config(modeling, kind), train=True)

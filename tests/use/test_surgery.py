@@ -119,6 +119,11 @@ def test_sentencepiece_and_its_export_and_byte_bpe(straight_run: Path, tmp_path:
     other = _word_piece([*SPECIALS, "the", "##the", "return"])
     new, change = with_vocabulary(old, other)
     assert (change.kept, change.moved, len(change.new)) == (0 + 5, 0, 3)
+    rows, before = (each.model.encoder.token_embedding.weight for each in (new, old))
+    inside = run.tokenizer.encode("-the")[len(run.tokenizer.encode("-")) :]
+    for piece, parts in (("the", run.tokenizer.encode("a the")[1:]), ("##the", inside)):
+        at = [*SPECIALS, "the", "##the", "return"].index(piece)
+        torch.testing.assert_close(rows[at], before[parts].mean(0))
 
 
 def test_byte_bpe(tmp_path: Path) -> None:

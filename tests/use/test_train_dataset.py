@@ -76,10 +76,12 @@ def test_a_state_continues_right_after(taken: int, dataset: DatasetIndex, tmp_pa
     assert len(list(islice(data, taken))) == taken
     state = json.loads(json.dumps(data.state_dict()))
     assert state == _data(dataset).state_dict(num_taken=taken)
+    assert state == data.state_dict(num_taken=taken)  # since it was made, whoever counted
     again = _data(dataset)
     again.load_state_dict(state)
     expected = islice(_trainer_s(dataset, tmp_path, 0, 2), taken, None)
     _require_equal(iter(again), expected, 6)
+    assert again.state_dict(num_taken=6) == _data(dataset).state_dict(num_taken=taken + 6)
     # The iteration that was begun goes on in a second one, too.
     expected = islice(_trainer_s(dataset, tmp_path, 0, 2), taken, None)
     _require_equal(iter(data), expected, 6)
@@ -116,6 +118,11 @@ def test_another_state_is_refused(dataset: DatasetIndex) -> None:
     within = _data(dataset).state_dict(num_taken=1)
     with pytest.raises(DataError, match="parts was 2, is 1"):
         _data(dataset, micro_batch=4).load_state_dict(within)
+    # As many parts, of other sequences: a rank alone does not sort a step by block.
+    with pytest.raises(DataError, match="ranks was 2, is 1"):
+        _data(dataset, world_size=1, micro_batch=4).load_state_dict(within)
+    of_before = {name: value for name, value in within.items() if name != "ranks"}
+    _data(dataset).load_state_dict(of_before)
 
 
 def test_items_of_pairs_are_those_of_their_objective(dataset: DatasetIndex) -> None:
