@@ -210,7 +210,7 @@ def _side_by_side(
     rounds: dict[str, list[float]] = {"blocks": []}
     found: dict[str, Any] = {"tokens": {}}
     for number in range(arguments.rounds):
-        output = folder / f"blocks-{given.stem}-{given.parents[2].name}-{number}"
+        output = Path(tempfile.mkdtemp(dir=folder)) / "blocks"
         measured = _prepare(output, many, [*_PLAIN, f"tokenizer={{file: {given.resolve()}}}"])
         fast = output / "tokenizer.json"
         if not fast.exists():
@@ -433,7 +433,7 @@ def _measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "mb": round(one_mb, 1), "documents": len(records), "copies": arguments.copies,
         "blocks": blocks,
     }  # fmt: skip
-    if arguments.only_blocks:
+    if arguments.only_blocks or not arguments.vocab:
         return result
     model, training = trained[arguments.vocab[0]]
     web = [f"tokenizer={{file: {model}}}", "dedup.near_duplicates=true"]

@@ -51,7 +51,7 @@ _STARTS = {
     "rsqrt": {"model.init": "rsqrt_depth"},
     "deepnorm": {"model.init": "deepnorm", "model.residual": "deepnorm"},
 }
-Truth = Literal["diverged", "came back", "healthy"]
+Truth = Literal["diverged", "not finite", "came back", "healthy"]
 Overrides = dict[str, Any]
 
 
@@ -194,9 +194,9 @@ def read(run: Path) -> Finding | None:
     others: Truth = "healthy" if run.name.startswith("healthy-") else "came back"
     return Finding(
         name=run.name,
-        truth=others if place is None else "diverged",
+        truth=others if place is None else "diverged" if ended or told else "not finite",
         begin=None if place is None else train[place]["step"],
-        told=told[0] if told else (None if ended else train[-1]["step"]),
+        told=told[0] if told else None,
         first_cause=_first_cause(folder),
         ended=ended,
     )
@@ -216,7 +216,7 @@ def summary(found: list[Finding]) -> dict[str, Any]:
         "runs": len(found),
         "matrix": {
             truth: {"told": told[truth, True], "not_told": told[truth, False]}
-            for truth in ("diverged", "came back", "healthy")
+            for truth in ("diverged", "not finite", "came back", "healthy")
         },
         "most_lines_late": max(late, default=None),
         "ended_by_not_finite": sum(not each.ended for each in found),
@@ -244,7 +244,8 @@ def page(found: list[Finding], counts: Mapping[str, Any]) -> str:
 `python -m benchmarks.doctor OUT --rule divergence --table benchmarks/results/divergence.md`: width
 48, {STEPS} updates, a log line every {_INTERVAL}, the embedded corpus; {shown}. No run goes back.
 Diverged: the last log line is {_ABOVE:g} nat or more above the least before, or the loss is not
-finite. Healthy: runs of the grid that did not. Came back: the others, which end near their best
+finite. Not finite: the run ended by that before the rule was asked. Healthy: runs of the grid that
+did not diverge. Came back: the others, which end near their best
 though something is wrong with them; to tell them is no false alarm.
 
 | the run | told | not told |

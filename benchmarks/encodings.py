@@ -57,7 +57,7 @@ def _peers() -> dict[str, Callable[[bytes], str | None]]:
         "charset-normalizer": lambda module, data: getattr(
             module.from_bytes(data).best(), "encoding", None
         ),
-        "chardetng-py": lambda module, data: module.detect(data),
+        "chardetng-py": lambda module, data: module.detect(data, allow_utf8=True),
     }
     found: dict[str, Callable[[bytes], str | None]] = {"ours": detect}
     for name, call in calls.items():

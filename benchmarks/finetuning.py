@@ -58,6 +58,8 @@ def main() -> None:
                     f"train.num_steps={steps}", "train.warmup_steps=1",
                     "train.alpha_warmup_steps=0", f"train.global_batch={batch}",
                     f"train.micro_batch={batch}", f"data.seq_len={length}",
+                    "phases=[]", "stages=[]", "train.optimizer=adamw",
+                    "train.muon_momentum=0.95",
                     "monitor.log_every_steps=5", f"monitor.eval_every_steps={10 * steps}",
                     "monitor.eval_sequences=8", f"checkpoint.every_steps={10 * steps}",
                 ],

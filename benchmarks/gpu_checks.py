@@ -496,6 +496,8 @@ def main() -> None:
     arguments = parser.parse_args()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     found = run(Size(device, tiny=arguments.tiny), arguments.out, arguments.only)
+    if not found["checks"]:
+        parser.error(f"--only {' '.join(arguments.only)}: no check has such a name")
     write_json(arguments.out, found)
     sys.stdout.write(json.dumps(found) + "\n")
     sys.exit(0 if found["passed"] else 1)

@@ -194,6 +194,8 @@ def compare(
 
 def _ratios(found: dict[str, Any]) -> dict[str, Any]:
     """Ours over others: medians of the rounds' ratios of tokens a CPU-second."""
+    if (why := found[", ".join(OURS)].get("not measured")) is not None:
+        raise SystemExit(f"our own loader was not measured: {why}")
     ours = found[", ".join(OURS)]["cpu"]
     measured = {name: rates["cpu"] for name, rates in found.items() if "cpu" in rates}
     ratios: dict[str, Any] = {"ours_mtokens_per_cpu_s": statistics.median(ours)}

@@ -366,6 +366,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         only = [each.strip() for each in arguments.only.split(",") if each.strip()]
         results = reproduce(Scene(Path(name)), only)
+    if not results:
+        parser.error(f"--only {arguments.only}: no finding has such a name")
     packages = ("numpy", "torch", "sentencepiece", "tokenizers")
     versions = {"python": platform.python_version(), "machine": platform.machine()}
     versions |= {package: version(package) for package in packages}

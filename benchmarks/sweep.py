@@ -14,7 +14,10 @@ def run_sweep(
 ) -> None:
     """Run what is missing of `runs`, overrides by name, into OUT/runs/NAME."""
     out.mkdir(parents=True, exist_ok=True)
-    (out / "base.yaml").write_text(yaml.safe_dump(dict(config), sort_keys=False))
+    base, text = out / "base.yaml", yaml.safe_dump(dict(config), sort_keys=False)
+    if base.is_file() and base.read_text() != text:
+        raise SystemExit(f"{base} is of other settings, and so are its runs; take another folder")
+    base.write_text(text)
     body = {
         "verb": "pretrain",
         "config": "base.yaml",

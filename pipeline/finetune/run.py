@@ -56,6 +56,7 @@ from pipeline.runtime import dist, env, tensors
 from pipeline.runtime.checkpoints import FOLDER, published, read_manifest
 from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.runtime.rank import Rank
+from pipeline.runtime.run_folder import RunFolder
 from pipeline.runtime.summary import ProgressRow, progress
 from pipeline.tasks.task import TaskConfig, load_task
 from pipeline.tasks.types import PredictionRow
@@ -365,6 +366,7 @@ def _finetune_seed(
         _require_same(prepared, config, protocol, folder)
         logger.info("%s is finished", folder)
         return
+    RunFolder(folder).refuse_foreign()
     folder.mkdir(parents=True, exist_ok=True)
     if process.is_first:
         write_atomic(folder / prepared.tokenizer_file, prepared.tokenizer)

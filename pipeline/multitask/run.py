@@ -80,6 +80,7 @@ def multitask(mix: TaskMix, rank: Rank) -> int:
     """
     require_split(mix, rank.process.world_size)
     folder = mix.config.folder.path
+    mix.config.folder.refuse_foreign()
     folder.mkdir(parents=True, exist_ok=True)
     work, config = open_work(mix)
     if rank.process.is_first:

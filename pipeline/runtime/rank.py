@@ -15,7 +15,7 @@ from typing import TypeVar
 from pipeline import errors
 from pipeline.runtime import log, stop
 from pipeline.runtime.env import ProcessInfo
-from pipeline.runtime.run_folder import record_exit
+from pipeline.runtime.run_folder import RunFolder, record_exit
 from pipeline.runtime.stop import StopRequest
 
 T = TypeVar("T")
@@ -40,9 +40,16 @@ class Rank:
         return stop.listen()
 
     def leave(self, run_dir: Path, code: int) -> None:
-        """Leave an exit code in a folder; if that cannot be written, only a warning says so."""
+        """Leave an exit code in a folder; if that cannot be written, only a warning says so.
+
+        By hand none is left in a folder of something else; a job's verdict is read from it.
+        """
         try:
+            if self.process.job == "local":
+                RunFolder(run_dir).refuse_foreign()
             record_exit(run_dir, self.process, code)
+        except errors.RunFolderError:
+            return
         except OSError as error:
             # Raised, it would hide why the work failed.
             logging.getLogger(__name__).warning("exit code %d is not on record: %s", code, error)

@@ -30,6 +30,8 @@ _OTHER_KINDS = {
 
 _BESIDE_A_RUN = (".yaml", ".yml", ".sh", ".py", ".md", ".log", ".out", ".err")
 """Suffixes of what people may put into a run's folder before its first start."""
+_OF_TASKS = frozenset({"tokenizer.model", "tokenizer.json", "left-out.json"})
+"""Files that runs on tasks write before their first start."""
 _FOR_GOOD = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ELOOP}
 )
@@ -134,7 +136,8 @@ class RunFolder:
         """
         if self.has_started or not self.path.is_dir():
             return
-        own = {entry._name for entry in vars(RunFolder).values() if isinstance(entry, _Inside)}
+        inside = [entry for entry in vars(RunFolder).values() if isinstance(entry, _Inside)]
+        own = {*_OF_TASKS, *(entry._name for entry in inside)}
         others = sorted(
             path.name
             for path in self.path.iterdir()

@@ -96,6 +96,20 @@ def test_every_kind_is_trained_and_predicts(
             assert mine["prediction"] == theirs["prediction"]
 
 
+def test_a_folder_of_something_else_is_left_alone(
+    task_file: Make, tiny_model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "dataset"
+    folder.mkdir()
+    for name in ("index.json", "tokenizer.json"):
+        (folder / name).write_text("{}")
+    with pytest.raises(RunFolderError, match=r"dataset is not the folder of a run: .*index\.json"):
+        _run(task_file("classify"), tiny_model, folder)
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {
+        "index.json": "{}", "tokenizer.json": "{}"
+    }  # fmt: skip
+
+
 def test_a_run_is_a_model(task_file: Make, tuned: Path, tiny_model: Path, tmp_path: Path) -> None:
     out = tuned / "two"
     body = json.loads((out / "result.json").read_text())

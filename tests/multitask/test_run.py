@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from pipeline.checkpoints.state import read_weights
-from pipeline.errors import CheckpointError, ConfigError
+from pipeline.errors import CheckpointError, ConfigError, RunFolderError
 from pipeline.inspect.status import run_status
 from pipeline.multitask.config import is_mix, load_mix
 from pipeline.multitask.data import _keys, read_mix
@@ -248,6 +248,12 @@ def test_mistakes_in_a_mix_are_told_with_the_task(tmp_path: Path, tiny_model: Pa
             open_work(replace(mix, tasks={**mix.tasks, name: mix.tasks["classify"]}))
     with pytest.raises(ConfigError, match=r"tasks\.classify: a draw of 8 examples must be a multi"):
         run(Path(path), "tasks.classify.parts=3")
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "a.txt").touch()
+    with pytest.raises(RunFolderError, match=r"is not the folder of a run: it holds a\.txt"):
+        run(Path(path), f"run_dir={texts}")
+    assert [path.name for path in texts.iterdir()] == ["a.txt"]
 
 
 def test_rules_that_need_gradients_refuse_zero(tmp_path: Path, tiny_model: Path) -> None:

@@ -6,12 +6,15 @@ import os
 import shutil
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pipeline.errors import RunFolderError
 from pipeline.inspect.status import run_status
+from pipeline.runtime.env import process_info_or_alone
+from pipeline.runtime.rank import Rank
 from pipeline.runtime.run_folder import RunFolder
 from tests.support.damage import needs_mount
 from tests.support.processes import output, python
@@ -38,7 +41,9 @@ def test_each_other_folder_is_named(tmp_path: Path, names: tuple[str, ...], said
 
 @pytest.mark.parametrize(("names", "named"), [
     (("a.txt", "b.jsonl.gz"), "a.txt, b.jsonl.gz"), (("index.json", "shards/x.tar"), "index.json"),
-    (("config.json", "model.safetensors", "tokenizer.json", "vocab.txt"), "and more"),
+    (("config.json", "model.safetensors", "tokenizer.json", "vocab.txt", "a.bin"), "and more"),
+    (("task.yaml", "tokenizer.model", "left-out.json"), None),
+    (("tokenizer.json", "a.tar"), "a.tar"),
     ((), None), (("train.yaml", "submit.sh", "NOTES.md", "slurm-1.out"), None), ((".x.tmp",), None),
     (("launch/0001/submission.json", "logs/rank-00000.log", "lock", "resolved.yaml"), None),
     (("attempts.jsonl", "anything.bin"), None),
@@ -58,6 +63,13 @@ def test_a_folder_of_something_else_is_no_runs(
             run.refuse_foreign()
     assert sorted(tmp_path.rglob("*")) == before
     RunFolder(tmp_path / "new").refuse_foreign()
+
+
+def test_a_refused_start_leaves_its_exit_code_to_a_job_alone(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").touch()
+    for job, left in (("local", ["a.txt"]), ("77", ["a.txt", "exit"])):
+        Rank(replace(process_info_or_alone({}), job=job)).leave(tmp_path, 2)
+        assert sorted(path.name for path in tmp_path.iterdir()) == left
 
 
 @pytest.mark.usefixtures("processes")
