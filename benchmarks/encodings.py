@@ -9,9 +9,9 @@ within a character. "bad" has bytes that are not UTF-8 in it, one of 4,000. Japa
 file of documents between blank lines. "none" are encodings that ours does not know, of texts that
 stand below. Peers are those of chardet, charset-normalizer and chardetng-py that are installed.
 
-A file counts as right if its encoding is named; as unknown if none is, or one of UTF-8 is not,
-which costs its lines and is reported; as wrong if another is named, which is text that nobody
-wrote. One JSON line comes out.
+A file counts as right if its encoding is named, or one that reads the same text; as unknown if none
+is, or one of UTF-8 is not, which costs its lines and is reported; as wrong if another is named,
+which is text that nobody wrote. One JSON line comes out.
 """
 
 import argparse
@@ -109,12 +109,21 @@ def _files(corpus: Path, japanese: Path | None, most: int) -> dict[str, tuple[st
     return files
 
 
-def _outcome(named: str | None, wanted: str) -> str:
+def _outcome(named: str | None, wanted: str, data: bytes) -> str:
     name = (named or "").lower()
     name = _SAME.get(name, name)
     if name == wanted or (wanted[0] == "?" and name in ("", wanted[1:])):
         return "right"
+    if _decoded(data, named) == _decoded(data, CODECS.get(wanted)) is not None:
+        return "right"  # another name of the same text, such as cp1250 for curly quotes
     return "unknown" if not name or (name == "utf-8" and wanted != "utf-8") else "wrong"
+
+
+def _decoded(data: bytes, encoding: str | None) -> str | None:
+    try:
+        return None if encoding is None else data.decode(encoding, "ignore")
+    except LookupError:  # a name that Python does not have
+        return None
 
 
 def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -130,7 +139,7 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 cut = [[data[:length] for data in contents] for length in arguments.lengths]
                 counts[kind] = [
                     Counter(
-                        _outcome(find(data), wanted)
+                        _outcome(find(data), wanted, data)
                         for data in part
                         if not data.isascii() or data.count(0)
                     )
