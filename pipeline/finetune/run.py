@@ -104,6 +104,8 @@ def finetune(
     given = tuple(config.train.seeds if seeds is None else seeds)
     config = replace(config, train=replace(config.train, seeds=given))
     require_layout(out, several=len(given) > 1)
+    if not (out / RESULT).is_file():
+        RunFolder(out).refuse_foreign()
     tokens = out / "tokens" if tokens is None else tokens
     prepared = prepare(config, name, source, tokens)
     found: list[dict[str, Any]] = []
@@ -366,7 +368,6 @@ def _finetune_seed(
         _require_same(prepared, config, protocol, folder)
         logger.info("%s is finished", folder)
         return
-    RunFolder(folder).refuse_foreign()
     folder.mkdir(parents=True, exist_ok=True)
     if process.is_first:
         write_atomic(folder / prepared.tokenizer_file, prepared.tokenizer)

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -299,7 +300,8 @@ def _warnings(lines: list[dict[str, Any]], manifest: Manifest | None, run: RunFo
     skips = [line for line in lines if line["kind"] == "skip"]
     found = []
     # The first line of a start has what filling takes.
-    wait = statistics.median(line["data_wait"] for line in train) if train else 0.0
+    steady = [line for old, line in pairwise(train) if old["attempt"] == line["attempt"]]
+    wait = statistics.fmean(line["data_wait"] for line in steady) if steady else 0.0
     if wait > _SLOW_DATA:
         found.append(
             f"{wait:.0%} of the time goes by waiting for data: set data.workers higher, or copy "

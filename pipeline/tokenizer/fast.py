@@ -353,8 +353,12 @@ def build_tokenizer_json(folder: Path, default_class: str = "BertTokenizer") -> 
             refuse_other_rules(named, folder)
             pieces = split_lines(path.read_bytes().decode())
             if not (folder / CONFIG_JSON).is_file() and has_capitals(pieces):
-                config["do_lower_case"] = False
-                logger.warning("%s has capitals, no %s beside it: they are kept", path, CONFIG_JSON)
+                logger.warning(
+                    "%s has capitals and no %s beside it: text is lowered, as transformers does; "
+                    'if the model is cased, write {"do_lower_case": false} there',
+                    path,
+                    CONFIG_JSON,
+                )
             text = word_piece(pieces, BertOptions.from_json(config), path)
             return with_added_tokens(text, folder)
         if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():

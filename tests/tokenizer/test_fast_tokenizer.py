@@ -159,7 +159,7 @@ def test_a_mask_of_byte_bpe_has_its_space_whatever_the_file_says(
     assert other.encode_with_masks(text) == roberta.encode_with_masks(text)
 
 
-def test_capitals_of_a_lone_vocabulary_stay(tmp_path: Path, caplog: Any) -> None:
+def test_capitals_of_a_lone_vocabulary_are_warned_of(tmp_path: Path, caplog: Any) -> None:
     """Google's zips of cased models have no tokenizer_config.json."""
     letters = [*"aAbB", *(f"##{letter}" for letter in "aAbB")]
     for name, capitals in (("cased", True), ("uncased", False)):
@@ -169,12 +169,14 @@ def test_capitals_of_a_lone_vocabulary_stay(tmp_path: Path, caplog: Any) -> None
         (folder / "vocab.txt").write_text("\n".join(pieces))
         (folder / "config.json").write_text("{}")
         made = FastTokenizer(folder, str(build_tokenizer_json(folder)).encode())
-        assert [made.piece(token) for token in made.encode("Ba")] == ["Ba" if capitals else "ba"]
+        assert [made.piece(token) for token in made.encode("Ba")] == ["ba"]
     assert [record.args[0] for record in caplog.records] == [tmp_path / "cased/vocab.txt"]
     # What transformers wrote decides.
-    (tmp_path / "cased/tokenizer_config.json").write_text("{}")
-    made = FastTokenizer(tmp_path, str(build_tokenizer_json(tmp_path / "cased")).encode())
-    assert [made.piece(token) for token in made.encode("Ba")] == ["ba"]
+    for text, piece in (("{}", "ba"), ('{"do_lower_case": false}', "Ba")):
+        (tmp_path / "cased/tokenizer_config.json").write_text(text)
+        made = FastTokenizer(tmp_path, str(build_tokenizer_json(tmp_path / "cased")).encode())
+        assert [made.piece(token) for token in made.encode("Ba")] == [piece]
+    assert len(caplog.records) == 1
 
 
 def test_tokenizer_json_is_taken_without_its_limit(tmp_path: Path, bert: FastTokenizer) -> None:
