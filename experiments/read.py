@@ -287,7 +287,14 @@ def config_of_read(
         ConfigError: what `reads.NAME.set` says does not fit the run.
     """
     if config.objective.kind == "rtd":
-        raise ConfigError(f"reads.{name}: a discriminator (objective.kind=rtd) predicts no words")
+        raise ConfigError(
+            f"reads.{name}: a discriminator (objective.kind=rtd) predicts no words; leave its arm "
+            "out of parts with metrics of reads"
+        )
+    if (kind := settings["set"].get("objective.kind", "mlm")) != "mlm":
+        raise ConfigError(
+            f"reads.{name}.set: objective.kind={kind}; a read is of mlm, leave it out"
+        )
     words = [f"{path}={json.dumps(value)}" for path, value in settings["set"].items()]
     words.append("objective.kind=mlm")  # whatever else the run trains
     if settings["seq_len"] is not None:

@@ -621,6 +621,7 @@ def test_a_read_is_of_what_it_says_whatever_the_run_has(more: dict[str, Any]) ->
 
 @pytest.mark.parametrize(("more", "of_read", "message"), [
     ({}, {"set": {"data.maskprob": 0.3}}, r"reads\.far.*data\.maskprob"),
+    ({}, {"set": {"objective.kind": "mlm_sop"}}, r"reads\.far\.set: objective\.kind=mlm_sop"),
     ({"data": {"seq_len": 32, "replace_mask_prob": 0.85, "replace_random_prob": 0},
       "objective": {"kind": "rtd"}}, {}, "a discriminator"),
     ({"model": {**BASE["model"], "positions": "learned", "max_positions": 32}}, {"seq_len": 64},
