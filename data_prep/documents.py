@@ -5,6 +5,7 @@ and records without text or that are not valid; bytes are those of lines that ar
 file's encoding. What a setting leaves out is not lost.
 """
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -36,6 +37,10 @@ class Losses:
     rows_lost: int = 0
     num_bytes: int = 0
     bytes_lost: int = 0
+    stored: int = 0
+    """Bytes of the files as they are stored."""
+    stored_lost: int = 0
+    """Those of files of which nothing could be read: nobody knows how many rows they have."""
     reasons: Counter[str] = field(default_factory=Counter)
     """Reason, with what was there instead -> items."""
 
@@ -56,14 +61,18 @@ class Losses:
 
     def add(self, other: "Losses") -> None:
         """Add the counts of another part."""
-        for name in ("rows", "rows_lost", "num_bytes", "bytes_lost"):
+        for name in ("rows", "rows_lost", "num_bytes", "bytes_lost", "stored", "stored_lost"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.reasons.update(other.reasons)
 
     @property
     def share(self) -> float:
-        """Share that is lost, of rows or of bytes, whichever is larger."""
-        return max(self.rows_lost / (self.rows or 1), self.bytes_lost / (self.num_bytes or 1))
+        """Share that is lost, of rows or of bytes, read or stored, whichever is largest."""
+        return max(
+            self.rows_lost / (self.rows or 1),
+            self.bytes_lost / (self.num_bytes or 1),
+            self.stored_lost / (self.stored or 1),
+        )
 
     def text(self) -> str:
         """Describe the losses on one line."""
@@ -185,6 +194,9 @@ def read_piece(
             refuse_changed(file)
             use = {name: name in seen for name in _compared_fields(piece.source, file)}
             is_read = losses.rows > losses.rows_lost
+            losses.stored = file.range_bytes
+            is_broken = not {text.CUT_SHORT, text.DAMAGED}.isdisjoint(losses.reasons)
+            losses.stored_lost = losses.stored if is_broken and not is_read else 0
             remarks.reading.add_file(file.path, losses, use if is_read else {})
         except OSError as error:
             if error.errno in PASSING:
@@ -273,14 +285,20 @@ def read_file(
     fields = records.Fields(
         source.text_fields, source.id_field, source.metadata, set() if seen is None else seen
     )
+    num_items = 0
     try:
-        yield from _items(file, source, place, fields, encoding, only_head)
+        for item in _items(file, source, place, fields, encoding, only_head):
+            num_items += 1
+            yield item
     except BrokenFileError as broken:
         logger.warning(
             "%s: %s: %s; the documents before that are used", file.path, broken.reason, broken
         )
         whole = f"{source.name}/{file.name}"
-        yield Rejected(whole, broken.reason, broken.unfinished, rows=broken.rows)
+        rows = broken.rows
+        if broken.at:  # as many in what is left as before it
+            rows = max(rows, round(num_items * (file.num_bytes - broken.at) / broken.at))
+        yield Rejected(whole, broken.reason, broken.unfinished, rows=rows)
 
 
 def _items(
@@ -311,6 +329,8 @@ def _items(
             yield from records.array_documents(stream, place, fields)
             return
         lines = text.lines(stream, place, file.start)
+        if kind == "txt" and source.txt_documents != "file":
+            lines = text.told_apart(lines, place)
         in_range = text.owned(lines, file.start, file.end)
         if kind == "wikiextractor":
             yield from records.wiki_documents(lines, place, source.metadata)
@@ -345,6 +365,7 @@ def _own(file: InputFile, source: SourceConfig, place: FileOrigin) -> text.Items
                 yield place.too_long(own_id, document[:BEGINNING_BYTES].encode(), len(document))
                 continue
             named = records.Fields(metadata=source.metadata).metadata_of(metadata)
+            json.dumps(named)  # what JSON cannot hold is told with the document
             yield Document(own_id, storable(document), named)
     except DataError:
         raise
@@ -390,6 +411,7 @@ def _remedies(total: Losses) -> str:
     remedies = {
         "no text in": "set the source's text_field to a field that is there",
         "invalid ": "set the source's encoding (auto finds each file's own) and format",
+        "array": "set the source's format to json, if such a file is one array",
         "WARC": "give WET files, which have the extracted text",
     }
     fitting = [remedy for word, remedy in remedies.items() if word in reasons]

@@ -16,9 +16,10 @@ from backports import zstd
 from data_prep.chain import steps
 from data_prep.config import PrepConfig
 from data_prep.corpus import RESOLVED_FILE
+from data_prep.datasheet.gather import REPORT_FILE
 from data_prep.pieces import Pieces, read_documents
 from data_prep.run import available_cores
-from data_prep.stage import recorded_sha256, replacing, require_written
+from data_prep.stage import replacing, require_written
 from pipeline.config.load import load
 from pipeline.data.format import read_index
 from pipeline.data.reader import BlockReader
@@ -56,9 +57,10 @@ def export(dataset: Path, out: Path, form: Format) -> tuple[int, list[Path]]:
     texts, masks = folders["texts"], folders["masks"]
     paths = (path.relative_to(masks).as_posix() for path in masks.rglob("*.keep.npy"))
     names = tuple(sorted((path.removesuffix(".keep.npy") for path in paths), key=_file_name))
-    wanted = sum(total["documents"] for total in index.totals.values())
-    pieces = Pieces(texts, masks, names)
-    if not names or sum(len(pieces.kept_rows(name)) for name in names) != wanted:
+    report = json.loads((dataset / REPORT_FILE).read_bytes())
+    wanted = report["stages"]["shards"]["documents_in"]  # some may have no tokens
+    pieces, marker = Pieces(texts, masks, names), masks / "all.done.json"
+    if not marker.is_file() or sum(len(pieces.kept_rows(name)) for name in names) != wanted:
         raise DataError(
             f"{dataset / 'work'} does not hold the {wanted:,} documents of the dataset; it was "
             "deleted, has files of an earlier and larger corpus, or another run is at work there: "
@@ -76,6 +78,9 @@ def export(dataset: Path, out: Path, form: Format) -> tuple[int, list[Path]]:
         for row in index.split_blocks("eval").tolist()
         for document_id in reader.block(row).document_ids
     )
+    written = json.loads(marker.read_bytes())["files"]
+    for mask in (f"{name}.keep.npy" for name in names):
+        require_written(masks / mask, sha256_file(masks / mask), written[mask]["sha256"], marker)
     job = _Job(pieces, held_out, fields, out, form)
     workers = min(config.workers or available_cores(), len(names))
     total = 0
@@ -104,9 +109,6 @@ def _file_name(piece: str) -> str:
 def _write(name: str) -> int:
     """Write one piece; return the number of its documents."""
     [job] = _opened
-    mask = job.pieces.masks / f"{name}.keep.npy"
-    if (recorded := recorded_sha256(mask)) is not None:
-        require_written(mask, sha256_file(mask), recorded)
     rows = set(job.pieces.kept_rows(name).tolist())
     if not rows:  # now; an earlier export into this folder may have had some
         (job.folder / f"{_file_name(name)}{SUFFIXES[job.format]}").unlink(missing_ok=True)

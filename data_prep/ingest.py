@@ -97,7 +97,7 @@ def run(task: StageTask[IngestJob]) -> Result:
                 writer.id_hashes.append(id_hash(item.id))
                 results.take(item)
             else:
-                results.counts["ingest"].take(len(item.raw))
+                results.counts["ingest"].take(len(item.raw), max(1, item.rows))
                 results.reject("ingest", item, len(item.raw))
     hashes_of_ids = np.array(writer.id_hashes, dtype=np.uint64)
     duplicate_ids = len(hashes_of_ids) - len(np.unique(hashes_of_ids))
@@ -145,7 +145,7 @@ class _Results:
 
     def reject(self, stage: str, item: Rejected, num_bytes: int) -> None:
         """Count and store a rejected document."""
-        self.counts[stage].reject(item.reason, num_bytes)
+        self.counts[stage].reject(item.reason, num_bytes, max(1, item.rows))
         self._writer.reject(item)
 
     def take(self, item: Document) -> None:

@@ -145,7 +145,9 @@ def _acquire(folder: Path, holder: Holder) -> Path:
             if not _make(folder / f"{number:06d}.json", {"group": holder.group}):
                 continue  # another run was quicker
         own = folder / f"{number:06d}.{holder.part}.json"
-        own.unlink(missing_ok=True)  # of a dead process of the same part
+        for path, each in _members(folder, number):
+            if path == own and _is_dead(each, path, _now_s(folder)):  # of the same part
+                path.unlink(missing_ok=True)
         if _make(own, asdict(holder)):
             if _newest(folder) == number and not _alive_before(folder, number):
                 _remove_older(folder, number)

@@ -138,9 +138,9 @@ class StageCounts:
     rejected: dict[str, list[int]] = field(default_factory=dict)
     """reason -> [documents or lines, bytes]."""
 
-    def take(self, num_bytes: int) -> None:
-        """Count a document that came in."""
-        self.documents_in += 1
+    def take(self, num_bytes: int, count: int = 1) -> None:
+        """Count a document that came in, or `count` rows that could not be read."""
+        self.documents_in += count
         self.bytes_in += num_bytes
 
     def give(self, num_bytes: int) -> None:
@@ -319,22 +319,27 @@ def recorded_sha256(path: Path) -> str | None:
     """Look up what the task that wrote a file recorded; None if it has no record yet."""
     marker = path.with_name(f"{path.name.partition('.')[0]}.done.json")
     try:
-        return str(json.loads(marker.read_bytes())["files"][path.name]["sha256"])
+        files = json.loads(marker.read_bytes())["files"]
+        # Named from the stage's folder, below which the file's own may lie.
+        return str({Path(name).name: of for name, of in files.items()}[path.name]["sha256"])
     except (FileNotFoundError, KeyError):
         return None
 
 
 # Two runs in one folder once mixed their pieces with exit code 0, and a flipped bit went into the
 # dataset.
-def require_written(path: Path, found: str, expected: str) -> None:
+def require_written(path: Path, found: str, expected: str, marker: Path | None = None) -> None:
     """Check that a file is as its task wrote it (DataError: it is not)."""
     if found != expected:
-        raise not_as_written(path, f"its sha256 is {found}, and {expected} was recorded")
+        raise not_as_written(path, f"its sha256 is {found}, and {expected} was recorded", marker)
 
 
-def not_as_written(path: Path, problem: str) -> DataError:
-    """Return the error that says that a task's file was changed, and what to do."""
-    marker = path.with_name(f"{path.name.partition('.')[0]}.done.json")
+def not_as_written(path: Path, problem: str, marker: Path | None = None) -> DataError:
+    """Return the error that says that a task's file was changed, and what to do.
+
+    The task's marker is named as the file if none is given.
+    """
+    marker = marker or path.with_name(f"{path.name.partition('.')[0]}.done.json")
     return DataError(
         f"{path} is not what its task wrote: {problem}; something changed or damaged it since. "
         f"Check the storage, remove {marker}, and run again: the task is repeated, and what "

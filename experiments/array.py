@@ -14,10 +14,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from experiments.grid import HOME, SweepConfig, SweepRun, Todo, record, refuse, todo, write_run
+from experiments.grid import (
+    CANCELLED_MARK,
+    HOME,
+    SweepConfig,
+    SweepRun,
+    Todo,
+    record,
+    refuse,
+    todo,
+    write_run,
+)
 from launch import records
 from launch.cluster import ClusterConfig
 from launch.pending_submission import PendingSubmission, submitting
+from launch.prep import SubmitError
 from launch.queue import Quota
 from launch.script import RUN, Job, render
 from launch.site import ask_sbatch, max_array_size
@@ -129,13 +140,20 @@ def submit_all(
     Raises:
         TooManyJobsError: the runs do not fit below the limit on jobs, and `room` does not wait.
     """
+    cancelled = Path(source.work_dir, sweep.dir) / CANCELLED_MARK
+    cancelled.unlink(missing_ok=True)
+
+    def stop() -> None:
+        if cancelled.exists():
+            raise SubmitError(f"{cancelled.parent} was cancelled: nothing more is submitted")
+
     pending = slices(what.runs, room)
     if not room.waits and (why := room.lacks(len(what.runs))):
         raise TooManyJobsError(f"{why}; {_needs_text(len(what.runs))}")
     number = 0
     while number < len(pending):
         which = f"array {number + 1} of {len(pending)}"
-        room.wait(len(pending[number]), which, lambda: None)
+        room.wait(len(pending[number]), which, stop)
         now = todo(what.every, sweep.kind)
         names = {run.name for run in pending[number]}
         now = replace(now, runs=[run for run in now.runs if run.name in names])

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 _ROWS_FILE, _OVERLAP_FILE = "overlap-rows.jsonl", "overlap.json"
 LEFT_OUT = "left out by the limit of rows"
-_OTHER_TASK = re.compile(r"task\.|data\.(?!root=|\w+_rows=)")
+_OTHER_TASK = re.compile(r"(task|head|input|can)\.|train\.(?!precision=)|data\.(?!root=|\w+_rows=)")
 """Overrides that make a task another one than scores were published for."""
 Body = dict[str, Any]
 """What `table.json` holds."""
@@ -363,6 +363,10 @@ def _not_comparable(row: PublishedConfig, line: dict[str, Any], plan: BenchmarkP
     search = plan.tasks[line["task"]].search
     best = {"dev": "best epoch on dev", "last": "last epoch"}[protocols[0]["selected_on"]]
     # A mean of several runs estimates the same as one run.
-    ours = {"one run", best} | ({"best of a grid on dev"} if search.points else set())
-    others = sorted(set(row.protocol.split(", ")) - ours)
-    return f"protocol: {', '.join(others)}" if others else ""
+    grid = {"best of a grid on dev"} if search.points else set[str]()
+    theirs = set(row.protocol.split(", "))
+    if others := sorted(theirs - {"one run", best} - grid):
+        return f"protocol: {', '.join(others)}"
+    # What chose on the rows that are reported makes a score higher.
+    chosen = grid | {best} if protocols[0]["selected_on"] == row.split == "dev" else grid
+    return f"protocol: here {', '.join(more)}" if (more := sorted(chosen - theirs)) else ""

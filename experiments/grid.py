@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 SWEEP_RECORD = "sweep.json"
 """In the folder of a sweep: its verb, what it compares, and the overrides of its runs."""
 _RESULT = "result.json"
+CANCELLED_MARK = "sweep.cancelled"
+"""Beside it, for a submission that waits for room."""
 HOME = "sweep"
 _FOLDER_KEY = "folder"
 _SAFE_NAME = re.compile(r"[\w+=][\w.+=-]*(/[\w+=][\w.+=-]*)*")
@@ -527,6 +529,7 @@ def cancel_sweep(folder: Path, *, save: bool, save_s: float) -> Iterator[str]:
 
     With `save`, runs that train may first save and end, one after the other.
     """
+    (folder / CANCELLED_MARK).touch()
     jobs = queued_jobs([folder / name for name in sweep_record(folder)["runs"]])
     alive = {run: job for run, job in jobs.items() if job.is_alive}
     if not alive:

@@ -41,9 +41,10 @@ _OWN_VARIABLES = re.compile(
     r"RANK|LOCAL_RANK|WORLD_SIZE|MASTER_(ADDR|PORT)|(SLURM|SBATCH|SRUN|POSTNORM)_.*"
 )
 SET_OPTIONS = frozenset({
-    "account", "array", "chdir", "comment", "cpus-per-task", "dependency", "error", "exclude",
-    "export", "export-file", "get-user-env", "gpus", "gpus-per-node", "gpus-per-socket",
-    "gpus-per-task", "job-name", "kill-on-invalid-dep", "mem", "no-kill", "no-requeue", "nodes",
+    "account", "array", "chdir", "cluster-constraint", "clusters", "comment", "cpus-per-task",
+    "dependency", "error", "exclude", "export", "export-file", "get-user-env", "gpus",
+    "gpus-per-node", "gpus-per-socket", "gpus-per-task", "job-name", "kill-on-invalid-dep", "mem",
+    "no-kill", "no-requeue", "nodes",
     "ntasks", "ntasks-per-gpu", "ntasks-per-node", "open-mode", "output", "parsable", "partition",
     "qos", "requeue", "signal", "test-only", "time", "wait", "wrap",
 })  # fmt: skip

@@ -333,7 +333,7 @@ def _supervise(
     restart: int = option("times that SLURM has put the job back", required=True),
     jobs_before: int = option("of a chain", default=0),
     nodes: str = option("names of all nodes of the job", "'A B'", required=True),
-    asked_to_stop: int = option("1: time is nearly up", default=0),
+    asked_to_stop: int = option("1: time is nearly up; 2: before that", default=0),
     step_code: int = option("exit code of srun", default=0),
     max_restarts: int = option("restarts of a job", required=True),
     max_attempts: int = option("attempts in a row without a checkpoint", required=True),
@@ -353,7 +353,7 @@ def _supervise(
         nodes=tuple(nodes.split()),
         before=None,
         ranks=ranks,
-        at_limit=bool(asked_to_stop),
+        at_limit=asked_to_stop == 1,
         step_code=step_code,
         jobs_before=jobs_before,
     )
@@ -365,6 +365,7 @@ def _supervise(
         StorageRetry(patience, job_ends),
         max_excluded,
         (lambda: (_training(config, overrides), cluster_of(cluster))) if config else None,
+        is_asked=bool(asked_to_stop),
     )
     print(next_order(after, start), flush=True)
 

@@ -129,6 +129,8 @@ def is_done(kind: str, run_dir: Path, codes: Sequence[int], ranks: int) -> bool:
     """Return whether the work is complete: by the trainer's mark, or because all ranks say so."""
     if kind == records.PRETRAIN:
         return RunFolder(run_dir).done.exists()
+    if kind == records.FINETUNE and not RunFolder(run_dir).result.exists():
+        return False  # the codes are those of its steps: dev and test are predicted after them
     return list(codes) == [errors.EXIT_FINISHED] * ranks
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from launch.decide import JobAttempt, Limits, end_attempt, read_end
-from launch.records import progress
+from launch.records import EVALUATE, progress
 from pipeline.errors import (
     EXIT_FAILED_DO_NOT_RETRY,
     EXIT_FAILED_RETRY,
@@ -61,7 +61,8 @@ def run_local(words: list[str], kind: str, run_dir: Path, num_ranks: int, limits
         decision = end_attempt(attempt, limits, run_dir)
         has_saved = attempt.codes == (EXIT_PREEMPTED,) * num_ranks
         goes_on = not (has_saved or is_asked)
-        notify_end(run_dir, start, decision.word, decision.reason, goes_on=goes_on)
+        if kind != EVALUATE:
+            notify_end(run_dir, start, decision.word, decision.reason, goes_on=goes_on)
         if has_saved:
             return EXIT_PREEMPTED  # asked to stop, of which rank 0 has told
         if decision.word != "requeue":

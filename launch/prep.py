@@ -28,7 +28,7 @@ from typing import Any
 from launch import records, script_parts
 from launch.cluster import ClusterConfig, PrepJobsConfig
 from launch.pending_submission import PendingSubmission, options_of, submitting
-from launch.queue import Quota, still_queued
+from launch.queue import Quota, alive_of, still_queued
 from launch.slurm import TooManyJobsError, withheld_line
 from pipeline import errors
 from pipeline.config import strict_yaml
@@ -306,6 +306,7 @@ elif [ "$code" = 126 ] || [ "$code" = 127 ]; then
 fi
 # scancel, preemption and the time limit end this script too, a moment after what it started.
 sleep 5
+[ "$code" != 143 ] || {{ echo "requeue: ended by SIGTERM"; requeue; }}  # of a longer GraceTime
 failures=$(( $(cat "$failures_file" 2>/dev/null || echo 0) + 1 ))
 ready eval 'echo "$failures" >"$failures_file"'
 if [ "$failures" -ge {max_failures} ]; then
@@ -598,7 +599,7 @@ def _ask_data_prep(command: str, config_path: str, arguments: Sequence[str]) -> 
 # Both chains would do the same work.
 def _refuse_twice(draft: PrepDraft) -> None:
     """Refuse a second chain: two would redo and overwrite each other's tasks."""
-    left = still_queued(_all(records.prep_jobs(draft.job.folder)))
+    left = alive_of(draft.job.folder, _all(records.prep_jobs(draft.job.folder)))
     if left:
         raise errors.BusyError(
             f"jobs of an earlier submission are still in the queue: {' '.join(left)}; wait for "

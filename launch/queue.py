@@ -320,8 +320,23 @@ def _exit_code(value: str) -> str:
     return f"{int(value) >> 8}:{int(value) & 0x7F}"
 
 
+def alive_of(folder: Path, jobs: Sequence[str]) -> list[str]:
+    """List those of some jobs that wait or run and are a folder's, whoever submitted them.
+
+    The comment of a sweep's array names the sweep, in which the run's folder lies.
+    """
+    known = (folder, *folder.absolute().parents)
+    alive = {
+        name
+        for facts in jobs_of(jobs)
+        if facts.is_alive and (not facts.comment or any(map(facts.is_of, known)))
+        for name in (facts.job, facts.array)
+    }
+    return [job for job in jobs if job in alive]
+
+
 def still_queued(jobs: Sequence[str]) -> list[str]:
-    """List those of some jobs, arrays or elements of arrays that are waiting or running."""
+    """List those of this user's jobs, arrays or elements of arrays that are waiting or running."""
     if not jobs:
         return []
     there = run_command(["squeue", "--me", "--noheader", "--array", "--format=%F %i"]).split()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from launch import script_parts
 from launch.cluster import ClusterConfig
-from launch.records import EXCLUDED_FILE, FOLDER, MULTITASK, PRETRAIN, UNJUDGED_FILE
+from launch.records import EXCLUDED_FILE, FOLDER, MULTITASK, PRETRAIN, PROGRAM, UNJUDGED_FILE
 from pipeline.errors import EXIT_PREEMPTED
 from pipeline.runtime.env import RUN_DIR_VARIABLE
 
@@ -23,6 +23,8 @@ RUN = f"${RUN_DIR_VARIABLE}/"
 """The folder of a run that only the element of an array knows."""
 _SECONDS_TO_REQUEUE = 30
 """Time before the limit that the script keeps for itself."""
+_SIGNAL_EARLY_S = 60
+"""SLURM sends the signal before the time limit earlier than asked by at most so much."""
 _BANDWIDTH_S = 180
 """Time after which a measurement that hangs gives up."""
 _AT_S = 120
@@ -68,9 +70,9 @@ def render(job: Job, cluster: ClusterConfig) -> str:
         "#!/bin/bash",
         *script_parts.sbatch_lines(_options(job, cluster), requeue=cluster.requeue),
         "",
-        _TRAP,
-        *([script_parts.CHAIN.format(again=EXIT_PREEMPTED)] if in_chain else []),
         script_parts.CLOCK.format(time_limit=cluster.time_limit_s),
+        _TRAP.format(near_s=cluster.stop_before_end_s + _SIGNAL_EARLY_S),
+        *([script_parts.CHAIN.format(again=EXIT_PREEMPTED)] if in_chain else []),
         *script_parts.setup_lines(cluster),
         *_run_dir(job),
         _VARIABLES.format(run_dir=RUN_DIR_VARIABLE, folder=FOLDER),
@@ -158,7 +160,9 @@ def _steps(job: Job, cluster: ClusterConfig) -> list[str]:
     ranks = (
         f"{script_parts.rank_options(cluster)} {_step(job, cluster, _RANK.format(command=command))}"
     )
-    return [*steps, _RANKS.format(ranks=ranks.strip())]
+    # Of a program one rank may have more to do when the others are done: 0 is for ever.
+    wait_s = 0 if job.kind == PROGRAM else 60
+    return [*steps, _RANKS.format(ranks=ranks.strip(), wait_s=wait_s)]
 
 
 def _config_words(job: Job) -> list[str]:
@@ -214,7 +218,8 @@ _RANK = (
 # Before the setup lines: SIGUSR1 without a trap ends the job.
 _TRAP = """\
 asked_to_stop=0 after=start code=0 step= asking= at= is_missing=
-trap 'asked_to_stop=1; ask_ranks 2>/dev/null || :' USR1"""
+# 1: time is nearly up; 2: before that, by a preemption or a person.
+trap 'asked_to_stop=$((end_s - $(date +%s) > {near_s} ? 2 : 1)); ask_ranks 2>/dev/null || :' USR1"""
 
 # The port is below 32768, where Linux takes the ports of outgoing connections from.
 _VARIABLES = """\
@@ -245,7 +250,7 @@ measure() {{
 _RANKS = """\
 ranks() {{
   trap '' USR1  # srun passes it on all the same; by default it would die before it can
-  exec srun --kill-on-bad-exit=1 --wait=60 --cpus-per-task="$SLURM_CPUS_PER_TASK" --label \\
+  exec srun --kill-on-bad-exit=1 --wait={wait_s} --cpus-per-task="$SLURM_CPUS_PER_TASK" --label \\
     {ranks}
 }}"""
 

@@ -13,6 +13,7 @@ from launch import queue
 from launch.cluster import cluster_of
 from launch.records import (
     CLUSTER_FILE,
+    EVALUATE,
     FOLDER,
     LAST_DECISIONS,
     PREP_RECORD,
@@ -32,6 +33,7 @@ from launch.slurm import SlurmError
 from pipeline.data.format import INDEX_FILE
 from pipeline.errors import ConfigError, PostnormError
 from pipeline.inspect.status import RunStatus, begin_text, progress_lines, run_status
+from pipeline.model.architecture import TASK_FILE
 from pipeline.runtime import summary
 from pipeline.runtime.files import read_json_lines
 from pipeline.runtime.run_folder import RunFolder
@@ -68,8 +70,10 @@ class RunReport:
 
     @property
     def is_done(self) -> bool:
-        """Whether the run folder has its done.json."""
-        return RunFolder(Path(self.run_dir)).done.exists()
+        """Whether the run folder has its done.json, and that of a fine-tuning its result."""
+        folder = RunFolder(Path(self.run_dir))
+        is_tuned = (folder.path / TASK_FILE).is_file()
+        return folder.done.exists() and (not is_tuned or folder.result.exists())
 
 
 @dataclass(frozen=True)
@@ -219,7 +223,11 @@ def _queue_report(folder: Path, jobs: list[queue.JobFacts]) -> RunReport | PrepR
     if not (folder / FOLDER).exists() and folder.exists():
         return None
     newest_first = sorted(jobs, key=lambda facts: facts.submitted_unix_s or 0, reverse=True)
-    return report_of(folder, newest_first, "")
+    arrays = [one.job.partition("_")[0] for one in newest(submissions(folder))]
+    there = [array for array in arrays if array in {facts.array for facts in jobs}]
+    array = (there or [newest_first[0].array])[0]
+    first = queue.current([facts for facts in jobs if facts.array == array])
+    return report_of(folder, [first, *(facts for facts in newest_first if facts is not first)], "")
 
 
 def headline(report: RunReport) -> str:
@@ -227,13 +235,15 @@ def headline(report: RunReport) -> str:
     job = report.job
     if job and job.is_alive:
         return "pending" if job.is_waiting else job.state.lower()
-    if report.is_done:
-        return "finished"
-    # Where SLURM cannot be asked, what the job's script decided is known all the same.
-    ids = [job.job] if job else [one.job for one in newest(report.submissions)[:1]]
+    # Where SLURM cannot be asked, what the job's script decided is known all the same. It counts
+    # before the run's own mark, which may be left from before a job that was refused.
+    trained = [one.job for one in newest(report.submissions)[:1] if one.kind != EVALUATE]
+    ids = [job.job] if job else trained
     last = decision(report, ids[0]) if ids else None
     if last:
         return str(last["decision"])
+    if report.is_done:
+        return "finished"
     if job and job.state != queue.UNKNOWN:
         return job.state.lower()
     if report.submissions:

@@ -17,7 +17,7 @@ from typing import Any
 from launch.cluster import ClusterConfig
 from launch.pending_submission import PendingSubmission, submitting
 from launch.plan import plan
-from launch.queue import still_queued
+from launch.queue import alive_of
 from launch.records import (
     CLUSTER_FILE,
     CODE_FOLDER,
@@ -377,7 +377,7 @@ def _submit(draft: SubmissionPlan, intent: PendingSubmission, remove_stop: bool)
 
 def refuse_twice(run_dir: Path, kind: str) -> None:
     """Refuse a second job of a run."""
-    left = still_queued([one.job for one in submissions(run_dir) if one.kind == kind])
+    left = alive_of(run_dir, [one.job for one in submissions(run_dir) if one.kind == kind])
     if left:
         # It would only wait for the lock of the first.
         raise BusyError(

@@ -7,6 +7,7 @@ stands in files of the run: a call may be on a node that is gone by the next.
 
 import contextlib
 import logging
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,9 +18,11 @@ from launch.cluster import ClusterConfig
 from launch.preflight.check import CheckedConfig
 from launch.preflight.judge import gather, judge_nodes
 from launch.records import (
+    EVALUATE,
     EXCLUDED_FILE,
     FOLDER,
     UNJUDGED_FILE,
+    append_history,
     append_start,
     exclude_nodes,
     excluded_nodes,
@@ -37,6 +40,7 @@ CHECK, MEASURE, RANKS, REQUEUE = "check", "measure", "ranks", "requeue"
 STEPS = (START, STORAGE, CHECK, MEASURE, RANKS)
 """What an order may follow. STORAGE: the first node waited for it in vain, and asks another one."""
 
+_TERMINATED = 128 + signal.SIGTERM
 Inputs = Callable[[], tuple[CheckedConfig, ClusterConfig]]
 """Loads the config of a run and its cluster profile."""
 
@@ -56,6 +60,8 @@ class JobStart:
     """Largest number of nodes that the job may do without."""
     preflight: Inputs | None = None
     """What the nodes are judged by; None where they are not checked."""
+    is_asked: bool = False
+    """Whether the job was asked to stop: at the end of its time, or before."""
 
     @property
     def name(self) -> str:
@@ -98,14 +104,14 @@ def _begin(start: JobStart) -> str:
         f"{replace(attempt, after=before, kind=start.kind).newest}"
     )
     # Time is nearly up: the ranks end at once, and that is judged as their end.
-    return RANKS if start.preflight is None or attempt.at_limit else CHECK
+    return RANKS if start.preflight is None or start.is_asked else CHECK
 
 
 def _record_start(start: JobStart) -> str | None:
     """Write down what this start found, and return how far it was."""
     attempt, run_dir = start.attempt, start.run_dir
     if attempt.starts_before == 0:
-        _forget_nodes(run_dir)
+        _forget_nodes(start)
     before = progress(start.kind, run_dir)
     if start.preflight is not None:
         start.records.mkdir(parents=True, exist_ok=True)
@@ -118,7 +124,7 @@ def _accuse(start: JobStart) -> str:
     """Blame the first node, as this one reaches what that one does not."""
     first, run_dir = start.attempt.nodes[0], start.run_dir
     if start.attempt.starts_before == 0:
-        _forget_nodes(run_dir)
+        _forget_nodes(start)
     bad = {*excluded_nodes(run_dir), first}
     if len(bad) > start.max_excluded or start.attempt.starts_before >= start.limits.restarts:
         return f"exit {EXIT_FAILED_RETRY}"  # the script ends the job, and says why
@@ -127,15 +133,20 @@ def _accuse(start: JobStart) -> str:
     return f"{REQUEUE} {','.join(excluded_nodes(run_dir))}"
 
 
-def _forget_nodes(run_dir: Path) -> None:
+def _forget_nodes(start: JobStart) -> None:
     """Begin with no excluded nodes: a person submitted the job, and others may be bad by now."""
-    (run_dir / FOLDER / EXCLUDED_FILE).unlink(missing_ok=True)
+    if start.kind != EVALUATE:  # beside a job that trains, whose nodes these are
+        (start.run_dir / FOLDER / EXCLUDED_FILE).unlink(missing_ok=True)
 
 
 def _judge(start: JobStart, after: str) -> str:
     attempt = start.attempt
-    if attempt.at_limit or start.preflight is None:
+    if start.is_asked or start.preflight is None:
         return RANKS
+    if attempt.step_code == _TERMINATED and attempt.starts_before < start.limits.restarts:
+        # Preempted: SLURM ended the check at once, and this script has a moment more.
+        _say("requeue: preflight was ended by SIGTERM")
+        return _order(start)
     try:
         config, profile = start.preflight()
         evidence = gather(start.records, attempt.nodes, config, with_bandwidth=after == MEASURE)
@@ -145,15 +156,27 @@ def _judge(start: JobStart, after: str) -> str:
         return RANKS
     for line in verdict.text(evidence):
         _say(f"preflight: {line}")
+    if verdict.problems and verdict.passes:
+        logger.warning("storage fails for preflight, going on without: the ranks wait for it")
+        return RANKS
     if verdict.problems:
-        return _order(start, decide.give_up("no other node cures what preflight found"))
+        return _give_up(start, "no other node cures what preflight found")
     if not verdict.bad:
         measures = after == CHECK and profile.preflight.bandwidth_gb_per_s
         return MEASURE if measures else RANKS
     if attempt.starts_before >= start.limits.restarts:
         reason = f"bad nodes after {attempt.starts_before} restarts (max_restarts)"
-        return _order(start, decide.give_up(reason))
+        return _give_up(start, reason)
     return _order(start)
+
+
+def _give_up(start: JobStart, reason: str) -> str:
+    """End the job before its ranks begin, and put that on record."""
+    attempt = {"job": start.attempt.job, "restart": start.attempt.restart}
+    attempt |= {"nodes": list(start.attempt.nodes), "miss": None}  # no attempt of the ranks
+    with contextlib.suppress(OSError):
+        append_history(start.run_dir, {**attempt, "decision": "failed", "reason": reason})
+    return _order(start, decide.give_up(reason))
 
 
 def _end(start: JobStart) -> str:
@@ -182,13 +205,16 @@ def _no_storage(start: JobStart, error: OSError) -> decide.Decision:
 
 def _order(start: JobStart, decision: decide.Decision | None = None) -> str:
     """Make a decision the job's order; None sends it back without nodes that were reported."""
+    trains = start.kind != EVALUATE  # beside it another job may, whose files and end these are
     with contextlib.suppress(OSError):  # the script's count of calls without one begins anew
-        (start.run_dir / FOLDER / UNJUDGED_FILE).unlink(missing_ok=True)
+        if trains:
+            (start.run_dir / FOLDER / UNJUDGED_FILE).unlink(missing_ok=True)
     if decision is None:
         return REQUEUE
     is_again = decision.word == REQUEUE
     _say(f"{REQUEUE if is_again else 'end'}: {decision.reason}")
-    notify_end(start.run_dir, start.name, decision.word, decision.reason)
+    if trains:
+        notify_end(start.run_dir, start.name, decision.word, decision.reason)
     return REQUEUE if is_again else f"exit {decision.exit_code}"
 
 

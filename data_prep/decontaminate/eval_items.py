@@ -1,9 +1,9 @@
 """Texts of evaluation sets in files of several forms.
 
 An item is one text: every string in .json and .jsonl (values of any depth, not keys), every cell of
-.tsv and .csv, every line of .txt. The encoding of a file is detected. A string
-without a space and without a Chinese, Japanese or Korean character is not an item: it is a label,
-an id or an address.
+.tsv and .csv, every line of .txt. The encoding of a file is detected. A string without a space and
+without a character of Thai, Chinese, Korean and the like is not an item: it is a label, an id or an
+address.
 """
 
 import csv
@@ -42,11 +42,16 @@ def read(file: InputFile, reading: Reading) -> Items:
         return
     try:
         for place, text in _READERS[_suffix(file.path)](file, reading):
-            if any(char.isspace() or char >= "\u2e80" for char in text.strip()):
+            if any(_parts_words(char) for char in text.strip()):
                 yield f"{file.name}{place}", storable(text)
         refuse_changed(file)
     except OSError as error:
         raise DataError(f"{file.path} cannot be read: {error}") from error
+
+
+def _parts_words(char: str) -> bool:
+    """Whether a character stands between words, or is of a script without spaces (Thai, Han)."""
+    return char.isspace() or "\u0e00" <= char < "\u2000" or char >= "\u2e80"
 
 
 def _find(chosen: EvalSetConfig) -> tuple[InputFile, ...]:

@@ -62,7 +62,7 @@ def write_overlap(rows: Path, corpus: list[str], config: DecontaminateConfig, ou
             '{"set": name, "texts": [...]}'
         ) from None
     sources, clean = _sources(corpus)
-    listed = [(source, inputs.find(source).files) for source in sources]
+    listed = [(source, inputs.find(source).files, own) for source, own in sources]
     of = content, corpus, config, clean, listed, RULE
     key = hashlib.sha256(repr(of).encode()).hexdigest()
     if _key_of(out) == key:
@@ -71,7 +71,7 @@ def write_overlap(rows: Path, corpus: list[str], config: DecontaminateConfig, ou
     texts = {text: normalise(text, clean) for _, parts in read for text in parts}
     search = _Search(sorted(set(texts.values())), config)
     num_documents = 0
-    for batch in batches(_documents(listed, clean)):
+    for batch in batches(_documents(listed)):
         num_documents += len(batch)
         search.take([document["text"] for document in batch])
     if not num_documents:
@@ -95,29 +95,31 @@ def _key_of(out: Path) -> str | None:
         return None
 
 
-def _sources(corpus: list[str]) -> tuple[list[SourceConfig], CleanConfig]:
-    sources: list[SourceConfig] = []
+def _sources(corpus: list[str]) -> tuple[list[tuple[SourceConfig, CleanConfig]], CleanConfig]:
+    """Return the sources, each with how it is cleaned, and how rows are."""
+    sources: list[tuple[SourceConfig, CleanConfig | None]] = []
     cleans: list[CleanConfig] = []
     for text in corpus:
         resolved = Path(text).expanduser() / RESOLVED_FILE
         if resolved.is_file():
             prep = load(PrepConfig, resolved).config
-            sources += prep.sources
-            cleans += [prep.clean_of(source) for source in prep.sources]
+            sources += [(source, prep.clean_of(source)) for source in prep.sources]
+            cleans += [prep.clean, *(prep.clean_of(source) for source in prep.sources)]
         else:
-            sources.append(SourceConfig(name="corpus", inputs=(text,)))
-    if any(clean != cleans[0] for clean in cleans):
+            sources.append((SourceConfig(name="corpus", inputs=(text,)), None))
+    if len({(clean.nfkc, clean.simplified) for clean in cleans}) > 1:
         raise DataError(
             f"{', '.join(corpus)}: the datasets clean text in different ways, and rows are cleaned "
             "as the corpus is; count them apart"
         )
-    return sources, cleans[0] if cleans else CleanConfig()
+    of_rows = cleans[0] if cleans else CleanConfig()
+    return [(source, own or of_rows) for source, own in sources], of_rows
 
 
 def _documents(
-    listed: list[tuple[SourceConfig, tuple[InputFile, ...]]], clean: CleanConfig
+    listed: list[tuple[SourceConfig, tuple[InputFile, ...], CleanConfig]],
 ) -> Iterator[dict[str, str]]:
-    for source, files in listed:
+    for source, files, clean in listed:
         for piece in inputs.pieces(source, files, _PIECE_BYTES):
             logger.info("searching %s", ", ".join(file.name for file in piece.files))
             for item in read_piece(piece, clean, ReadStats()):

@@ -171,10 +171,17 @@ def decode(raw: bytes, encoding: Encoding) -> str | None:
         # meaning there. A short one is taken for what the file is: GB18030 and UTF-8 share some.
         if isinstance(raw, LongLine) or (encoding != "utf-8" and _is_surely_utf8(raw)):
             return None
+        # UTF-16 of many scripts is valid UTF-8: letters, and control characters between them.
+        if encoding == "utf-8" and b"\0" in raw and 4 * _num_controls(raw) > len(raw) > 8:
+            return None
         text = raw.decode(CODECS[encoding]).removeprefix("\ufeff")
         return text.replace(*_GB18030_SPACE) if encoding == "gb18030" else text
     except UnicodeDecodeError:
         return None
+
+
+def _num_controls(raw: bytes) -> int:
+    return len(raw) - len(raw.translate(None, bytes(range(32))))
 
 
 def _is_surely_utf8(raw: bytes) -> bool:

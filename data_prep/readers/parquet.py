@@ -71,7 +71,9 @@ def _columns(schema: Any, fields: Fields) -> dict[str, str]:
     columns = {}
     for name in fields.wanted:
         kind, root = _type_at(schema, name)
-        if kind is not None and (name not in fields.text or _holds_text(kind)):
+        # Of several texts one that holds a number rejects its rows, as in JSON.
+        is_one = name in fields.text and len(fields.text) == 1
+        if kind is not None and (not is_one or _holds_text(kind)):
             columns[name] = root
     return columns
 
@@ -124,7 +126,7 @@ def _column(column: Any) -> Any:
     """Return a column, texts as bytes, of any depth."""
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
-    return column.cast(_as_binary(column.type))
+    return column.cast(_as_binary(column.type), safe=False)
 
 
 def _as_binary(kind: Any) -> Any:
@@ -133,7 +135,9 @@ def _as_binary(kind: Any) -> Any:
         return pa.large_list(_as_binary(kind.value_type))
     if pa.types.is_struct(kind):
         return pa.struct([part.with_type(_as_binary(part.type)) for part in kind])
-    return _binary_type(kind) or kind
+    if pa.types.is_timestamp(kind):  # Python's have no nanoseconds
+        return pa.timestamp("us", kind.tz)
+    return pa.duration("us") if pa.types.is_duration(kind) else _binary_type(kind) or kind
 
 
 def _for_json(values: Metadata) -> Metadata:

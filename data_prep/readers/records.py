@@ -76,6 +76,9 @@ class Fields:
         self, record: Any, raw: bytes, place: FileOrigin, offset: int
     ) -> Document | Rejected:
         """Return the document of a record, or why there is none."""
+        if isinstance(record, list):  # would be one document of all their texts
+            reason = "array where an object was expected"
+            return Rejected(place.at(offset), reason, raw, rows=len(record) or 1)
         text = self.text_of(record, "\n")
         if text is None:
             return self.no_text("field", place.at(offset), raw, there=record)
@@ -122,19 +125,19 @@ def json_document(
 ) -> Document | Rejected:
     """Return the document of one JSON object, or why there is none."""
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        try:  # Python reads no numbers of more than 4,300 digits, which JSON may have
+        try:
+            record = json.loads(line)
+        except ValueError:  # Python reads no numbers of more than 4,300 digits, which JSON may have
             record = json.loads(line, parse_int=str)
-        except (ValueError, RecursionError):
-            return Rejected(place.at(offset), "invalid JSON line", raw)
-    # Only an escape can bring in a lone surrogate: the line itself is valid text.
-    return fields.document(_storable(record) if "\\u" in line else record, raw, place, offset)
+        # Only an escape can bring in a lone surrogate: the line itself is valid text.
+        return fields.document(_storable(record) if "\\u" in line else record, raw, place, offset)
+    except (ValueError, RecursionError):
+        return Rejected(place.at(offset), "invalid JSON line", raw)
 
 
 def _storable(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _storable(part) for name, part in value.items()}
+        return {storable(name): _storable(part) for name, part in value.items()}
     if isinstance(value, list):
         return [_storable(part) for part in value]
     return storable(value) if isinstance(value, str) else value

@@ -53,7 +53,9 @@ _LATER_PARTS = 8
 class BrokenFileError(Exception):
     """A file is not readable from here on; `documents.read_file` catches it."""
 
-    def __init__(self, reason: str, message: str, unfinished: bytes = b"", rows: int = 1) -> None:
+    def __init__(
+        self, reason: str, message: str, unfinished: bytes = b"", rows: int = 1, at: int = 0
+    ) -> None:
         super().__init__(message)
         self.reason = reason
         """`CUT_SHORT` or `DAMAGED`."""
@@ -61,6 +63,8 @@ class BrokenFileError(Exception):
         """The beginning of the document that the break goes through."""
         self.rows = rows
         """Rows from there on, as far as that is known: all of them are lost."""
+        self.at = at
+        """Bytes of the file, as it is stored, before the damaged member."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +164,7 @@ class _Decompressed(io.RawIOBase):
         self.problem: BrokenFileError | None = None
         self.member_start = 0
         """Bytes of output before the current member."""
+        self.member_at, self._num_read = 0, 0  # bytes of the file before it, and those read
         self._given = 0
         self._damage = damage
         self._file = file
@@ -204,6 +209,7 @@ class _Decompressed(io.RawIOBase):
             data, self._input = self._input, b""
             if not data and self._decoder.needs_input:
                 data = self._file.read(_STEP)
+                self._num_read += len(data)
                 at_end = not data
             text: bytes = self._decoder.decompress(data, limit)
             if text:
@@ -217,9 +223,10 @@ class _Decompressed(io.RawIOBase):
             data = self._file.read(_STEP)
             if not data:
                 return False
+            self._num_read += len(data)
             rest = data.lstrip(self._padding)
         self._decoder, self._input = self._make(), rest
-        self.member_start = self._given
+        self.member_start, self.member_at = self._given, self._num_read - len(rest)
         return True
 
 
@@ -234,6 +241,8 @@ def _find_damage(path: str, suffix: str) -> _Damage:
         while stream.readinto(buffer):
             pass
     problem = stream.problem
+    if problem:
+        problem.at = stream.member_at
     return (stream.member_start, problem) if problem and problem.reason == DAMAGED else None
 
 
@@ -380,6 +389,19 @@ def owned(lines: Lines, start: int, end: int | None) -> Lines:
             return
         if offset >= start:
             yield offset, raw
+
+
+def told_apart(lines: Lines, place: FileOrigin) -> Lines:
+    """Yield the lines of a text (DataError: it has one alone, with carriage returns in it)."""
+    number, is_one = 0, False
+    for number, (offset, raw) in enumerate(lines, 1):
+        is_one = number == 1 and raw.count(b"\r") > 1
+        yield offset, raw
+    if is_one:
+        raise DataError(
+            f"{place.path} has no line feed: carriage returns end its lines, and all of its "
+            "documents would be one; convert them (`tr '\\r' '\\n'`)"
+        )
 
 
 def line_documents(

@@ -28,7 +28,7 @@ from pipeline.config.runs import RunConfig
 from pipeline.data.format import DatasetIndex
 from pipeline.data.objects import open_index
 from pipeline.data.reader import BlockReader
-from pipeline.errors import ConfigError, DataError, PostnormError
+from pipeline.errors import PASSING, ConfigError, DataError, PostnormError, StorageError
 from pipeline.runtime import env
 from pipeline.runtime.files import temporary_beside, write_json_atomic
 from pipeline.runtime.run_folder import RunFolder
@@ -83,6 +83,8 @@ class Finding:
     blame: Blame
     block: int | None = None
     """Row of the dataset's block that is damaged as this node reads it."""
+    passes: bool = False
+    """Whether it is storage that may come back, for which the ranks wait."""
 
 
 @dataclass
@@ -176,7 +178,7 @@ def check_node(config: CheckedConfig, cluster: ClusterConfig, folder: Path, node
     late = f"not done within preflight.timeout_s={cluster.preflight.timeout_s}"
     done = dict(results)  # a thread that was given up may still add to the other
     for name in parts:
-        unfinished = [Finding(f"{name} in time", f"{name}: {late}", "all")]
+        unfinished = [Finding(f"{name} in time", f"{name}: {late}", "all", passes=True)]
         record.findings += done.get(name, unfinished)
     record.is_finished = True
     write_record(folder, record)
@@ -246,7 +248,8 @@ def check_folder(
         inodes = os.statvfs(folder)
         _write_through(folder / "preflight")
     except OSError as error:
-        return None, [Finding(name, f"{where} cannot be written to: {error}", blame)]
+        text = f"{where} cannot be written to: {error}"
+        return None, [Finding(name, text, blame, passes=error.errno in PASSING)]
     free, more = f"{free_gb:.1f} GB free", f"{inodes.f_favail} more files can be created"
     findings = _at_least(config, "min_free_gb", free_gb, f"{where}: {free}", name, blame)
     # Some file systems have no fixed number of inodes and say 0.
@@ -340,7 +343,8 @@ def check_dataset(data: DataConfig, num_shards: int, seed: str) -> tuple[str, li
     try:
         index = open_index(data)
     except (PostnormError, OSError) as error:
-        return "", [Finding("dataset", str(error), "all")]
+        passes = isinstance(error, StorageError) or getattr(error, "errno", None) in PASSING
+        return "", [Finding("dataset", str(error), "all", passes=passes)]
     chance = random.Random(seed)
     findings = []
     for shard in chance.sample(range(len(index.shards)), min(num_shards, len(index.shards))):
@@ -353,7 +357,7 @@ def check_dataset(data: DataConfig, num_shards: int, seed: str) -> tuple[str, li
         except DataError as error:
             findings.append(Finding("shards", str(error), "node", block))
         except (PostnormError, OSError) as error:
-            findings.append(Finding("storage", str(error), "all"))
+            findings.append(Finding("storage", str(error), "all", passes=True))
     return index.fingerprint, findings
 
 

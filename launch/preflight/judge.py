@@ -64,6 +64,13 @@ class Verdict:
     problems: list[str] = field(default_factory=list)
     """Troubles that no other node cures."""
     warnings: list[str] = field(default_factory=list)
+    passing: list[str] = field(default_factory=list)
+    """Those of the problems that are storage which may come back."""
+
+    @property
+    def passes(self) -> bool:
+        """Whether all problems may pass, and no node is bad."""
+        return self.passing == self.problems and not self.bad
 
     @property
     def exit_code(self) -> int:
@@ -254,6 +261,7 @@ def _judge_findings(evidence: Evidence, verdict: Verdict) -> None:
             reported.add((check, text))
             who = f"all {len(records)} nodes, {node} says" if len(records) > 1 else node
             verdict.problems.append(f"{who}: {text}")
+            verdict.passing += [verdict.problems[-1]] * finding.passes
 
 
 def _judge_likeness(evidence: Evidence, verdict: Verdict) -> None:

@@ -154,6 +154,7 @@ _OWNER_FILE = "copy_of.json"
 _UNFINISHED = ".copying-"
 _LATER = "the next save will try again"
 _NICE = 10
+_LOOK_EVERY_S = 0.1
 _CHUNK_BYTES = 1 << 22
 
 
@@ -192,12 +193,14 @@ class Mirror:
         if self._task is None or self._task.is_done():
             self._task = BackgroundTask(self._work)
 
-    def finish(self) -> None:
-        """Wait until every requested copy has been tried."""
+    def finish(self, beat: Callable[[], None] = lambda: None) -> None:
+        """Wait until every requested copy has been tried; calls `beat` meanwhile."""
         while self._task is not None:
             if not self._task.is_done():
                 logger.info("waiting for the copy of checkpoints to %s", self._target)
-            self._task.is_done(wait=True)
+            while not self._task.is_done():
+                beat()
+                time.sleep(_LOOK_EVERY_S)
             # A request may have come between the thread's last look and its end.
             self._task = BackgroundTask(self._work) if self._is_due else None
 

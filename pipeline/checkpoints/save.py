@@ -198,8 +198,13 @@ class Saver:
             self._probe.cancel()
         self._publish_if_written(wait=True)
         self._look_at_tidying(wait=True)
-        if self._mirror is not None and not stopping:
-            self._mirror.finish()
+        if stopping or self._config.checkpoint.copy_to is None:
+            return
+        # Copies may take longer than any time limit of the ranks.
+        what = "copying checkpoints"
+        with dist.raise_on_all_ranks([0], what):
+            if self._mirror is not None:
+                self._mirror.finish(lambda: dist.heartbeat_all(what))
 
     def take_numbers(self) -> list[SaveNumbers]:
         """Return the times of saves and probes since the last call; the same on all ranks."""

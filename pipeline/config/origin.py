@@ -5,6 +5,7 @@ know: order, masks, schedules and the check of a checkpoint are those of one run
 other run have its checkpoint in `of`.
 """
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from pipeline.errors import CheckpointError, ConfigError
 from pipeline.runtime import env
 from pipeline.runtime.checkpoints import at_step, folder_of, published, read_manifest, split_step
 
+logger = logging.getLogger(__name__)
 CONTINUE_FROM = (
     "run, RUN@STEP or RUN@best that this run goes on from, optimizer's state included; its "
     "sections and stages hold here, but for steps and schedule, and `stages` lists what comes next"
@@ -69,6 +71,16 @@ def continued(root: YamlNode, cls: type[Any]) -> YamlNode:
                 f"train.{name}={own_train[name]} beside continue_from={given}: steps and rates are "
                 "those of the stages; leave it out"
             )
+    for name in _WHOLE_RUN if known else ():
+        if name in own_train and own_train[name] not in (source["train"].get(name), steps):
+            text = "train.%s=%s has no effect: the stages of a run with continue_from say it"
+            logger.warning(text, name, own_train[name])
+    theirs = source["train"].get("warmup_steps")
+    if own_train.get("warmup_steps") not in (None, theirs):
+        raise ConfigError(
+            f"train.warmup_steps={own_train['warmup_steps']} beside continue_from={given}, whose "
+            f"run has {theirs}: a warm-up is of a run's first stage, which is over; leave it out"
+        )
     _require_same(source, tree, given)
     before, rate = source.pop("stages"), source.pop("rate")
     for name in _NOT_ITS:
@@ -141,6 +153,8 @@ def _source(given: str, cls: type[Any]) -> dict[str, Any]:
             "it: set init_from"
         )
     rate = timeline.learning_rate(manifest.step - 1, last.number, manifest.elapsed_s)
+    if timeline.by_stages and number == last.first_batch + last.steps:
+        rate = last.last_lr  # as the next stage of that run has it, whatever batches were left out
     # What the other run began from is behind it; a mix takes its architecture from there.
     if cls.IN_MANIFESTS:
         plain["init_from"] = None

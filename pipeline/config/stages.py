@@ -19,6 +19,7 @@ from pipeline.config.schema import REQUIRED, param, section
 from pipeline.config.strict_yaml import YamlNode
 from pipeline.config.train import TrainConfig
 from pipeline.errors import ConfigError
+from pipeline.runtime import env
 
 T = TypeVar("T")
 
@@ -76,6 +77,9 @@ class StageConfig:
             raise ConfigError(
                 f"stage name {self.name!r}: expected letters, digits, `-`, `_` and `.` alone"
             )
+        for name in ("dir", "similar"):  # as the run's own: filled in where they are read
+            if isinstance(text := self.data.get(name), str):
+                self.data[name] = env.expand(text, f"stage {self.name}: data.{name}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -422,6 +426,11 @@ def _sections(
                 f"{where}.{name} = {given[name]!r}: a stage cannot change it"
                 f"{': ' + reason if reason else ''}; it may change {', '.join(allowed)}"
             )
+    if "rotary_base" in stage.model and model.positions != "rotary":
+        raise ConfigError(
+            f"stages.{number}.model.rotary_base={stage.model['rotary_base']} has no meaning with "
+            f"model.positions={model.positions}; leave it out"
+        )
     decay = stage.train.get("decay", "none")
     if decay not in DECAYS:
         raise ConfigError(

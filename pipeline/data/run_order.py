@@ -16,6 +16,7 @@ keeps the order of the places. There is no state; any step can be asked for at a
 here needs torch: so worker processes are small.
 """
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -59,17 +60,23 @@ class Mix:
     """Interleaving of sources: a pure function of position."""
 
     def __init__(self, weighted: Sequence[Fraction]) -> None:
-        """Take each source's weight times its number of sequences; all above 0."""
+        """Take each source's weight times its number of sequences; of 0 it never comes."""
         total = sum(weighted)
-        # One at least: a share of 0 would divide by zero, and the source would never come.
-        shares = [max(1, int(amount / total * (1 << _SHARE_BITS))) for amount in weighted]
+        # One at least where there is a weight: rounded to 0, the source would never come.
+        shares = [
+            max(1, int(amount / total * (1 << _SHARE_BITS))) if amount else 0 for amount in weighted
+        ]
         # Each source in turn is divided from all after it, rounded to whole sequences. The largest
         # comes first, because that keeps the sum of rounding errors smallest.
         self._ranked = sorted(range(len(shares)), key=lambda source: (-shares[source], source))
         self._shares = shares
-        self._left = [
-            sum(shares[source] for source in self._ranked[k:]) for k in range(len(shares))
+        self._left = [  # 1 where nothing is left to divide
+            sum(shares[source] for source in self._ranked[k:]) or 1 for k in range(len(shares))
         ]
+
+    def has(self, source: int) -> bool:
+        """Return whether a source is not left out."""
+        return bool(self._shares[source])
 
     def counts(self, position: int) -> list[int]:
         """Count the sequences of each source before a position."""
@@ -147,6 +154,7 @@ def weights(sources: Sequence[Source], mix: Sequence[MixConfig]) -> list[Fractio
     return [weight_of[name] for name in names]
 
 
+logger = logging.getLogger(__name__)
 _ID_BITS = 48
 """Bits of a sample id that count sequences; the bits above distinguish segments."""
 _MOST_NAMES = 3
@@ -241,7 +249,7 @@ class RunOrder:
             split: of the index.
             stage: place of the stage in the run.
             after: order of the stage before, if that has the same data: where its sources are
-                grouped as before, they go on where they stood.
+                grouped as before, or some of them left out, they go on where they stood.
             same_mix: whether that has the same mix.
             segments_before: number of segments of earlier stages.
 
@@ -258,8 +266,17 @@ class RunOrder:
             max(1, round(config.data.window_blocks * part / sum(tokens))) for part in tokens
         ]
         self.segments: list[Segment] = []
-        goes_on = after is not None and _same_groups(self.groups, after.groups)
-        if after is not None and goes_on:
+        groups = None if after is None else _as_before(self.groups, after.groups)
+        if after is not None and groups is None:
+            logger.warning(
+                "stage %d groups its sources otherwise than the one before (%s, then %s): all of "
+                "them begin anew at their first sequences",
+                stage,
+                ", ".join(group.name for group in after.groups),
+                ", ".join(group.name for group in self.groups),
+            )
+        elif after is not None and groups is not None:
+            self.groups = groups
             # A window's number means the same blocks only if windows are as large as before.
             self._windows = after._windows
             self.segments.append(after.segments[-1])
@@ -295,6 +312,8 @@ class RunOrder:
             return  # the block's source is left out
         [group] = of_block
         for number, segment in enumerate(self.segments):
+            if not segment.mix.has(group):
+                continue
             last = number + 1 == len(self.segments)
             end = min(stop, stop if last else self.segments[number + 1].first)
             packings = [(self._split.packing(block, segment.seq_len), False)]
@@ -371,11 +390,16 @@ class RunOrder:
         return repack(packing, rest.sequences[mine], seq_len, self._split.specials)
 
 
-def _same_groups(groups: list[Group], others: list[Group]) -> bool:
-    """Return whether sources are shuffled together as before; their weights may differ."""
-    return len(groups) == len(others) and all(
-        np.array_equal(one.blocks, other.blocks) for one, other in zip(groups, others, strict=True)
-    )
+def _as_before(groups: list[Group], before: list[Group]) -> list[Group] | None:
+    """Return the groups in the order of the stage before, those left out with weight 0.
+
+    None where sources are shuffled together that were not, or there are others than before.
+    """
+    found = {group.blocks.tobytes(): group for group in groups}
+    known = {group.blocks.tobytes(): group._replace(weight=Fraction(0)) for group in before}
+    if not found.keys() <= known.keys():
+        return None
+    return [found.get(blocks, left_out) for blocks, left_out in known.items()]
 
 
 def _groups(index: DatasetIndex, config: TrainDataConfig, split: PackedSplit) -> list[Group]:

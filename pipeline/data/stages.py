@@ -57,9 +57,7 @@ def open_indexes(
         DataError: the data of a stage is missing or damaged.
         ConfigError: a stage to come has the data of the one before it under another name.
     """
-    needed = current
-    while needed and timeline.continues(needed):
-        needed -= 1
+    needed = first_needed(timeline, current)
     read, found = dict[str, DatasetIndex](), list[DataIdentity]()
     for stage in timeline.stages:
         try:
@@ -83,6 +81,13 @@ def open_indexes(
                 "name in both, and the stage goes on where that one ends"
             )
     return found
+
+
+def first_needed(timeline: Timeline, current: int) -> int:
+    """Return the first stage whose data is read from: those to come may go on in earlier ones'."""
+    while current and timeline.continues(current):
+        current -= 1
+    return current
 
 
 def stage_data(

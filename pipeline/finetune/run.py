@@ -121,6 +121,9 @@ def finetune(
             advance(1)
     if not env.process_info_or_alone().is_first:
         return {}
+    # A folder that was finished before it was searched, or with a smaller grid.
+    if found and (known := read_result(folders[0])).get("search") != found:
+        write_json_atomic(folders[0] / RESULT, {**known, "search": found})
     if len(given) == 1:
         return read_result(out)
     return _combined(given, folders, out)

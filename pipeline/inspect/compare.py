@@ -123,7 +123,7 @@ def _read(folder: Path) -> ReadRun:
     run = RunFolder.started(folder)
     attempts = read_json_lines(run.attempts)
     config = {path: value for path, _, value in walk(load_run(run.resolved).config)}
-    lines = MetricLines(run).update(attempts)
+    lines = MetricLines(run).valid(attempts)
     train = [line for line in lines if line["kind"] == "train"]
     evaluations = [line for line in lines if line["kind"] == "eval"]
     before: dict[int, float] = {} if attempts[0].get("resumed_from_step") else {0: 0.0}

@@ -126,7 +126,7 @@ def run_status(folder: Path, now_s: float | None = None) -> RunStatus:
     run = RunFolder.started(folder)
     attempts = read_json_lines(run.attempts)
     config = load_run(run.resolved).config
-    lines = MetricLines(run).update(attempts)
+    lines = MetricLines(run).valid(attempts)
     seen = glance(config, lines, attempts)
     train = [line for line in lines if line["kind"] == "train"]
     held_out = [line for line in lines if line["kind"] == "eval"]

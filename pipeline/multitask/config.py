@@ -368,7 +368,13 @@ def mix_text(mix: TaskMix, work_dir: str = "") -> str:
     for each in tasks.values():
         if "data" in each:
             each["data"]["root"] = str(Path(work_dir, each["data"]["root"] or ".").resolve())
-    return to_yaml(replace(mix.config, tasks=tasks, root=None))
+    config = replace(mix.config, tasks=tasks, root=None)
+    if config.reported:  # which have no root of their own
+        root = mix.config.root and str(Path(work_dir, mix.config.root).resolve())
+        own = tuple(str(file) if (file := Path(work_dir, text)).is_file() else text
+                    for text in config.reported)  # fmt: skip
+        config = replace(config, root=root, reported=own)
+    return to_yaml(config)
 
 
 def is_mix(path: str) -> bool:

@@ -24,7 +24,7 @@ from pipeline.multitask.balancer import LossBaseline
 from pipeline.multitask.config import TaskMix
 from pipeline.multitask.draws import Draws
 from pipeline.tasks.readers import TaskData, read_task
-from pipeline.tasks.task import load_task
+from pipeline.tasks.task import TaskConfig, load_task
 from pipeline.tasks.types import Example
 from pipeline.use.folder import TrainedModel
 
@@ -52,12 +52,12 @@ def read_mix(mix: TaskMix) -> tuple[dict[str, TaskData], dict[str, dict[str, int
     if not mix.config.decontaminate:
         return read, {}
     evaluated: dict[bytes, str] = {}
-    for name, data in read.items():
-        _add(evaluated, name, data)
+    for name, config in mix.tasks.items():
+        _add(evaluated, name, _whole(config, ("train", "dev", "test"), read[name]))
     root = () if mix.config.root is None else (f"data.root={json.dumps(mix.config.root)}",)
     for config in (*mix.scored, *(load_task(file, root) for file in mix.config.reported)):
         splits = ("train", "dev", "test") if config.data.hold_out else ("dev", "test")
-        _add(evaluated, str(config.name), read_task(config, splits))
+        _add(evaluated, str(config.name), _whole(config, splits))
     found: dict[str, dict[str, int]] = {}
     for name, data in read.items():
         kept, dropped = [], Counter[str]()
@@ -79,6 +79,14 @@ def read_mix(mix: TaskMix) -> tuple[dict[str, TaskData], dict[str, dict[str, int
             logger.info(text, name, dropped.total(), len(kept) + dropped.total(), of)
             read[name] = replace(data, splits={**data.splits, "train": tuple(kept)})
     return read, found
+
+
+def _whole(config: TaskConfig, splits: Sequence[str], known: TaskData | None = None) -> TaskData:
+    """Read what may be evaluated some day: all rows, whatever a limit leaves of them now."""
+    if known is not None and config.data.dev_rows is None and config.data.test_rows is None:
+        return known
+    data = replace(config.data, dev_rows=None, test_rows=None)
+    return read_task(replace(config, data=data), splits)
 
 
 def _add(evaluated: dict[bytes, str], name: str, data: TaskData) -> None:

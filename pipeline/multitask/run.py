@@ -83,10 +83,6 @@ def multitask(mix: TaskMix, rank: Rank) -> int:
     mix.config.folder.refuse_foreign()
     folder.mkdir(parents=True, exist_ok=True)
     work, config = open_work(mix)
-    if rank.process.is_first:
-        write_atomic(folder / work.indexes[0].tokenizer_file, work.tokenizer)
-        write_atomic(folder / MIX_FILE, mix_text(mix).encode())
-        write_json_atomic(folder / LEFT_OUT_FILE, work.left_out)
     return train_run(config, rank, work)
 
 
@@ -349,8 +345,14 @@ class MultiTaskWork:
         return self._balancer.at(state.weights, batch)
 
     def evaluation(self, model: EncoderModel, engine: Engine) -> "MixedScores":
-        """Score dev of all tasks, and held-out text."""
+        """Score dev of all tasks, and held-out text; writes what the run is."""
         assert isinstance(model, MultiTaskModel)
+        # Here a checkpoint has been accepted: a start that is refused leaves the record as it was.
+        if env.process_info_or_alone().is_first:
+            folder = self._config.folder.path
+            write_atomic(folder / self.indexes[0].tokenizer_file, self.tokenizer)
+            write_atomic(folder / MIX_FILE, mix_text(self._mix).encode())
+            write_json_atomic(folder / LEFT_OUT_FILE, self.left_out)
         if self._mix.config.balance.norms == "output":
             model.measure_output()
             self._balancer.output = model.take_output

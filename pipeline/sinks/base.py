@@ -196,7 +196,7 @@ def tag_of(kind: str, name: str) -> str:
     if _LAYERS.fullmatch(name):
         return f"layers/{name}"
     if kind == "eval":
-        section = "data" if _DATA.fullmatch(name) else "quality"
+        section = "data" if name.startswith("num_") else "quality"  # sources have any name
         return f"{section}/{name if name in _TO_BEAT else f'held_out_{name}'}"
     if name in _HEALTH:
         return f"health/{name}"

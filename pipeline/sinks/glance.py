@@ -44,6 +44,13 @@ class MetricLines:
             self.kept.append(line)
         return self.kept
 
+    def valid(self, attempts: Sequence[Record]) -> list[Record]:
+        """Read all lines, without those of steps that the last start is about to compute again."""
+        lines, last = self.update(attempts), attempts[-1]
+        if lines and lines[-1]["attempt"] != last["attempt"]:
+            lines = [line for line in lines if line["step"] <= (last["resumed_from_step"] or 0)]
+        return lines
+
     def _new(self) -> Iterable[Record]:
         if not self._run.metrics.is_file():
             return

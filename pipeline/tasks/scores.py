@@ -141,12 +141,15 @@ def micro_f1(counts: Floats) -> Table:
     return Table(counts.sum(1), _f1)
 
 
-def macro_f1(counts: Floats) -> Table:
-    """Average over the classes that stand in gold or prediction, as scikit-learn does."""
+def macro_f1(counts: Floats, *, of_all: bool = False) -> Table:
+    """Average over the classes that stand in gold or prediction, as scikit-learn does.
+
+    `of_all`: over all of them, absent ones as 0, as scikit-learn does where a row has several.
+    """
 
     def value(sums: Floats) -> Floats:
         by_class = sums.reshape(*sums.shape[:-1], -1, 3)
-        present = (by_class[..., 1] + by_class[..., 2] > 0).astype(np.float64)
+        present = (by_class[..., 1] + by_class[..., 2] >= (0 if of_all else 1)).astype(np.float64)
         return ratio((_f1(by_class) * present).sum(-1), present.sum(-1))
 
     return Table(counts.reshape(len(counts), -1), value)

@@ -325,6 +325,13 @@ def _run(
             "this processor does not multiply bf16, which takes 5 to 40 times as long as fp32: set "
             "train.precision=fp32"
         )
+    if config.train.hang_timeout_s >= config.train.collective_timeout_s:
+        logger.warning(
+            "train.hang_timeout_s=%g is not below train.collective_timeout_s=%g: a run that hangs "
+            "ends without the stacks in RUN/hangs",
+            config.train.hang_timeout_s,
+            config.train.collective_timeout_s,
+        )
     watchdog.heartbeat("making the engine")
     engine = Engine(model, config.train, process, device, work.lr_scale)
     run = RunContext(

@@ -10,7 +10,7 @@ from pipeline.data.counts import sequences_at
 from pipeline.data.format import DataIdentity, DatasetIndex
 from pipeline.data.loader import EvalLoader
 from pipeline.data.run_order import DataRank, StageData
-from pipeline.data.stages import Counts, is_there, open_indexes, stage_data
+from pipeline.data.stages import Counts, first_needed, is_there, open_indexes, stage_data
 from pipeline.errors import ConfigError
 from pipeline.objectives.base import TextObjective
 from pipeline.runtime import dist
@@ -62,18 +62,27 @@ def train_stages(
 ) -> list[StageData]:
     """Return what the batches of each stage are made of. Collective.
 
-    `where_read` returns an index whose shards are where this node reads them.
+    `where_read` returns an index whose shards are where this node reads them. Of data that no stage
+    to come reads only the held-out text is looked at, where it lies.
     """
+    timeline = config.timeline
+
+    def find_needed() -> int:
+        newest = newest_of(config)
+        return first_needed(timeline, timeline.at(newest.cursor).number) if newest else 0
+
+    needed = dist.on_first(find_needed, "finding the stage")
+    to_come = indexes[needed:]
 
     def opened(index: DatasetIndex, lengths: Sequence[int]) -> tuple[DatasetIndex, Counts]:
-        here = where_read(index)
+        here = where_read(index) if any(index is each for each in to_come) else index
         return here, dist.on_first(
             lambda: sequences_at(here, lengths, config.run_dir, config.objective),
             "counting sequences",
         )
 
     given = config.train_data_of, objective.train_inputs, opened
-    return stage_data(config.timeline, indexes, *given)
+    return stage_data(timeline, indexes, *given)
 
 
 def held_out_stages(timeline: Timeline) -> list[RunStage]:

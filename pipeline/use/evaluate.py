@@ -395,7 +395,7 @@ class Report:
         self._path = RunFolder(source).evaluations if is_run(source) else None
         self._provenance = provenance()
         masks = {name: value for name, value in asdict(config.data).items() if name in MASK_FIELDS}
-        self._setting: dict[str, Any] = {
+        setting = {
             "data": config.data.dir,
             "fingerprint": evaluator.index.fingerprint,
             "sequences": evaluator.num_sequences,
@@ -403,6 +403,7 @@ class Report:
             "precision": config.precision,
             "masks": masks,
         }
+        self._setting: dict[str, Any] = json.loads(json.dumps(setting))  # as it is read again
         """What the numbers depend on besides the model; they compare where it is equal."""
 
     def earlier_steps(self) -> frozenset[int]:

@@ -77,12 +77,13 @@ def compare(
         CheckpointError: they differ by more than `LARGEST_DIFFERENCE`.
     """
     generator = torch.Generator().manual_seed(0)
-    shape = (_PROBE_SEQUENCES, _PROBE_LENGTH)
+    length = min(_PROBE_LENGTH, 2 * (trained.config.longest_document or _PROBE_LENGTH))
+    shape = (_PROBE_SEQUENCES, length)
     # Not the id that RoBERTa's positions leave out as padding.
     lowest = max(NUM_SPECIAL, trained.config.position_offset)
     ids = torch.randint(lowest, trained.config.vocab_size or 0, shape, generator=generator)
-    half = torch.arange(_PROBE_LENGTH).expand(shape)
-    layout = rows(half * 2 // _PROBE_LENGTH + 1, half % (_PROBE_LENGTH // 2))
+    half = torch.arange(length).expand(shape)
+    layout = rows(half * 2 // length + 1, half % (length // 2))
     every = torch.arange(ids.numel())
     with torch.no_grad():
         expected = trained(ids, layout, every)

@@ -114,9 +114,10 @@ return_dict_in_generate suppress_tokens temperature top_k top_p typical_p
 _HARMLESS = frozenset(_NO_EFFECT.split())
 SENTENCES = "sentence_vectors"
 """The fact that holds what `sentence_setting` reads."""
-# As sentence-transformers 2 to 5 write them, then as 6 does.
+# As sentence-transformers 2 to 5 write them, or read them of older ones, then as 6 does.
+_OF_CLASSES = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 _LENGTHS = {
-    "sentence_bert_config.json": "max_seq_length",
+    **{f"sentence_{name}_config.json": "max_seq_length" for name in _OF_CLASSES},
     "tokenizer_config.json": "model_max_length",
 }
 _POOLINGS = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean"}
@@ -233,6 +234,11 @@ def _account(source: ForeignCheckpoint, ignored: Sequence[str]) -> dict[str, lis
     hidden, heads = theirs.get("hidden_size"), theirs.get("num_attention_heads")
     if isinstance(hidden, int) and isinstance(heads, int) and heads:
         plain |= dict.fromkeys(("attention_head_size", "attention_key_size"), hidden // heads)
+    if read := [key for key in ignored if key in used and theirs.get(key) is not None]:
+        raise CheckpointError(
+            f"--ignore {read[0]}: the model is built by this key ({theirs[read[0]]!r}); leave that "
+            "out, and give what the key sets as field=value if it is wrong"
+        )
     keys: dict[str, list[str]] = {"used": [], "no effect": [], "ignored": []}
     unknown = []
     for key, value in theirs.items():

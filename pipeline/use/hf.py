@@ -285,7 +285,8 @@ def native_family(config: ModelConfig, tokenizer: AnyTokenizer | None = None) ->
     if config.activation not in _ACTIVATIONS:
         return None
     if config.positions == "rotary":
-        return "roformer" if config.rotary_base == 10000.0 else None
+        # transformers' RoFormer has no pooler.
+        return "roformer" if config.rotary_base == 10000.0 and not config.pooler else None
     factorised = config.embedding_width != config.hidden_size
     if config.positions == "none" or factorised:
         return None

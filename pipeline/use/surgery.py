@@ -136,8 +136,9 @@ def operate(trained: TrainedModel, surgery: Surgery) -> tuple[TrainedModel, list
             f"rotary_base: {before.rotary_base:g} before, {surgery.rotary_base:g} now; another "
             "function until it was trained"
         )
-    if changes:
-        trained = replace(trained, facts={**trained.facts, "changed": changes})
+    if changes:  # scores were another model's
+        facts = {name: value for name, value in trained.facts.items() if name != "scores"}
+        trained = replace(trained, facts={**facts, "changed": changes})
     return trained, changes
 
 
@@ -194,7 +195,7 @@ def read_vocabulary(path: Path, old: AnyTokenizer) -> AnyTokenizer:
         pieces, options = read_vocab_txt(path.read_bytes(), path), BertOptions()
         if path.with_name(fast.CONFIG_JSON).is_file():
             options = BertOptions.from_json(fast.read_settings(path.parent))
-        elif isinstance(old, FastTokenizer):
+        elif isinstance(old, FastTokenizer) and old.kind == "wordpiece":
             options = old.options
         else:
             options = BertOptions(do_lower_case=not fast.has_capitals(pieces))
@@ -225,8 +226,10 @@ def with_vocabulary(
     def moved(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         changed = dict(weights)
         for name, rows in weights.items():
-            # A generator has an output bias as well.
-            if name == _TOKENS or name.rpartition(".")[2] == _BIAS:
+            # A generator has an output bias as well, and a head for boundaries; of pairs' head that
+            # name has two rows.
+            has_rows = name == "objective.bias" and len(rows) == config.vocab_size
+            if has_rows or name == _TOKENS or name.rpartition(".")[2] == _BIAS:
                 mean = rows[: old.vocab_size][all_text].mean(0)
                 made = [rows[ids].mean(0) if ids else mean for ids in sources]
                 changed[name] = torch.stack(made)

@@ -110,7 +110,8 @@ def test_damaged_file_gives_what_stands_before(tmp_path: Path, suffix: str) -> N
     path.write_bytes(half + b"this is no compressed data at all" + half)
     *documents, last = read_source(path)
     assert len(documents) == 2500
-    assert last == Rejected(f"s/a.jsonl{suffix}", "file damaged", b"")
+    assert last == Rejected(f"s/a.jsonl{suffix}", "file damaged", b"", rows=last.rows)
+    assert 2400 < last.rows < 2600, "as many as half of the file had"
     path.write_bytes(b"no compressed data at all")
     assert read_source(path) == [Rejected(f"s/a.jsonl{suffix}", "file damaged", b"")]
     # Bytes changed in the middle: whatever the decoder makes of them, it is told once.
@@ -134,7 +135,8 @@ def test_a_damaged_member_gives_nothing(tmp_path: Path, suffix: str) -> None:
     path.write_bytes(compress(b"".join(RECORDS[:100])) + flipped + whole)
     *documents, last = read_source(path)
     assert texts_of(documents) == TEXTS[:100]
-    assert last == Rejected(f"s/a.jsonl{suffix}", "file damaged", b"")
+    assert last == Rejected(f"s/a.jsonl{suffix}", "file damaged", b"", rows=last.rows)
+    assert 0.5 < last.rows / (2 * len(RECORDS)) < 2, "estimated by a hundred of them"
 
 
 def test_breaks_are_counted_and_the_run_goes_on(tmp_path: Path) -> None:

@@ -250,6 +250,13 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, int]]:
     return dict(found), dict(reading)
 
 
+def test_texts_of_scripts_without_spaces_are_items(tmp_path: Path) -> None:
+    texts = ["เราเดินเลียบแม่น้ำจนมืดแล้วกลับบ้าน", "ພວກເຮົາຍ່າງຕາມແມ່ນ້ຳ", "យើងដើរតាមដងទន្លេ", "မြစ်ကမ်းတစ်လျှောက်",
+             "漢字", "label_7", "contradiction"]  # fmt: skip
+    (tmp_path / "a.txt").write_text("\n".join(texts))
+    assert list(_read(tmp_path / "a.txt")[0].values()) == texts[:5]
+
+
 def test_items_of_all_forms(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     record = {"id": "a-1", "label": "contradiction", "n": 3, "q": {"中": ["turn one", "第二句"]}}
     lines = json.dumps(record) + "\n\nnot json\n" + json.dumps(["x y\u2028z"]) + "\n"

@@ -3,8 +3,10 @@
 `python -m benchmarks.encodings` measures detection on real text; here are small texts of our own.
 """
 
+import codecs
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +14,7 @@ from data_prep.config import Encoding, SourceConfig
 from data_prep.inputs import encoding_of, find, pieces
 from data_prep.readers.encodings import CODECS, detect
 from data_prep.types import Document, Rejected
-from tests.support.prepare import read_source, texts_of
+from tests.support.prepare import read_source, reasons_of, texts_of
 
 SIMPLIFIED = (
     "今天早上的天气很好，我们几个人一起到学校后面的山上去走了一走。路上有很多人在说话，"
@@ -181,3 +183,28 @@ def test_a_mark_before_a_quoted_header(tmp_path: Path, encoding: Encoding) -> No
     assert isinstance(item, Document)
     assert item.id.endswith("/7")
     assert item.text.endswith("one, two")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Мы шли вдоль реки, пока не стемнело.",
+        "مشينا على طول النهر حتى حل الظلام.",
+        "เราเดินเลียบแม่น้ำ จนมืด",
+        "ნახევარი გზა გავიარეთ ფეხით",
+        "We walked on.",
+    ],
+)
+@pytest.mark.parametrize("mark", [b"", codecs.BOM_UTF16_LE])
+@pytest.mark.parametrize("encoding", ["utf-8", "auto"])
+def test_utf_16_is_not_taken_for_utf_8(
+    tmp_path: Path, text: str, mark: bytes, encoding: Any
+) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(mark + "\n".join([text] * 50).encode("utf-16-le"))
+    items = read_source(path, encoding=encoding, txt_documents="line")
+    if encoding == "auto" and (mark or text.isascii()):
+        assert texts_of(items) == [text] * 50
+    else:
+        assert texts_of(items) == []
+        assert {*reasons_of(items)} == {"invalid UTF-8 line"}

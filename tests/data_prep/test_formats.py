@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import json
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -217,3 +218,49 @@ def test_wikiextractor(tmp_path: Path, name: str) -> None:
         Rejected(f"{place}{WIKI.index(b'{broken')}", "invalid JSON line", b"{broken"),
         Rejected("s/16", "no </doc>", b"cut"),
     ]  # fmt: skip
+
+
+def test_carriage_returns_alone_make_no_document_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"one\r\rtwo\r\rthree\r")
+    for mode in ("line", "blank_line"):
+        with pytest.raises(DataError, match=r"a\.txt has no line feed: carriage returns"):
+            read_source(path, txt_documents=mode)
+    assert len(texts_of(read_source(path, txt_documents="file"))) == 1
+    path.write_bytes(b"10%\r20%\r30%\r\ndone\r\n")
+    assert texts_of(read_source(path, txt_documents="line")) == ["10%\r20%\r30%", "done"]
+
+
+def test_what_a_record_may_hold_beside_its_text(tmp_path: Path) -> None:
+    deep = "[" * 600 + "]" * 600
+    lines = ['{"text": "caf\\u00e9", "x": ' + deep + "}", '{"\\ud800": "x"}',
+             '{"text": "good", "m": {"\\udfff": 1}}']  # fmt: skip
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(lines))
+    items = read_source(path, metadata=("m",))
+    assert items[-1] == Document("s/a.jsonl@" + str(len("\n".join(lines[:2])) + 1), "good",
+                                 {"m": {"\ufffd": 1}})  # fmt: skip
+    assert all(item.to_json().encode() for item in items if isinstance(item, Rejected))
+    table = pa.table({"text": ["good"], "when": pa.array([1_700_000_000_123_456_789],
+                                                          pa.timestamp("ns", "UTC"))})  # fmt: skip
+    pq.write_table(table, tmp_path / "b.parquet")
+    [item] = read_source(tmp_path / "b.parquet", metadata=("when",))
+    assert isinstance(item, Document)
+    assert str(item.metadata["when"]).startswith("2023-11-14 22:13:20.123456")
+    # Of several texts a number rejects its row, in a table as in JSON.
+    rows = [{"title": "a", "year": 1998}, {"title": "b", "year": None}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "c.parquet")
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name in ("c.parquet", "c.jsonl"):
+        items = read_source(tmp_path / name, text_field=("title", "year"))
+        assert (texts_of(items), len(items)) == (["b"], 2)
+
+
+def test_an_own_reader_that_yields_what_json_cannot_hold(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "import datetime\ndef read(path):\n"
+        "    yield '1', 'text', {'date': datetime.date(2020, 1, 2)}\n"
+    )
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(DataError, match=r"own\.py.*behind document 0 of .*a\.txt.*date"):
+        read_source(tmp_path / "a.txt", reader=f"{tmp_path}/own.py:read", metadata=("date",))

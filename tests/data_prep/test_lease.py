@@ -162,3 +162,15 @@ def test_of_many_that_come_at_once_one_is_inside(folder: Path, tmp_path: Path) -
     counts = [int(process.communicate()[0] or -1) for process in racing]
     assert [process.returncode for process in racing] == [0] * 4
     assert sum(counts) > 20, counts
+
+
+def test_a_live_process_of_the_same_part_keeps_its_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder = this_process("c", ("ingest", 1, 4))
+    with held(folder, holder):
+        # It came between the look at the others and the making of the file.
+        monkeypatch.setattr(lease, "_wait_for_death", lambda *_, **__: None)
+        with pytest.raises(BusyError):
+            lease._acquire(folder, holder)
+        assert [path.name for path in folder.glob("*part*")] == ["000001.part-000001.json"]

@@ -1,5 +1,6 @@
 """Rows and lines that cannot be read: named by file, counted, and too many stop a run."""
 
+import gzip
 import json
 import logging
 from pathlib import Path
@@ -48,6 +49,31 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
         mark = "," if path.suffix == ".csv" else "\t"
         table = [list(rows[0]), *(list(row.values()) for row in rows)]
         path.write_text("".join(mark.join(map(str, cells)) + "\n" for cells in table))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl.gz", ".parquet"])
+def test_files_of_which_nothing_can_be_read_stop_a_run(tmp_path: Path, suffix: str) -> None:
+    folder = tmp_path / "in"
+    for number in range(10):
+        path = folder / f"{number}{suffix}"
+        _write(path.with_suffix(""), ROWS[:100]) if suffix == ".jsonl.gz" else None
+        _write(path, ROWS[:100]) if suffix == ".parquet" else None
+        if suffix == ".jsonl.gz":
+            path.write_bytes(gzip.compress((folder / f"{number}.jsonl").read_bytes()))
+            (folder / f"{number}.jsonl").unlink()
+        if number < 5:  # of one member nothing stands before the damage
+            path.write_bytes(path.read_bytes()[:-8] + b"damaged.")
+    with pytest.raises(DataError, match=r"(49|5\d)\.\d% of its rows or bytes could not be read"):
+        _prepare(folder)
+
+
+def test_rows_of_a_table_without_the_text_are_all_counted(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    _write(folder / "a.parquet", ROWS[:280])
+    _write(folder / "b.parquet", _renamed(ROWS[280:], text="content"))
+    counts = _prepare(folder)["stages"]["ingest"]
+    assert (counts["documents_in"], counts["documents_out"]) == (300, 280)
+    assert counts["rejected"]["no text in column 'text'"][0] == 20
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".tsv", ".parquet"])

@@ -120,6 +120,22 @@ def test_a_dataset_stands_for_its_inputs_if_all_are_cleaned_alike(tmp_path: Path
         _count(tmp_path, rows, datasets)
 
 
+def test_sources_may_be_cleaned_each_in_its_way(tmp_path: Path) -> None:
+    text = (
+        "<p>The quick brown fox jumps over the lazy dog and then it <b>runs</b> away from all.</p>"
+    )
+    corpus = _corpus(tmp_path / "c.jsonl.gz", [text])
+    own = SourceConfig(name="s", inputs=(corpus,), clean=CleanConfig(html="strip"))
+    other = SourceConfig(name="t", inputs=(corpus,), clean=CleanConfig(min_chars=5))
+    for sources, shared in (((own, other), 1), ((other,), 0)):
+        (folder := tmp_path / str(len(sources))).mkdir()
+        prep = PrepConfig(output_dir=str(folder), sources=sources)
+        (folder / "resolved.yaml").write_text(resolved_text(prep))
+        row = "quick brown fox jumps over the lazy dog and then it runs away from all"
+        found = _count(tmp_path, [("a", [row])], [str(folder)])
+        assert (found["documents"], found["sets"]["a"]["shared"]) == (len(sources), shared)
+
+
 def test_a_count_is_kept_until_rows_corpus_or_lengths_change(tmp_path: Path) -> None:
     text = "春眠不觉晓处处闻啼鸟夜来风雨声"
     corpus, rows = _corpus(tmp_path / "c.jsonl.gz", [text]), [("a", [text])]

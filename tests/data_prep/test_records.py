@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -175,6 +176,29 @@ def test_a_dataset_of_the_hub_with_its_metadata(tmp_path: Path, prep_config: Pat
         export(tmp_path / "out", tmp_path / "again", "jsonl")
 
 
+def test_an_export_knows_documents_without_tokens_and_changed_masks(
+    tmp_path: Path, prep_config: Path
+) -> None:
+    texts = [f"document {n} has {n * 7} words and a few more" for n in range(50)]
+    path = write_texts(tmp_path / "a.jsonl", [*texts, "\u200d", texts[3]])
+    pieces = sorted({piece for text in texts for piece in text.split()} | set("0123456789"))
+    vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *pieces]
+    (tmp_path / "vocab.txt").write_text("\n".join(vocab) + "\n")
+    config = config_of(prep_config, tmp_path / "out", path, "clean.min_chars=1",
+                       f"tokenizer={{file: {tmp_path}/vocab.txt}}")  # fmt: skip
+    report = run(config)
+    assert report["stages"]["shards"]["rejected"] == {"no tokens": [1, 3]}
+    assert export(tmp_path / "out", tmp_path / "made", "jsonl")[0] == 51
+    mask = tmp_path / "out" / "work" / "dedup" / "00000.keep.npy"
+    keep = np.load(mask)
+    keep[[3, -1]] = keep[[-1, 3]]  # as many documents, and others
+    np.save(mask, keep)
+    with pytest.raises(
+        DataError, match=r"00000\.keep\.npy is not what .* remove .*all\.done\.json"
+    ):
+        export(tmp_path / "out", tmp_path / "again", "jsonl")
+
+
 def test_a_part_is_shown_as_its_source_splits_documents(tmp_path: Path, prep_config: Path) -> None:
     text = "\n".join(f"line {i} {'word ' * 40}" for i in range(6000))
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": text, "id": "long"}) + "\n")
@@ -295,7 +319,8 @@ def test_strings_are_texts(tmp_path: Path) -> None:
     for name in ("a.json", "b.jsonl"):
         items = read_source(tmp_path / name)
         assert texts_of(items) == ["one", "two\ufffd"]
-        assert reasons_of(items) == ["no text in field 'text'"] * 2
+        array = "array where an object was expected"
+        assert reasons_of(items) == ["no text in field 'text'", array]
 
 
 def test_a_column_that_is_there_twice_and_numbers_of_many_digits(tmp_path: Path) -> None:

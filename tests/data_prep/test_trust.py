@@ -16,6 +16,7 @@ from data_prep import corpus
 from data_prep.config import PrepConfig
 from data_prep.inputs import find
 from data_prep.run import run
+from data_prep.stage import recorded_sha256, task_name
 from pipeline.config.load import load
 from pipeline.data.format import DatasetIndex, read_index
 from pipeline.errors import EXIT_FAILED_RETRY, DataError
@@ -140,3 +141,13 @@ def test_three_documents_make_a_dataset(tmp_path: Path, caplog: pytest.LogCaptur
 def _source(folder: Path, on_unreadable: str = "stop") -> PrepConfig:
     text = f"sources=[{{name: s, inputs: [{folder}], on_unreadable: {on_unreadable}}}]"
     return load(PrepConfig, "configs/prep/demo.yaml", [text, f"output_dir={folder}-out"]).config
+
+
+def test_files_of_later_tasks_are_compared_with_their_record(tmp_path: Path) -> None:
+    for number in (5, 1005):
+        path = tmp_path / f"{task_name(number, 5)}.jsonl.zst"
+        path.parent.mkdir(exist_ok=True)
+        files = {str(path.relative_to(tmp_path)): {"bytes": 1, "sha256": f"of {number}"}}
+        path.with_name(f"{number:05d}.done.json").write_text(json.dumps({"files": files}))
+        assert recorded_sha256(path) == f"of {number}"
+    assert recorded_sha256(tmp_path / "00006.jsonl.zst") is None

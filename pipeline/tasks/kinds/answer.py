@@ -280,12 +280,16 @@ def squad_scores(answers: Sequence[str], prediction: str) -> tuple[float, float]
 
 
 def cmrc_scores(answers: Sequence[str], prediction: str) -> tuple[float, float]:
-    """Return (em, f1) of one question by CMRC 2018's rules: f1 of the longest common run."""
+    """Return (em, f1) of one question by CMRC 2018's rules: f1 of the longest common run.
+
+    CMRC has an answer to each question; of other sets' without one "" is right, as by SQuAD's.
+    """
     plain, segments = cmrc_plain(prediction), cmrc_segments(prediction)
     best = (0.0, 0.0)
-    for answer in answers:
+    for answer in answers or [""]:
         gold = cmrc_segments(answer)
-        f1 = _overlap_f1(longest_common_run(gold, segments), len(segments), len(gold))
+        common = longest_common_run(gold, segments)
+        f1 = _overlap_f1(common, len(segments), len(gold)) if answers else float(not segments)
         best = (max(best[0], float(cmrc_plain(answer) == plain)), max(best[1], f1))
     return best
 

@@ -84,7 +84,11 @@ class MultiLabel(base.Kind):
         """Return accuracy (all labels of a row right), micro and macro f1."""
         counts = class_counts(golds, predictions, labels)
         exact = accuracy(golds, predictions)
-        return {"accuracy": exact, "f1": micro_f1(counts), "macro_f1": macro_f1(counts)}
+        return {
+            "accuracy": exact,
+            "f1": micro_f1(counts),
+            "macro_f1": macro_f1(counts, of_all=True),
+        }
 
     def constants(self, golds: base.Values, labels: base.Labels) -> list[list[str]]:
         """Return the commonest label alone, or each of two."""
