@@ -23,8 +23,8 @@ RUN = f"${RUN_DIR_VARIABLE}/"
 """The folder of a run that only the element of an array knows."""
 _SECONDS_TO_REQUEUE = 30
 """Time before the limit that the script keeps for itself."""
-_SIGNAL_EARLY_S = 60
-"""SLURM sends the signal before the time limit earlier than asked by at most so much."""
+_SIGNAL_EARLY_S = 300
+"""SLURM sends the signal up to a minute earlier than asked, and before 23.02 the clock is late."""
 _BANDWIDTH_S = 180
 """Time after which a measurement that hangs gives up."""
 _AT_S = 120

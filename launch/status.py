@@ -235,15 +235,14 @@ def headline(report: RunReport) -> str:
     job = report.job
     if job and job.is_alive:
         return "pending" if job.is_waiting else job.state.lower()
-    # Where SLURM cannot be asked, what the job's script decided is known all the same. It counts
-    # before the run's own mark, which may be left from before a job that was refused.
+    if report.is_done:
+        return "finished"
+    # Where SLURM cannot be asked, what the job's script decided is known all the same.
     trained = [one.job for one in newest(report.submissions)[:1] if one.kind != EVALUATE]
     ids = [job.job] if job else trained
     last = decision(report, ids[0]) if ids else None
     if last:
         return str(last["decision"])
-    if report.is_done:
-        return "finished"
     if job and job.state != queue.UNKNOWN:
         return job.state.lower()
     if report.submissions:

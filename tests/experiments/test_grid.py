@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -339,3 +340,26 @@ def test_stopped_run_is_left_alone(sweeps: Sweeps) -> None:
     (sweeps.dir / "sweep.json").unlink()
     sweeps.sweep()
     assert [run["name"] for run in sweeps.status()] == ["train.lr=0.001", "train.lr=0.003"]
+
+
+def test_a_cancelled_sweep_submits_no_more(sweeps: Sweeps) -> None:
+    """Its next array waits for room, which the cancellation makes."""
+    folder, run = sweeps.slurm.folder, sweeps.dir / "train.lr=0.001"
+    sweeps.write_profile(max_submit_jobs=1)
+    sweeps.slurm.add(
+        "squeue",
+        f"""
+        [[ "$*" != *tres-per-node* ]] || exec cat {folder}/job
+        [ -s {folder}/calls.jsonl ] && [ ! -e {folder}/cancelled ] &&
+          echo "101_0|101|RUNNING|None|train|n|0|1|1|N/A|1:00|0|{run}" || :""",
+    )
+    said = list[str]()
+    waiting = Thread(target=lambda: said.append(sweeps.sweep("--wait-room", "1", code=2)))
+    waiting.start()
+    wait_until(lambda: len(sweeps.slurm.calls) == 1 and (sweeps.dir / "sweep.json").is_file())
+    assert "cancelled job 101" in sweeps.launch("cancel", "runs/lr")
+    waiting.join()
+    assert "runs/lr was cancelled: nothing more is submitted" in said[0]
+    assert len(sweeps.slurm.calls) == 1
+    # Submitted again it goes on.
+    assert json.loads(sweeps.sweep("--json", "--wait-room", "1"))["jobs"] == ["102", "103"]

@@ -78,6 +78,9 @@ def test_prep_has_options_of_its_own() -> None:
     assert PrepJobsConfig(sbatch=("--constraint=cpu", "gres=nvme:1")).sbatch
     with pytest.raises(ConfigError, match=r"prep\.sbatch: '--array=1'"):
         PrepJobsConfig(sbatch=("--array=1",))
+    # Its jobs' ids would be asked for at the local cluster.
+    with pytest.raises(ConfigError, match="sbatch: '--clusters=big'"):
+        ClusterConfig(sbatch=("--clusters=big",))
     with pytest.raises(ConfigError, match=r"prep\.mem='lots'"):
         PrepJobsConfig(mem="lots")
 

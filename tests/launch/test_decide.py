@@ -119,6 +119,17 @@ def test_files_of_an_attempt(tmp_path: Path) -> None:
     assert "rank 3 failed permanently" in decide(ended, 0, LIMITS, tmp_path).reason
 
 
+def test_a_fine_tuning_is_done_when_its_result_is_there(tmp_path: Path) -> None:
+    """Its ranks leave their codes before they predict dev and test."""
+    (tmp_path / "exit" / "7.0").mkdir(parents=True)
+    (tmp_path / "exit" / "7.0" / "rank-00000").write_text("0\n")
+    begun = replace(FAILED, ranks=1, step_code=137)
+    killed = read_end(begun, FINETUNE, tmp_path)
+    assert decide(killed, 0, LIMITS, tmp_path).word == "requeue"
+    (tmp_path / "result.json").write_text("{}")
+    assert decide(read_end(begun, FINETUNE, tmp_path), 0, LIMITS, tmp_path).word == "finished"
+
+
 def test_a_verdict_does_not_need_its_record(tmp_path: Path) -> None:
     done = replace(FAILED, codes=(0,) * 4, is_done=True)
     (tmp_path / "launch").mkdir()

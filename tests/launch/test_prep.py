@@ -255,11 +255,14 @@ def test_sbatch_undone(tmp_path: Path, slurm: FakeSlurm, caplog: pytest.LogCaptu
 
 def test_second_chain_beside_a_first_is_refused(tmp_path: Path, slurm: FakeSlurm) -> None:
     submit(_draft(tmp_path, _render()))
-    (slurm.folder / "queue").write_text("7\n102\n102\n103\n")
-    with pytest.raises(BusyError, match="102 103"):
+    line = "{0}|{0}|RUNNING|None|train|n|0|1|1|N/A|1:00|0|{1}\n"
+    queue = "".join(line.format(job, tmp_path) for job in (102, 102, 103))
+    # One of them ended, and another job got its id.
+    (slurm.folder / "queue").write_text(queue + line.format(101, "/another"))
+    with pytest.raises(BusyError, match="in the queue: 102 103;"):
         submit(_draft(tmp_path, _render()))
     assert len(slurm.calls) == 3
-    (slurm.folder / "queue").write_text("7\n")
+    (slurm.folder / "queue").write_text(line.format(102, "/another"))
     submit(_draft(tmp_path, _render()))
 
 

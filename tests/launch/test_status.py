@@ -176,8 +176,23 @@ def test_the_queue_as_a_table(recorded: RecordedSlurm, run: RunFolder, tmp_path:
     assert rows[str(run.folder)][:4] == ["412", "running", "-", "210/1,000"]
     assert rows[str(tmp_path / "gone")][:3] == ["9", "pending", "Resources"]
     assert rows[str(data)][:7] == ["7", "running", "-", "1", "run,", "1", "wait"]
+    # Of a chain the element that runs, and training before its evaluation.
+    run.submitted("413", kind="evaluate")
+    lines = [_line("PENDING", run.folder, job="413", reason="Priority"),
+             _line("PENDING", run.folder, job="412_3", reason="JobArrayTaskLimit"),
+             _line("RUNNING", run.folder, job="412_2", nodes="cm1")]  # fmt: skip
+    recorded.says("squeue", "\n".join(lines))
+    [row] = status.queue_text(status.queue_reports()).splitlines()[1:]
+    assert row.split()[1:3] == ["412_2", "running"]
     recorded.says("squeue", "")
     assert status.queue_reports() == []
+
+
+def test_an_evaluation_says_nothing_of_a_run_trained_by_hand(run: RunFolder) -> None:
+    run.submitted("9", kind="evaluate")
+    run.decided("9", 0, "finished", "done", time.time())
+    report = status.report_of(run.folder, [], "SLURM cannot be asked")
+    assert status.headline(report) == "unknown"
 
 
 def test_a_data_preparation(recorded: RecordedSlurm, tmp_path: Path) -> None:

@@ -51,6 +51,12 @@ class Place:
     def submit(self, *words: str, code: int = 0) -> str:
         return self.launch("submit", "train.yaml", "--cluster", "c.yaml", *words, code=code)
 
+    def queue(self, *jobs: int, folder: Path | None = None) -> None:
+        """What squeue prints, whoever's jobs these are."""
+        line = "{0}|{0}|RUNNING|None|train|n|0|1|1|N/A|1:00|0|{1}\n"
+        text = "".join(line.format(job, folder or self.run_dir) for job in jobs)
+        (self.slurm.folder / "queue").write_text(text)
+
     def record(self, number: int) -> dict[str, Any]:
         path = self.run_dir / "launch" / f"{number:04d}" / "submission.json"
         return json.loads(path.read_text())
@@ -169,10 +175,10 @@ def test_dry_run_shows_the_script_and_changes_nothing(place: Place) -> None:
 
 def test_second_submission_waits_for_the_first_to_leave_the_queue(place: Place) -> None:
     place.submit()
-    (place.slurm.folder / "queue").write_text("99\n101\n")
+    place.queue(99, 101)
     assert "job 101 of" in place.submit(code=1)
     assert not (place.run_dir / "launch" / "0002").exists()
-    (place.slurm.folder / "queue").write_text("99\n")
+    place.queue(101, folder=place.folder / "another")  # it got the id of one that has ended
     place.submit()
     assert place.record(2)["job"] == "102"
     assert len(list((place.run_dir / "launch" / "code").iterdir())) == 1
@@ -202,10 +208,10 @@ def test_stop_file_is_refused_and_resume_removes_it(place: Place) -> None:
     (place.run_dir / "STOP").touch()
     assert "resume" in place.submit(code=2)
     # A job that is in the queue still has to see it.
-    (place.slurm.folder / "queue").write_text("101\n")
+    place.queue(101)
     assert "job 101 of" in place.launch("resume", "runs/mine", code=1)
     assert (place.run_dir / "STOP").exists()
-    (place.slurm.folder / "queue").write_text("")
+    place.queue()
     said = place.launch("resume", "runs/mine", "train.num_steps=40")
     assert f"removed {place.run_dir / 'STOP'}" in said
     assert not (place.run_dir / "STOP").exists()
@@ -239,7 +245,7 @@ def test_evaluation_of_a_run_is_a_job_of_its_own(place: Place) -> None:
     (place.run_dir / "resolved.yaml").write_text(resolved_text(config))
     make_checkpoint(place.run_dir, 20)
     # The training job is in the queue, which is no reason to wait.
-    (place.slurm.folder / "queue").write_text("101\n")
+    place.queue(101)
     place.launch(*evaluate, "--all", "data.mask_prob=0.2")
     script = place.slurm.calls[-1][1]
     assert f"pipeline evaluate {place.run_dir} --all data.mask_prob=0.2" in script
@@ -253,7 +259,7 @@ def test_evaluation_of_a_run_is_a_job_of_its_own(place: Place) -> None:
     assert "leave out --step and --all" in place.launch(*evaluate, "--all", code=2)
     assert "best" in place.launch(*evaluate, "--step", "best", code=2)
     # What is resumed is the training.
-    (place.slurm.folder / "queue").write_text("")
+    place.queue()
     place.launch("resume", "runs/mine")
     assert "pipeline pretrain" in place.slurm.calls[-1][1]
 

@@ -8,7 +8,7 @@ import pytest
 
 from launch.cluster import ClusterConfig, PreflightConfig
 from launch.decide import JobAttempt, Limits, StorageRetry
-from launch.preflight.check import Record, write_record
+from launch.preflight.check import Finding, Record, write_record
 from launch.records import exclude_nodes, excluded_nodes, history, script_starts
 from launch.supervise import JobStart, next_order
 from pipeline.config.load import load
@@ -20,15 +20,17 @@ ROOT = Path(__file__).parents[2]
 ATTEMPT = JobAttempt("7", 0, ("n1", "n2"), before=None, ranks=4)
 
 
-def _start(run_dir: Path, *, checks: bool = True, gb_per_s: float = 0, **attempt: Any) -> JobStart:
+def _start(run_dir: Path, *, checks: bool = True, gb_per_s: float = 0, asked: bool = False,
+           kind: str = "pretrain", **attempt: Any) -> JobStart:  # fmt: skip
     def inputs() -> tuple[PretrainConfig, ClusterConfig]:
         preflight = PreflightConfig(bandwidth_gb_per_s=gb_per_s)
         config = load(PretrainConfig, ROOT / "configs/demo.yaml", [f"run_dir={run_dir}"]).config
         return config, ClusterConfig(max_excluded_nodes=2, preflight=preflight)
 
     (run_dir / "launch").mkdir(parents=True, exist_ok=True)
-    return JobStart(replace(ATTEMPT, **attempt), "pretrain", Limits(3, 2), run_dir, StorageRetry(),
-                    max_excluded=2, preflight=inputs if checks else None)  # fmt: skip
+    return JobStart(replace(ATTEMPT, **attempt), kind, Limits(3, 2), run_dir, StorageRetry(),
+                    max_excluded=2, preflight=inputs if checks else None,
+                    is_asked=asked)  # fmt: skip
 
 
 def _write_records(start: JobStart, *nodes: str) -> None:
@@ -38,12 +40,12 @@ def _write_records(start: JobStart, *nodes: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("checks", "at_limit", "order"),
+    ("checks", "asked", "order"),
     [(True, False, "check"), (False, False, "ranks"), (True, True, "ranks")],
 )
-def test_begin(tmp_path: Path, checks: bool, at_limit: bool, order: str) -> None:
+def test_begin(tmp_path: Path, checks: bool, asked: bool, order: str) -> None:
     exclude_nodes(tmp_path, ["of-an-earlier-job"])
-    assert next_order("start", _start(tmp_path, checks=checks, at_limit=at_limit)) == order
+    assert next_order("start", _start(tmp_path, checks=checks, asked=asked)) == order
     assert excluded_nodes(tmp_path) == []
     [line] = script_starts(tmp_path)
     assert (line["job"], line["restart"], line["before"]) == ("7", 0, None)
@@ -66,16 +68,16 @@ def test_progress_is_measured_from_what_the_start_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("restart", "old", "new", "order"),
+    ("restart", "old", "new", "decided", "order"),
     [
-        (1, ["o1"], ["n2"], "requeue"),
-        (3, ["o1"], ["n2"], "exit 2"),
-        (1, ["o1", "o2"], [], "exit 2"),
+        (1, ["o1"], ["n2"], ["requeue"], "requeue"),
+        (3, ["o1"], ["n2"], ["requeue", "failed"], "exit 2"),
+        (1, ["o1", "o2"], [], ["failed"], "exit 2"),
     ],
     ids=["again", "too often", "too many"],
 )
 def test_node_without_a_record_is_left_out(
-    tmp_path: Path, restart: int, old: list[str], new: list[str], order: str
+    tmp_path: Path, restart: int, old: list[str], new: list[str], decided: list[str], order: str
 ) -> None:
     start = _start(tmp_path, restart=restart, nodes=("n1", "n2", "n3"))
     exclude_nodes(tmp_path, old)
@@ -84,7 +86,8 @@ def test_node_without_a_record_is_left_out(
     (tmp_path / "launch/unjudged").write_text("7\n")
     assert next_order("check", start) == order
     assert excluded_nodes(tmp_path) == [*old, *new]
-    assert [line["decision"] for line in history(tmp_path)] == ["requeue"] * len(new)
+    assert [line["decision"] for line in history(tmp_path)] == decided
+    assert {line["miss"] for line in history(tmp_path)} == {None}
     assert not (tmp_path / "launch/unjudged").exists()
 
 
@@ -122,3 +125,50 @@ def test_no_more_nodes_are_left_out_than_the_profile_allows(
 ) -> None:
     exclude_nodes(tmp_path, excluded)
     assert next_order("storage", _start(tmp_path, restart=restart)) == order
+
+
+@pytest.mark.parametrize("nodes", [("n1",), ("n1", "n2"), ("n1", "n2", "n3", "n4", "n5", "n6")])
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_a_preemption_within_preflight_blames_no_node(
+    tmp_path: Path, nodes: tuple[str, ...], has_begun: bool
+) -> None:
+    start = _start(tmp_path, nodes=nodes, step_code=143)
+    start.records.mkdir(parents=True)
+    for node in nodes if has_begun else ():
+        write_record(start.records, Record(node))
+    assert next_order("check", start) == "requeue"
+    assert excluded_nodes(tmp_path) == []
+    last = replace(start, attempt=replace(start.attempt, restart=3))  # max_restarts
+    assert next_order("check", last) == "exit 2"
+
+
+@pytest.mark.parametrize("nodes", [("n1",), ("n1", "n2", "n3")])
+def test_storage_that_stays_away_in_preflight_is_waited_for_by_the_ranks(
+    tmp_path: Path, nodes: tuple[str, ...]
+) -> None:
+    start = _start(tmp_path, nodes=nodes)
+    start.records.mkdir(parents=True)
+    stale = Finding("storage", "Stale file handle", "all", passes=True)
+    for more, order in (([], "ranks"), ([Finding("stack", "too small", "all")], "exit 2")):
+        for node in nodes:
+            write_record(start.records, Record(node, [stale, *more], is_finished=True))
+        assert next_order("check", start) == order
+
+
+def test_an_evaluation_leaves_what_the_job_that_trains_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = list[str]()
+    monkeypatch.setattr("launch.supervise.notify_end", lambda *args: told.append(args[2]))
+    exclude_nodes(tmp_path, ["bad"])
+    (tmp_path / "launch/unjudged").write_text("6\n")
+    (tmp_path / "exit/7.0").mkdir(parents=True)
+    (tmp_path / "exit/7.0/rank-00000").write_text("0")
+    for kind, code in (("evaluate", "exit 0"), ("program", "exit 0")):
+        start = _start(tmp_path, checks=False, kind=kind, ranks=1)
+        next_order("start", start)
+        kept = ["bad"] if kind == "evaluate" else []
+        assert next_order("ranks", start) == code
+        assert excluded_nodes(tmp_path) == kept
+        assert (tmp_path / "launch/unjudged").exists() == (kind == "evaluate")
+        assert told == ([] if kind == "evaluate" else ["finished"])

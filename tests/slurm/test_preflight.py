@@ -53,7 +53,7 @@ def test_job_restarts_without_a_bad_node_and_a_problem_of_all_nodes_stops_it(
 
     assert (hopeless.wait_for_end(), hopeless.restarts) == ("FAILED", 0)
     assert hopeless.log.endswith("end: no other node cures what preflight found\n")
-    assert hopeless.decisions() == []
+    assert [line["decision"] for line in hopeless.decisions()] == ["failed"]
     assert not hopeless.starts()
 
 

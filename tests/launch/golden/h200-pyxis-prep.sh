@@ -88,6 +88,7 @@ elif [ "$code" = 126 ] || [ "$code" = 127 ]; then
 fi
 # scancel, preemption and the time limit end this script too, a moment after what it started.
 sleep 5
+[ "$code" != 143 ] || { echo "requeue: ended by SIGTERM"; requeue; }  # of a longer GraceTime
 failures=$(( $(cat "$failures_file" 2>/dev/null || echo 0) + 1 ))
 ready eval 'echo "$failures" >"$failures_file"'
 if [ "$failures" -ge 3 ]; then

@@ -17,10 +17,11 @@
 #SBATCH --requeue
 #SBATCH --kill-on-invalid-dep=yes
 
-asked_to_stop=0 after=start code=0 step= asking= at= is_missing=
-trap 'asked_to_stop=1; ask_ranks 2>/dev/null || :' USR1
 # SLURM says when the job ends from version 23.02 on; before, this is late by what its start took.
 end_s=${SLURM_JOB_END_TIME:-$(($(date +%s) + 172800))}
+asked_to_stop=0 after=start code=0 step= asking= at= is_missing=
+# 1: time is nearly up; 2: before that, by a preemption or a person.
+trap 'asked_to_stop=$((end_s - $(date +%s) > 1200 ? 2 : 1)); ask_ranks 2>/dev/null || :' USR1
 export SLURM_EXPORT_ENV=ALL
 export NCCL_SOCKET_IFNAME=eth0
 export NCCL_IB_HCA=mlx5
