@@ -371,8 +371,8 @@ def mix_text(mix: TaskMix, work_dir: str = "") -> str:
     config = replace(mix.config, tasks=tasks, root=None)
     if config.reported:  # which have no root of their own
         root = mix.config.root and str(Path(work_dir, mix.config.root).resolve())
-        own = tuple(str(file) if (file := Path(work_dir, text)).is_file() else text
-                    for text in config.reported)  # fmt: skip
+        files = {text: Path(work_dir, text).resolve() for text in config.reported}
+        own = tuple(str(file) if file.is_file() else text for text, file in files.items())
         config = replace(config, root=root, reported=own)
     return to_yaml(config)
 

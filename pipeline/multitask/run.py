@@ -83,6 +83,8 @@ def multitask(mix: TaskMix, rank: Rank) -> int:
     mix.config.folder.refuse_foreign()
     folder.mkdir(parents=True, exist_ok=True)
     work, config = open_work(mix)
+    if rank.process.is_first:
+        write_atomic(folder / work.indexes[0].tokenizer_file, work.tokenizer)
     return train_run(config, rank, work)
 
 
@@ -350,7 +352,6 @@ class MultiTaskWork:
         # Here a checkpoint has been accepted: a start that is refused leaves the record as it was.
         if env.process_info_or_alone().is_first:
             folder = self._config.folder.path
-            write_atomic(folder / self.indexes[0].tokenizer_file, self.tokenizer)
             write_atomic(folder / MIX_FILE, mix_text(self._mix).encode())
             write_json_atomic(folder / LEFT_OUT_FILE, self.left_out)
         if self._mix.config.balance.norms == "output":

@@ -86,6 +86,11 @@ def test_steps_and_schedule_follow_from_the_stages(tmp_path: Path) -> None:
         ({"data": {"window_blocks": 3}}, (), ("stages.1.data.window_blocks", "mask_prob")),
         ({"model": {"hidden_size": 64}}, (), ("stages.1.model.hidden_size", "rotary_base")),
         ({"model": {"score_residual": "none"}}, (), ("score_residual", "plan")),
+        (
+            {"model": {"rotary_base": 160000}},
+            ("model.positions=learned",),
+            ("stages.1.model.rotary_base=160000", "model.positions=learned"),
+        ),
         ({"train": {"optimizer": "lamb"}}, (), ("stages.1.train.optimizer", "grad_clip")),
         ({"data": {"mask_prob": 1.5}}, (), ("stages.1.data.mask_prob", "< 1")),
         ({"data": {"sequence": 5}}, (), ("stages.1.data.sequence", "seq_len")),
@@ -159,7 +164,9 @@ def save(folder: Path, config: PretrainConfig, step: int) -> Path:
     return path
 
 
-def test_a_fork_is_one_run_with_the_stages_of_both(tmp_path: Path) -> None:
+def test_a_fork_is_one_run_with_the_stages_of_both(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     source = _load(tmp_path, _STABLE, _LONG)
     path = save(tmp_path / "run", source, 25)
     fork = tmp_path / "fork.yaml"
@@ -186,6 +193,9 @@ def test_a_fork_is_one_run_with_the_stages_of_both(tmp_path: Path) -> None:
     path.rename(tmp_path / "gone")
     assert load(PretrainConfig, tmp_path / "fork/resolved.yaml").config == config
     assert load_run(fork).config == config
+    # A longer one is not made so, which is told.
+    assert load_run(fork, ["train.num_steps=5000"]).config == config
+    assert "train.num_steps=5000 has no effect" in caplog.text
 
 
 def test_a_fork_of_a_run_without_stages_takes_its_rate(tmp_path: Path) -> None:
@@ -221,6 +231,7 @@ def test_a_fork_of_a_decay_that_has_ended_wants_a_rate(tmp_path: Path) -> None:
         ("train: {schedule: wsd}\nSTAGES", ("train.schedule=wsd", "of the stages", "leave it out")),
         ("train: {num_steps: 50}\nSTAGES", ("train.num_steps=50", "leave it out")),
         ("data: {seq_len: 128}\nSTAGES", ("data.seq_len=128", "64", "new stage")),
+        ("train: {warmup_steps: 9}\nSTAGES", ("train.warmup_steps=9", "has 4", "is over")),
         ("continue_from: RUN@7\nSTAGES", ("step 7", "30")),
         ("continue_from: nowhere\nSTAGES", ("nowhere",)),
     ],
@@ -243,3 +254,31 @@ def test_a_rate_of_zero_is_no_start_of_a_stage(tmp_path: Path) -> None:
     ended = {"name": "decay", "steps": 10, "train": {"decay": "linear", "min_lr": 0.0}}
     with pytest.raises(ConfigError, match=r"stages\.2.*train\.lr"):
         _load(tmp_path, _STABLE, ended, {"name": "more", "steps": 5})
+
+
+def test_a_fork_where_a_decay_ended_early_has_the_rate_of_the_next_stage(tmp_path: Path) -> None:
+    """Batches that were left out keep the last update of the stage from its last rate."""
+    decay = {**_DECAY, "train": {"decay": "linear", "min_lr": 1e-4}}
+    more = {"name": "more", "steps": 5}
+    whole = _load(tmp_path, _STABLE, decay, more)
+    path = save(tmp_path / "run", _load(tmp_path, _STABLE, decay), 31)
+    body = json.loads((path / MANIFEST_FILE).read_text())
+    left = {name: value for name, value in body.items() if name != "signature"}
+    (path / MANIFEST_FILE).write_text(json.dumps(signed({**left, "step": 26, "skipped": 5})))
+    path.rename(path.with_name(name_of(26)))
+    fork = tmp_path / "fork.yaml"
+    fork.write_text(f"run_dir: {tmp_path}/fork\ncontinue_from: {tmp_path}/run\n"
+                    f"stages: [{json.dumps(more)}]\n")  # fmt: skip
+    rates = [config.timeline.stages[2].first_lr for config in (whole, load_run(fork).config)]
+    assert rates == [pytest.approx(1e-4)] * 2
+
+
+def test_paths_of_stages_are_filled_in_where_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CORPUS", "/login")
+    config = _load(tmp_path, _STABLE, {**_DECAY, "data": {"dir": "$CORPUS/good"}})
+    (tmp_path / "resolved.yaml").write_text(resolved_text(config))
+    monkeypatch.setenv("CORPUS", "/node")
+    again = load_run(tmp_path / "resolved.yaml").config
+    assert [stage.data.dir for stage in again.timeline.stages] == ["data/mix", "/login/good"]

@@ -160,6 +160,42 @@ def test_sources_go_on_where_they_stood_under_another_mix(variants: Variants) ->
     assert max(seen.values()) == 1
 
 
+def test_sources_go_on_where_one_is_left_out_and_comes_back(variants: Variants) -> None:
+    two = variants["two sources"]
+    without = {"mix": [{"source": "one", "weight": 0.0}]}
+    config = _config(two, StageConfig(name="a", steps=12),
+                     StageConfig(name="b", steps=6, data=without),
+                     StageConfig(name="c", steps=20))  # fmt: skip
+    steps = _steps(_stages(config))
+    first, second = (steps.plan.number(number).cursor for number in (12, 18))
+    begun, left, back = (steps.epochs(cursor) for cursor in (first, second, second + 5 * _BATCH))
+    assert begun["one"] == left["one"] < back["one"]
+    assert begun["two"] < left["two"] < back["two"]
+    seen: Counter[tuple[int, int, int]] = Counter()  # the rest of a window is a stage's own
+    for number in range(38):
+        place = steps.plan.number(number)
+        if max(steps.epochs(place.cursor + place.size).values()) >= 1:
+            break
+        located = steps.located(place.cursor, DataRank(0, 1))[0]
+        if 12 <= number < 18:
+            of = two.block_source[two.split_blocks("train")][located.blocks]
+            assert {two.sources[source].name for source in of} == {"two"}
+        seen.update(zip(located.blocks.tolist(), located.sequences.tolist(),
+                        (located.leftover * place.stage).tolist(), strict=True))  # fmt: skip
+    assert number > 18
+    assert max(seen.values()) == 1
+
+
+def test_sources_that_are_grouped_otherwise_begin_anew_with_a_word(
+    variants: Variants, caplog: pytest.LogCaptureFixture
+) -> None:
+    alike = {"mix": [{"source": name, "weight": 1.0} for name in ("one", "two")]}
+    config = _config(variants["two sources"], StageConfig(name="a", steps=5),
+                     StageConfig(name="b", steps=5, data=alike))  # fmt: skip
+    _steps(_stages(config)).of(6 * _BATCH)
+    assert "(one, two, then one + two): all of them begin anew" in caplog.text
+
+
 def test_ranks_and_workers_make_the_same_batches(variants: Variants) -> None:
     config = _config(variants["base"], StageConfig(name="a", steps=3),
                      StageConfig(name="b", steps=3, data={"seq_len": 128}),

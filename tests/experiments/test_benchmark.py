@@ -67,9 +67,9 @@ Judge = Callable[[str, int, int], bool]
 class Finetune:
     """Writes what `finetune` writes."""
 
-    def __init__(self, is_right: Judge) -> None:
+    def __init__(self, is_right: Judge, selected_on: str = "dev") -> None:
         self.fails: dict[tuple[str, str], Exception] = {}
-        self._is_right = is_right
+        self._is_right, self._selected_on = is_right, selected_on
 
     def __call__(
         self, config: TaskConfig, *, name: str, source: str, out: Path,
@@ -87,8 +87,8 @@ class Finetune:
             "counts": data.counts,
             "train_s": 30.0,
             "protocol": {
-                "model": source, "weights_sha256": f"sha of {source}", "selected_on": "dev",
-                "lr": 1e-5,
+                "model": source, "weights_sha256": f"sha of {source}",
+                "selected_on": self._selected_on, "lr": 1e-5,
             },
         }  # fmt: skip
         scored = []
@@ -207,8 +207,13 @@ def test_published_scores_only_of_the_same_protocol(tmp_path: Path) -> None:
     body, _ = _table(_plan(tmp_path), Finetune(_half_better))
     one, other, third = body["published"]
     assert (one["scores"], one["left_out"]) == ({"topic": 0.615, "names": 0.5}, {})
-    assert other["scores"] == {"which": 0.4}
-    assert other["left_out"] == {"topic": "of dev, here test", "names": "of dev, here test"}
+    assert other["scores"] == {}
+    test = "of dev, here test"
+    best = "protocol: here best epoch on dev"  # and reported on it, which the other was not
+    assert other["left_out"] == {"topic": test, "names": test, "which": best}
+    last, _ = _table(replace(_plan(tmp_path, "train.keep=last"), out=tmp_path / "last"),
+                     Finetune(_half_better, selected_on="last"))  # fmt: skip
+    assert last["published"][1]["scores"] == {"which": 0.4}
     assert third["left_out"] == {"topic": "protocol: median of many seeds"}
     assert "topic 61.50, names 50.00" in benchmark_text.markdown(body)
     sampled_plan = replace(_plan(tmp_path, "data.train_rows=10"), out=tmp_path / "other")
@@ -220,7 +225,9 @@ def test_published_scores_only_of_the_same_protocol(tmp_path: Path) -> None:
     words = ("topic.data.drop_labels=[c]", "names.train.epochs=3")
     of_one = replace(_plan(tmp_path, *words), out=tmp_path / "of-one")
     only, _ = _table(of_one, Finetune(_half_better))
-    assert only["published"][0]["left_out"] == {"topic": f"here {words[0]}"}
+    assert only["published"][0]["left_out"] == {
+        "topic": f"here {words[0]}", "names": f"here {words[1]}"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("stop", [PreemptedError("SIGTERM"), StoppedError("STOP")])

@@ -438,6 +438,9 @@ def test_search_takes_the_best_on_dev(task_file: Make, tiny_model: Path, tmp_pat
                  "train.batch=16", "train.optimizer=muon"]  # fmt: skip
     alone = _run(path, tiny_model, tmp_path / "alone", seeds=[1], overrides=overrides)
     assert alone["scores"] == body["scores"][:1]
+    # A run that was finished before the search knows of it.
+    again = _run(path, tiny_model, tmp_path / "alone", seeds=[1])
+    assert (again["scores"], again["search"]) == (alone["scores"], body["search"])
 
 
 @pytest.mark.parametrize("kind", ["classify", "choice", "qa"])

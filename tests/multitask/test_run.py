@@ -267,9 +267,10 @@ def test_rules_that_need_gradients_refuse_zero(tmp_path: Path, tiny_model: Path)
 
 def test_other_draws_are_another_run(tmp_path: Path, tiny_model: Path) -> None:
     path = write_mix(tmp_path, tiny_model)
-    run(path)
+    record = (run(path) / "multitask.yaml").read_text()
     (tmp_path / "run/done.json").unlink()
     for override, message in (
+        ("seed=2", r"seed: .*now 2"),
         ("tasks.tag.share=3", r"draws\.tasks\.tag .*checkpoint None, now 3\.0"),
         (
             "tasks.classify.head.pool=mean",
@@ -281,6 +282,7 @@ def test_other_draws_are_another_run(tmp_path: Path, tiny_model: Path) -> None:
     ):
         with pytest.raises(CheckpointError, match=message):
             run(path, override)
+        assert (tmp_path / "run/multitask.yaml").read_text() == record, "it is of what was trained"
 
 
 def test_adamw_on_what_muon_trained_is_warned_of(tmp_path: Path, tiny_model: Path) -> None:
@@ -309,7 +311,9 @@ def test_the_order_of_candidates_leaves_out_the_same_rows() -> None:
     assert len(set(_keys(asked))) == 3
 
 
-def test_rows_that_are_evaluated_are_left_out(tmp_path: Path, tiny_model: Path) -> None:
+def test_rows_that_are_evaluated_are_left_out(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_mix(tmp_path, tiny_model, ("classify", "tag"), decontaminate=True)
     # Half of the first task's rows, spelt otherwise, are in the dev of the second.
     rows = rows_of("classify")
@@ -324,6 +328,9 @@ def test_rows_that_are_evaluated_are_left_out(tmp_path: Path, tiny_model: Path) 
     num = sum(row["text"] in chosen for row in rows)
     assert 0 < num < len(rows)
     assert json.loads((folder / "left-out.json").read_text()) == {"classify": {"tag dev": num}}
+    # All that may be evaluated some day, whatever a limit leaves of it now.
+    limited = load_mix(str(path), (*overrides, "tasks.tag.data.dev_rows=1"))
+    assert read_mix(limited)[1] == {"classify": {"tag dev": num}}
     # Also where the mix is without the second task, which it is to be tested on.
     mix = load_mix(str(path), overrides)
     alone = {name: of for name, of in mix.tasks.items() if name == "classify"}
@@ -338,6 +345,8 @@ def test_rows_that_are_evaluated_are_left_out(tmp_path: Path, tiny_model: Path) 
     folder = run(path, *overrides[1:], "tasks.tag.data.dev=[]", f"reported=[{shown}]",
                  f"root='{tmp_path / 'sets #1'}'", f"run_dir={tmp_path / 'reported'}")  # fmt: skip
     assert json.loads((folder / "left-out.json").read_text()) == {"classify": {"shown dev": num}}
+    monkeypatch.chdir("/")
+    assert read_mix(load_mix(str(folder / "multitask.yaml")))[1] == {"classify": {"shown dev": num}}
     write_rows(tmp_path / "held.jsonl", [{"text": text, "label": []} for text in texts])
     with pytest.raises(Exception, match="every training row shares a text"):
         run(path, *overrides, f"run_dir={tmp_path / 'none'}")

@@ -114,3 +114,7 @@ def test_lines_are_read_as_they_come(tmp_path: Path) -> None:
     # What the first start computed after step 10 is not valid any more.
     assert lines.update(STARTS) == [*LINES[:2], *LINES[3:5]]
     assert MetricLines(RunFolder(tmp_path)).update(STARTS) == lines.kept
+    # A third start has not logged a line yet: what it goes back from is not valid either.
+    assert MetricLines(RunFolder(tmp_path)).valid(STARTS[:2]) == lines.kept
+    third = {"attempt": 3, "resumed_from_step": 10}
+    assert MetricLines(RunFolder(tmp_path)).valid([*STARTS[:2], third]) == LINES[:2]

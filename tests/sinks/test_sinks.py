@@ -38,6 +38,7 @@ def start(tmp_path: Path) -> SinkContext:
     ("eval", "uniform_guess", "quality/uniform_guess"), ("train", "restarts", "health/restarts"),
     ("train", "share_done", "data/share_done"),
     ("eval", "num_masked", "data/held_out_num_masked"),
+    ("eval", "loss_web_documents", "quality/held_out_loss_web_documents"),
     ("eval", "attention_entropy_layer_03", "layers/attention_entropy_layer_03"),
     ("train", "grad_norm", "health/grad_norm"),
     ("train", "grad_norm_layer_03", "layers/grad_norm_layer_03"),

@@ -129,6 +129,23 @@ def test_squad_rules(answers: list[str], prediction: str, em: float, f1: float) 
     assert answer.squad_words("An apple, the U.S. pear's") == ["apple", "us", "pears"]
 
 
+def test_macro_f1_of_several_labels_is_over_all_of_them() -> None:
+    """Absent labels count as 0, as where scikit-learn gets an indicator matrix."""
+    rng, labels = random.Random(3), ("a", "b", "c", "d", "e")
+    for _ in range(20):
+        golds, predictions = (
+            [tuple(sorted(rng.sample(labels[:3], rng.randrange(3)))) for _ in range(9)]
+            for _ in range(2)
+        )
+        matrices = [
+            [[name in row for name in labels] for row in rows] for rows in (golds, predictions)
+        ]
+        found = KINDS["multilabel"].tables(golds, predictions, labels, "")
+        for name, average in (("macro_f1", "macro"), ("f1", "micro")):
+            theirs = sklearn.metrics.f1_score(*matrices, average=average, zero_division=0)
+            assert found[name].score == pytest.approx(theirs)
+
+
 @pytest.mark.parametrize(("answers", "prediction", "em", "f1"), [
     (["《红楼梦》"], "红楼梦", 1, 1),
     (["1998年"], "1998 年", 0, 1),
@@ -136,7 +153,7 @@ def test_squad_rules(answers: list[str], prediction: str, em: float, f1: float) 
     (["大学", "北京大学"], "北京", 0, 2 * 2 / (4 + 2)),
     (["北京"], "", 0, 0),
     (["。"], "，", 1, 0),  # nothing is left of either
-    ([], "", 0, 0),  # unanswered counts as wrong
+    ([], "", 1, 1), ([], "北京", 0, 0),  # no answer is right where there is none, as by SQuAD's
     (["a.b"], "a。b", 0, 0),  # a full stop in ASCII stays
     (["BERT模型"], "bert模型", 1, 1),
 ])  # fmt: skip

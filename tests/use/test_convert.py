@@ -263,6 +263,8 @@ def test_every_key_is_accounted_for_and_every_assumption_told(tmp_path: Path) ->
     bert, out = {"family": "bert"}, tmp_path / "out"
     _refuse(source, r"odd=\[1\]: not known", **bert)
     _refuse(source, r"--ignore even: .* no such key", ConfigError, **bert, ignored=["odd", "even"])
+    _refuse(source, r"--ignore hidden_size: the model is built by this", **bert,
+            ignored=["odd", "hidden_size"])  # fmt: skip
     report = convert(source, out, family="bert", ignored=["odd"]).read
     assert report.keys == {"used": [*CONFIG, "hidden_dropout_prob"], "no effect": ["label2id"],
                            "ignored": ["odd"]}  # fmt: skip

@@ -208,6 +208,11 @@ def test_default_is_the_newest(run: Path, two_sources: DatasetIndex, evaluate: C
 def test_a_second_start(run: Path, evaluate: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     file = run / "evaluations.jsonl"
+    masks = ("data.masking=ngram", "data.mask_selection=exact", "data.ngram_weights=[2,1]")
+    for _ in range(2):
+        found = evaluate(run, "--all", "--sequences", 20, *masks)
+    assert found == [], "the same job has evaluated all of them"
+    file.unlink()
     evaluate(run, "--all", "--sequences", 20)
     first, second, _ = file.read_text().splitlines(keepends=True)
     file.write_text(first + second + '{"step": 12, "lo')  # killed while it wrote

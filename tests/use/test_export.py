@@ -10,12 +10,14 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.checkpoints.manifest import newest_good
+from pipeline.config.model import ModelConfig
 from pipeline.data.format import CLS_ID, MASK_ID, SEP_ID, DatasetIndex
 from pipeline.errors import CheckpointError, DataError
+from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layout import rows
 from pipeline.runtime.checkpoints import read_manifest
 from pipeline.tokenizer.sentencepiece import Tokenizer
-from pipeline.use.export import export
+from pipeline.use.export import ExportReport, compare, export
 from pipeline.use.folder import load_model
 from pipeline.use.grow import grow
 from pipeline.use.model import load
@@ -119,3 +121,10 @@ def test_damaged_export_is_refused(exported: Path, tmp_path: Path, name: str) ->
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises((CheckpointError, DataError), match=re.escape(str(path))):
         load_model(tmp_path / "out")
+
+
+def test_a_model_of_few_positions_is_compared_at_them(tmp_path: Path) -> None:
+    config = ModelConfig(num_layers=1, hidden_size=16, num_heads=2, ffn_size=24, vocab_size=50,
+                         positions="learned", max_positions=9)  # fmt: skip
+    model = MaskedLanguageModel(config).eval()
+    assert compare(model, model) == ExportReport(0.0, 4 * 18 * 50)

@@ -162,6 +162,8 @@ def test_every_switch_decides_whether_the_form_is_native() -> None:
     assert native_family(bert) == "bert"
     assert native_family(replace(bert, positions="rotary")) == "roformer"
     assert native_family(replace(bert, positions="rotary", rotary_value=True)) == "roformer"
+    assert native_family(replace(bert, positions="rotary", pooler=True)) is None, "it has none"
+    assert native_family(replace(bert, pooler=True)) == "bert"
     roberta = replace(bert, position_offset=2)
     assert native_family(roberta) == "roberta"
     # transformers gives no position to the token before the first one, which [UNK] may be.

@@ -94,6 +94,9 @@ def test_a_folder_of_sentence_transformers_keeps_its_setting(
         length = {"max_seq_length": 7, "do_lower_case": False}
         (folder / "sentence_bert_config.json").write_text(json.dumps(length))
         _compare(folder, theirs.encode(LONG), refused.replace(" ", " pooling_mode_"))
+        # And those before them named the file by the class.
+        (folder / "sentence_bert_config.json").rename(folder / "sentence_roberta_config.json")
+        _compare(folder, theirs.encode(LONG), refused.replace(" ", " pooling_mode_"))
     (folder / "modules.json").write_text("[3]")
     with pytest.raises(CheckpointError, match=r"modules.json is damaged"):
         load(folder)

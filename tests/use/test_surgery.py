@@ -15,6 +15,7 @@ from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layout import masked
 from pipeline.tokenizer.fast import BertOptions, FastTokenizer, word_piece
 from pipeline.tokenizer.sentencepiece import Tokenizer
+from pipeline.train.initial import ObjectiveParts
 from pipeline.use.folder import AnyTokenizer, TrainedModel
 from pipeline.use.hf import export_hf
 from pipeline.use.model import load
@@ -146,6 +147,25 @@ def test_byte_bpe(tmp_path: Path) -> None:
     torch.testing.assert_close(new.model.encoder.token_embedding.weight[at], expected)
 
 
+def test_the_bias_of_a_boundary_head_moves_with_the_pieces() -> None:
+    old = _model(_word_piece(PIECES))
+    biases = {
+        "objective.bias": torch.arange(len(PIECES)).float(),
+        "objective.inner.bias": torch.ones(3),
+    }
+    new, _ = with_vocabulary(replace(old, parts=ObjectiveParts({"kind": "mlm_sbo"}, biases)),
+                             _word_piece([*SPECIALS, *reversed(PIECES[5:])]))  # fmt: skip
+    assert new.parts is not None
+    order = [*range(5), *range(len(PIECES) - 1, 4, -1)]
+    assert new.parts.weights["objective.bias"].tolist() == order
+    assert new.parts.weights["objective.inner.bias"].tolist() == [1, 1, 1]
+    # Of pairs that name has two rows, one for each answer.
+    pairs = ObjectiveParts({"kind": "mlm_nsp"}, {"objective.bias": torch.tensor([1.0, 2.0])})
+    new, _ = with_vocabulary(replace(old, parts=pairs), _word_piece([*SPECIALS, "zz"]))
+    assert new.parts is not None
+    assert new.parts.weights["objective.bias"].tolist() == [1, 2]
+
+
 @pytest.mark.parametrize("offset", [0, 2])
 def test_learned_positions(offset: int) -> None:
     changes: dict[str, Any] = {"max_positions": 6 + offset, "position_offset": offset}
@@ -173,6 +193,9 @@ def test_rotary_base_and_what_does_not_fit() -> None:
     new, changes = operate(old, Surgery(rotary_base=160_000))
     assert new.model.config.rotary_base == 160_000
     assert "10000 before, 160000 now" in changes[0]
+    scored = replace(old, facts={"scores": {"held_out_loss": 3.1}, "license": "mit"})
+    facts = operate(scored, Surgery(rotary_base=160_000))[0].facts
+    assert facts == {"license": "mit", "changed": changes}, "the loss was another model's"
     for trained, surgery, fact in (
         (old, Surgery(rotary_base=1.0), "rotary_base"),
         (old, Surgery(rotary_base=-5.0), "rotary_base"),
@@ -191,6 +214,13 @@ def test_a_vocabulary_is_read_alike_as_file_and_as_folder(tmp_path: Path) -> Non
     (tmp_path / "vocab.txt").write_text("".join(f"{piece}\n" for piece in PIECES))
     for path in (tmp_path, tmp_path / "vocab.txt"):
         assert not read_vocabulary(path, cased).options.do_lower_case
+    # Of a tokenizer that has no rules of WordPiece, the pieces decide.
+    (tmp_path / "cased").mkdir()
+    (tmp_path / "cased/vocab.txt").write_text("\n".join([*SPECIALS, "T", "The", "the", "Berlin"]))
+    (tmp_path / "bpe").mkdir()
+    path = byte_bpe.write(tmp_path / "bpe/tokenizer.json", "roberta", ["The Berlin text"] * 9)
+    bpe = FastTokenizer(path)
+    assert not read_vocabulary(tmp_path / "cased/vocab.txt", bpe).options.do_lower_case
     (tmp_path / "tokenizer_config.json").write_text('{"do_lower_case": true}')
     for path in (tmp_path, tmp_path / "vocab.txt"):
         assert read_vocabulary(path, cased).options.do_lower_case
