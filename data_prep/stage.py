@@ -50,7 +50,7 @@ from pipeline.runtime.summary import table as aligned
 T = TypeVar("T")
 _TOUCHED_EVERY_S = 10
 _SILENT_AFTER_S = 90
-CODE_VERSION = 11
+CODE_VERSION = 12
 """To be raised when a stage's code gives other results than before: old results are then redone."""
 
 

@@ -3,6 +3,7 @@
 import fcntl
 import shutil
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -121,3 +122,13 @@ def test_folder_of_the_run_itself_is_refused(tmp_path: Path) -> None:
     (tmp_path / "same").symlink_to("run")
     with pytest.raises(ConfigError, match="run_dir itself"):
         Mirror(tmp_path / "run", tmp_path / "same", Retention(1))
+
+
+def test_a_copy_that_takes_its_time_gives_signs_of_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirror, beats = Mirror(tmp_path / "run", tmp_path / "copies", Retention(2)), Event()
+    monkeypatch.setattr(mirror, "_copy_missing", lambda: beats.wait(60))
+    mirror.request()
+    mirror.finish(beats.set)  # it ends with the first of them
+    assert beats.is_set()

@@ -1,12 +1,14 @@
 """Schedules and optimizers as they are written in a config, and what of them does not fit."""
 
 import re
+from typing import Any
 
 import pytest
 
+from pipeline.config.data import DataConfig
 from pipeline.config.schema import build
 from pipeline.config.strict_yaml import parse
-from pipeline.config.train import TrainConfig
+from pipeline.config.train import SpikeConfig, TrainConfig
 from pipeline.errors import ConfigError
 
 
@@ -49,6 +51,19 @@ def _read(text: str) -> TrainConfig:
 def test_what_does_not_fit_is_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         _read(text)
+
+
+def test_more_steps_in_a_row_than_are_kept_would_find_no_spike() -> None:
+    assert SpikeConfig(window_steps=8, steps_in_a_row=8).steps_in_a_row == 8
+    with pytest.raises(ConfigError, match=r"steps_in_a_row=9 is above spikes\.window_steps=8"):
+        SpikeConfig(window_steps=8, steps_in_a_row=9)
+
+
+def test_weights_of_n_grams_belong_to_n_grams() -> None:
+    more: dict[str, Any] = {"ngram_weights": (4, 3), "mask_selection": "exact"}
+    assert DataConfig(dir="d", masking="ngram", **more).ngram_weights == (4, 3)
+    with pytest.raises(ConfigError, match=r"ngram_weights=\[4, 3\] has no meaning with .*=span"):
+        DataConfig(dir="d", masking="span", **more)
 
 
 @pytest.mark.parametrize(("field", "value"), [

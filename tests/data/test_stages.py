@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,9 @@ from pipeline.data.loader import TrainLoader
 from pipeline.data.run_order import DataRank, StageData, TrainSteps
 from pipeline.data.stages import PastData, is_there, open_indexes, stage_data
 from pipeline.errors import ConfigError, DataError
+from pipeline.objectives.choose import make_objective
 from pipeline.objectives.inputs import train_inputs
+from pipeline.train import stages
 from tests.support.steps import open_steps, rows_of_step
 from tests.support.variants import Variants
 
@@ -238,3 +241,28 @@ def test_data_of_a_stage_that_is_over_may_be_gone(variants: Variants) -> None:
                      StageConfig(name="b", steps=5, data=longer))  # fmt: skip
     with pytest.raises(DataError, match="nowhere"):
         open_indexes(needed.timeline, 1, known)
+
+
+@pytest.mark.parametrize(
+    ("cursor", "read"),
+    [(None, {"base", "changed"}), (24, {"base", "changed"}), (72, {"changed"})],
+)
+def test_data_of_stages_that_are_over_is_not_copied_to_the_node(
+    variants: Variants, monkeypatch: pytest.MonkeyPatch, cursor: int | None, read: set[str]
+) -> None:
+    base, changed = variants["base"], variants["changed"]
+    config = _config(base, StageConfig(name="a", steps=5),
+                     StageConfig(name="b", steps=6, data={"dir": str(changed.folder)}))  # fmt: skip
+    newest = cursor and SimpleNamespace(cursor=cursor)
+    monkeypatch.setattr(stages, "newest_of", lambda config: newest)
+    monkeypatch.setattr(stages.dist, "on_first", lambda function, what: function())
+    copied = set()
+
+    def where_read(index: DatasetIndex) -> DatasetIndex:
+        copied.add(index.fingerprint)
+        return index
+
+    objective = make_objective(config.objective)
+    found = stages.train_stages(config, open_indexes(config.timeline), objective, where_read)
+    assert [stage.number for stage in found] == [0, 1], "its held-out text is looked at"
+    assert copied == {variants[name].fingerprint for name in read}
