@@ -44,7 +44,9 @@ logger = logging.getLogger(__name__)
 
 _ROWS_FILE, _OVERLAP_FILE = "overlap-rows.jsonl", "overlap.json"
 LEFT_OUT = "left out by the limit of rows"
-_OTHER_TASK = re.compile(r"(task|head|input|can)\.|train\.(?!precision=|keep=)|data\.(?!root=|\w+_rows=)")
+_OTHER_TASK = re.compile(
+    r"(task|head|input|can)\.|train\.(?!precision=|keep=)|data\.(?!root=|\w+_rows=)"
+)
 """Overrides that make a task another one than scores were published for."""
 Body = dict[str, Any]
 """What `table.json` holds."""

@@ -34,7 +34,7 @@ from tests.support.tiny_tasks import write_rows
 
 NAMES = sorted(path.stem for path in HOME.glob("*.yaml"))
 OF_RUNS = [name for name in NAMES if name != "speed"]
-_HOURS = {"alpha": 3.5, "depths_long": 3.3, "many_classes": 3.9, "positions": 1.5, "rates": 2.4,
+_HOURS = {"alpha": 3.5, "depths_long": 3.3, "many_classes": 3.9, "positions": 1.5, "rates": 3.5,
           "realformer": 2.9, "speedrun": 20.6, "structure": 1.9}  # fmt: skip
 """Of two shared cores, that a small preset may take; others take 1.3."""
 
