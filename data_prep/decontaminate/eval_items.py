@@ -51,7 +51,12 @@ def read(file: InputFile, reading: Reading) -> Items:
 
 def _parts_words(char: str) -> bool:
     """Whether a character stands between words, or is of a script without spaces (Thai, Han)."""
-    return char.isspace() or "\u0e00" <= char < "\u2000" or char >= "\u2e80"
+    return (
+        char.isspace()
+        or "\u0e00" <= char < "\u10a0"  # Thai, Lao, Tibetan, Burmese
+        or "\u1780" <= char < "\u1800"  # Khmer
+        or char >= "\u2e80"
+    )
 
 
 def _find(chosen: EvalSetConfig) -> tuple[InputFile, ...]:

@@ -84,6 +84,8 @@ _COMMON: dict[Encoding, set[str]] = {
 }
 # A3 A0: a space (https://encoding.spec.whatwg.org/#index-gb18030), a private character in Python.
 _GB18030_SPACE = ("\ue5e5", "\u3000")
+_CONTROLS = bytes(range(32))
+_NO_SPACES = bytes({*range(32)} - {*range(9, 14)})
 _COMMON_OF_UTF_16 = _JAPANESE | _WESTERN | {chr(code) for code in range(0x21, 0x7F)}
 
 
@@ -172,7 +174,7 @@ def decode(raw: bytes, encoding: Encoding) -> str | None:
         if isinstance(raw, LongLine) or (encoding != "utf-8" and _is_surely_utf8(raw)):
             return None
         # UTF-16 of many scripts is valid UTF-8: letters, and control characters between them.
-        if encoding == "utf-8" and b"\0" in raw and 4 * _num_controls(raw) > len(raw) > 8:
+        if encoding == "utf-8" and raw.isascii() and 4 * _num_controls(raw) > len(raw) > 4:
             return None
         text = raw.decode(CODECS[encoding]).removeprefix("\ufeff")
         return text.replace(*_GB18030_SPACE) if encoding == "gb18030" else text
@@ -181,7 +183,8 @@ def decode(raw: bytes, encoding: Encoding) -> str | None:
 
 
 def _num_controls(raw: bytes) -> int:
-    return len(raw) - len(raw.translate(None, bytes(range(32))))
+    """Count control characters, white space only beside bytes of 0, which no text has."""
+    return len(raw) - len(raw.translate(None, _CONTROLS if b"\0" in raw else _NO_SPACES))
 
 
 def _is_surely_utf8(raw: bytes) -> bool:

@@ -266,7 +266,7 @@ class RunOrder:
             max(1, round(config.data.window_blocks * part / sum(tokens))) for part in tokens
         ]
         self.segments: list[Segment] = []
-        groups = None if after is None else _as_before(self.groups, after.groups)
+        groups = None if after is None else _as_before(index, config, split, after.groups)
         if after is not None and groups is None:
             logger.warning(
                 "stage %d groups its sources otherwise than the one before (%s, then %s): all of "
@@ -390,16 +390,23 @@ class RunOrder:
         return repack(packing, rest.sequences[mine], seq_len, self._split.specials)
 
 
-def _as_before(groups: list[Group], before: list[Group]) -> list[Group] | None:
-    """Return the groups in the order of the stage before, those left out with weight 0.
+def _as_before(
+    index: DatasetIndex, config: TrainDataConfig, split: PackedSplit, before: list[Group]
+) -> list[Group] | None:
+    """Return the groups of the stage before with this one's weights, 0 where it leaves one out.
 
-    None where sources are shuffled together that were not, or there are others than before.
+    None where sources that were shuffled together have different weights now, or there are more.
     """
-    found = {group.blocks.tobytes(): group for group in groups}
-    known = {group.blocks.tobytes(): group._replace(weight=Fraction(0)) for group in before}
-    if not found.keys() <= known.keys():
-        return None
-    return [found.get(blocks, left_out) for blocks, left_out in known.items()]
+    given, of_block = weights(index.sources, config.data.mix), index.block_source[split.rows]
+    left, found = {k for k in np.unique(of_block).tolist() if given[k]}, []
+    for group in before:
+        sources = np.unique(of_block[group.blocks]).tolist()
+        weight, *others = {given[k] for k in sources}
+        if others:
+            return None
+        found.append(group._replace(weight=weight))
+        left -= {*sources}
+    return None if left else found
 
 
 def _groups(index: DatasetIndex, config: TrainDataConfig, split: PackedSplit) -> list[Group]:

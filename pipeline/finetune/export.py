@@ -9,6 +9,7 @@ hidden size, K outputs.
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,8 @@ def export_hf(source: str | Path, out: Path, license_id: str = hf.NO_LICENSE) ->
             f"or let `postnorm predict {source}` answer"
         )
     auto, trained = kind.hugging_face.auto, TrainedModel(tuned.model, tuned.tokenizer, {})
-    family = hf.native_family(config, tuned.tokenizer)
+    # A pooler decides by the head: classes of tokens and of questions read none.
+    family = hf.native_family(replace(config, pooler=False), tuned.tokenizer)
     note = f"for transformers' AutoModelFor{auto}"
     if family and not hf.native_head(family, auto, spec.pool):
         note += (

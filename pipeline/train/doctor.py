@@ -74,7 +74,7 @@ _REPORT_FILE = "report.json"
 # (init, residual) with which 24 layers converge without an alpha warm-up: docs/models.md.
 _SMALL_STARTS = {("rsqrt_depth", "plain"), ("deepnorm", "deepnorm"), ("unit", "rezero")}
 # A rule of thumb, AdamW's and StableAdamW's rate times width: 3e-3 at 48, 2e-4 at 768. Small
-# branches bear about twice as much (docs/rates.md).
+# branches bear two and a half times as much (docs/rates.md).
 _USUAL_RATE_BY_WIDTH = 0.15
 _USUAL_TIMES = 2.0
 _SMALL_BATCH_TOKENS = 2048

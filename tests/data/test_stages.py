@@ -193,10 +193,19 @@ def test_sources_that_are_grouped_otherwise_begin_anew_with_a_word(
     variants: Variants, caplog: pytest.LogCaptureFixture
 ) -> None:
     alike = {"mix": [{"source": name, "weight": 1.0} for name in ("one", "two")]}
-    config = _config(variants["two sources"], StageConfig(name="a", steps=5),
-                     StageConfig(name="b", steps=5, data=alike))  # fmt: skip
-    _steps(_stages(config)).of(6 * _BATCH)
-    assert "(one, two, then one + two): all of them begin anew" in caplog.text
+    two, plain = variants["two sources"], StageConfig(name="a", steps=5)
+    equal = StageConfig(name="b", steps=5, data=alike)
+    steps = _steps(_stages(_config(two, equal, plain)))
+    begun = max(steps.epochs(5 * _BATCH).values())
+    assert max(steps.epochs(6 * _BATCH).values()) < begun / 2
+    assert "(one + two, then one, two): all of them begin anew" in caplog.text
+    caplog.clear()
+    # The other way round they stay two.
+    steps = _steps(_stages(_config(two, plain, equal)))
+    before, after = (steps.of(cursor).order.epochs(5 * _BATCH) for cursor in (0, 5 * _BATCH))
+    assert before == pytest.approx(after, abs=0.02)
+    assert min(after.values()) > 0
+    assert not caplog.text
 
 
 def test_ranks_and_workers_make_the_same_batches(variants: Variants) -> None:

@@ -191,6 +191,7 @@ def test_a_mark_before_a_quoted_header(tmp_path: Path, encoding: Encoding) -> No
         "Мы шли вдоль реки, пока не стемнело.",
         "مشينا على طول النهر حتى حل الظلام.",
         "เราเดินเลียบแม่น้ำ จนมืด",
+        "เราช่วยกันเดินเลียบแม่น้ำจนมืดแล้วกลับบ้าน",
         "ნახევარი გზა გავიარეთ ფეხით",
         "We walked on.",
     ],
@@ -206,5 +207,6 @@ def test_utf_16_is_not_taken_for_utf_8(
     if encoding == "auto" and (mark or text.isascii()):
         assert texts_of(items) == [text] * 50
     else:
-        assert texts_of(items) == []
+        # Pieces of a character or two are left, where a byte of Thai is a line feed.
+        assert sum(map(len, texts_of(items))) < 0.05 * 50 * len(text)
         assert {*reasons_of(items)} == {"invalid UTF-8 line"}
