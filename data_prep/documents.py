@@ -411,7 +411,7 @@ def _remedies(total: Losses) -> str:
     remedies = {
         "no text in": "set the source's text_field to a field that is there",
         "invalid ": "set the source's encoding (auto finds each file's own) and format",
-        "array": "set the source's format to json, if such a file is one array",
+        "array": "give objects as records (format json, if a whole file is an array of them)",
         "WARC": "give WET files, which have the extracted text",
     }
     fitting = [remedy for word, remedy in remedies.items() if word in reasons]

@@ -103,6 +103,8 @@ def held(folder: Path, holder: Holder) -> Iterator[frozenset[str]]:
         while not over.wait(_TOUCHED_EVERY_S if not superseded else 1):
             try:
                 os.utime(own)
+                if json.loads(own.read_bytes()) != asdict(holder):
+                    raise FileNotFoundError(own)  # another process took it for a dead one's
                 # Once is not enough: a run that was refused had its number for a moment.
                 superseded = superseded + 1 if _newest(folder) != _number(own) else 0
                 if superseded < 3:

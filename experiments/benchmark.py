@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 _ROWS_FILE, _OVERLAP_FILE = "overlap-rows.jsonl", "overlap.json"
 LEFT_OUT = "left out by the limit of rows"
 _OTHER_TASK = re.compile(
-    r"(task|head|input|can)\.|train\.(?!precision=|keep=)|data\.(?!root=|\w+_rows=)"
+    r"(task|head|input|can)\.|train\.(?!precision=|keep=|seeds=)|data\.(?!root=|\w+_rows=)"
 )
 """Overrides that make a task another one than scores were published for."""
 Body = dict[str, Any]
@@ -369,6 +369,10 @@ def _not_comparable(row: PublishedConfig, line: dict[str, Any], plan: BenchmarkP
     theirs = set(row.protocol.split(", "))
     if others := sorted(theirs - {"one run", best} - grid):
         return f"protocol: {', '.join(others)}"
+    if row.split != "dev":
+        return ""
     # What chose on the rows that are reported makes a score higher.
-    chosen = grid | {best} if protocols[0]["selected_on"] == row.split == "dev" else grid
-    return f"protocol: here {', '.join(more)}" if (more := sorted(chosen - theirs)) else ""
+    more = grid - theirs
+    if protocols[0]["selected_on"] == "dev" and not theirs & {best, "best of a grid on dev"}:
+        more |= {best}
+    return f"protocol: here {', '.join(sorted(more))}" if more else ""

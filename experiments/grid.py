@@ -10,6 +10,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import product
@@ -529,7 +530,8 @@ def cancel_sweep(folder: Path, *, save: bool, save_s: float) -> Iterator[str]:
 
     With `save`, runs that train may first save and end, one after the other.
     """
-    (folder / CANCELLED_MARK).touch()
+    with suppress(OSError):  # a full disk hinders no cancellation
+        (folder / CANCELLED_MARK).touch()
     jobs = queued_jobs([folder / name for name in sweep_record(folder)["runs"]])
     alive = {run: job for run, job in jobs.items() if job.is_alive}
     if not alive:

@@ -170,6 +170,7 @@ def _body(
         world=world,
         command=_in_container(cluster, command, job),
         max_failures=cluster.prep.max_failures,
+        max_restarts=cluster.max_restarts,
         finished=errors.EXIT_FINISHED,
         do_not_retry=errors.EXIT_FAILED_DO_NOT_RETRY,
     )
@@ -306,7 +307,9 @@ elif [ "$code" = 126 ] || [ "$code" = 127 ]; then
 fi
 # scancel, preemption and the time limit end this script too, a moment after what it started.
 sleep 5
-[ "$code" != 143 ] || {{ echo "requeue: ended by SIGTERM"; requeue; }}  # of a longer GraceTime
+if [ "$code" = 143 ] && [ "$restarts" -lt {max_restarts} ]; then  # of a longer GraceTime
+  echo "requeue: ended by SIGTERM"; requeue
+fi
 failures=$(( $(cat "$failures_file" 2>/dev/null || echo 0) + 1 ))
 ready eval 'echo "$failures" >"$failures_file"'
 if [ "$failures" -ge {max_failures} ]; then

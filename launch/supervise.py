@@ -15,7 +15,7 @@ from pathlib import Path
 
 from launch import decide
 from launch.cluster import ClusterConfig
-from launch.preflight.check import CheckedConfig
+from launch.preflight.check import CheckedConfig, read_record
 from launch.preflight.judge import gather, judge_nodes
 from launch.records import (
     EVALUATE,
@@ -144,9 +144,12 @@ def _judge(start: JobStart, after: str) -> str:
     if start.is_asked or start.preflight is None:
         return RANKS
     if attempt.step_code == _TERMINATED and attempt.starts_before < start.limits.restarts:
-        # Preempted: SLURM ended the check at once, and this script has a moment more.
-        _say("requeue: preflight was ended by SIGTERM")
-        return _order(start)
+        left = [read_record(start.records, node) for node in attempt.nodes]
+        # Preempted: SLURM ended the check on all nodes, and this script has a moment more. A node
+        # that alone left nothing ended the others' checks.
+        if not any(left) or (all(left) and not all(one and one.is_finished for one in left)):
+            _note(start, "requeue", "preflight was ended by SIGTERM")
+            return _order(start)
     try:
         config, profile = start.preflight()
         evidence = gather(start.records, attempt.nodes, config, with_bandwidth=after == MEASURE)
@@ -171,12 +174,18 @@ def _judge(start: JobStart, after: str) -> str:
 
 
 def _give_up(start: JobStart, reason: str) -> str:
-    """End the job before its ranks begin, and put that on record."""
+    """End the job before its ranks begin."""
+    _note(start, "failed", reason)
+    return _order(start, decide.give_up(reason))
+
+
+def _note(start: JobStart, decision: str, reason: str) -> None:
+    """Put on record what is decided before the ranks begin."""
     attempt = {"job": start.attempt.job, "restart": start.attempt.restart}
     attempt |= {"nodes": list(start.attempt.nodes), "miss": None}  # no attempt of the ranks
     with contextlib.suppress(OSError):
-        append_history(start.run_dir, {**attempt, "decision": "failed", "reason": reason})
-    return _order(start, decide.give_up(reason))
+        append_history(start.run_dir, {**attempt, "decision": decision, "reason": reason})
+    _say(f"preflight: {decision}: {reason}")
 
 
 def _end(start: JobStart) -> str:
@@ -205,15 +214,13 @@ def _no_storage(start: JobStart, error: OSError) -> decide.Decision:
 
 def _order(start: JobStart, decision: decide.Decision | None = None) -> str:
     """Make a decision the job's order; None sends it back without nodes that were reported."""
-    trains = start.kind != EVALUATE  # beside it another job may, whose files and end these are
     with contextlib.suppress(OSError):  # the script's count of calls without one begins anew
-        if trains:
-            (start.run_dir / FOLDER / UNJUDGED_FILE).unlink(missing_ok=True)
+        (start.run_dir / FOLDER / UNJUDGED_FILE).unlink(missing_ok=True)
     if decision is None:
         return REQUEUE
     is_again = decision.word == REQUEUE
     _say(f"{REQUEUE if is_again else 'end'}: {decision.reason}")
-    if trains:
+    if start.kind != EVALUATE:  # the end of an evaluation is not the run's
         notify_end(start.run_dir, start.name, decision.word, decision.reason)
     return REQUEUE if is_again else f"exit {decision.exit_code}"
 

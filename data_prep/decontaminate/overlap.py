@@ -104,7 +104,7 @@ def _sources(corpus: list[str]) -> tuple[list[tuple[SourceConfig, CleanConfig]],
         if resolved.is_file():
             prep = load(PrepConfig, resolved).config
             sources += [(source, prep.clean_of(source)) for source in prep.sources]
-            cleans += [prep.clean, *(prep.clean_of(source) for source in prep.sources)]
+            cleans += [prep.clean_of(source) for source in prep.sources]
         else:
             sources.append((SourceConfig(name="corpus", inputs=(text,)), None))
     if len({(clean.nfkc, clean.simplified) for clean in cleans}) > 1:

@@ -395,7 +395,7 @@ def told_apart(lines: Lines, place: FileOrigin) -> Lines:
     """Yield the lines of a text (DataError: it has one alone, with carriage returns in it)."""
     number, is_one = 0, False
     for number, (offset, raw) in enumerate(lines, 1):
-        is_one = number == 1 and raw.count(b"\r") > 1
+        is_one = number == 1 and not offset and raw.count(b"\r") > 1
         yield offset, raw
     if is_one:
         raise DataError(

@@ -43,6 +43,8 @@ _PACKAGES = frozenset(
 """Packages that decide what a run computes; with all that start with `nvidia-`, such as NCCL."""
 # Files that a folder must still take; checkpoints and logs of weeks need some thousands.
 _LEAST_INODES = 10_000
+_OF_STORAGE = ("run_dir", "dataset")
+"""Checks that hang where storage does."""
 _LEAST = {
     "min_free_gb": ("space", "remove files there, or lower that"),
     "min_open_files": ("open files", "raise it in `setup` of the profile"),
@@ -178,7 +180,8 @@ def check_node(config: CheckedConfig, cluster: ClusterConfig, folder: Path, node
     late = f"not done within preflight.timeout_s={cluster.preflight.timeout_s}"
     done = dict(results)  # a thread that was given up may still add to the other
     for name in parts:
-        unfinished = [Finding(f"{name} in time", f"{name}: {late}", "all", passes=True)]
+        passes = name in _OF_STORAGE
+        unfinished = [Finding(f"{name} in time", f"{name}: {late}", "all", passes=passes)]
         record.findings += done.get(name, unfinished)
     record.is_finished = True
     write_record(folder, record)

@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +230,11 @@ def test_carriage_returns_alone_make_no_document_of_a_file(tmp_path: Path) -> No
     assert len(texts_of(read_source(path, txt_documents="file"))) == 1
     path.write_bytes(b"10%\r20%\r30%\r\ndone\r\n")
     assert texts_of(read_source(path, txt_documents="line")) == ["10%\r20%\r30%", "done"]
+    # A range that begins within the last line.
+    path.write_bytes(b"line\n" * 100 + b"last\rfoo" * 9)
+    source = SourceConfig(name="s", inputs=(str(path),), txt_documents="line")
+    [file] = find(source).files
+    assert list(read_file(replace(file, start=510, end=None), source, 1000)) == []
 
 
 def test_what_a_record_may_hold_beside_its_text(tmp_path: Path) -> None:

@@ -174,3 +174,21 @@ def test_a_live_process_of_the_same_part_keeps_its_file(
         with pytest.raises(BusyError):
             lease._acquire(folder, holder)
         assert [path.name for path in folder.glob("*part*")] == ["000001.part-000001.json"]
+
+
+_TAKEN = """
+import json, sys, time
+from pathlib import Path
+from data_prep import lease
+lease._TOUCHED_EVERY_S = 0.05
+with lease.held(Path(sys.argv[1]), lease.this_process("c", ("ingest", 1, 4))):
+    [path] = Path(sys.argv[1]).glob("*.part-000001.json")
+    path.write_text(json.dumps({**json.loads(path.read_bytes()), "process": 1}))
+    time.sleep(60)
+"""
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_process_whose_file_is_another_ones_ends_at_once(folder: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", _TAKEN, str(folder)], timeout=50)
+    assert done.returncode == EXIT_FAILED_RETRY

@@ -132,7 +132,7 @@ def test_sources_may_be_cleaned_each_in_its_way(tmp_path: Path) -> None:
         prep = PrepConfig(output_dir=str(folder), sources=sources)
         (folder / "resolved.yaml").write_text(resolved_text(prep))
         row = "quick brown fox jumps over the lazy dog and then it runs away from all"
-        found = _count(tmp_path, [("a", [row])], [str(folder)])
+        found = _count(tmp_path, [("a", [row])], [str(folder)])  # the top level counts for none
         assert (found["documents"], found["sets"]["a"]["shared"]) == (len(sources), shared)
 
 

@@ -138,8 +138,17 @@ def test_a_preemption_within_preflight_blames_no_node(
         write_record(start.records, Record(node))
     assert next_order("check", start) == "requeue"
     assert excluded_nodes(tmp_path) == []
+    assert [line["decision"] for line in history(tmp_path)] == ["requeue"]
     last = replace(start, attempt=replace(start.attempt, restart=3))  # max_restarts
     assert next_order("check", last) == "exit 2"
+
+
+def test_a_node_that_ended_the_others_checks_is_left_out(tmp_path: Path) -> None:
+    start = _start(tmp_path, nodes=("n1", "n2", "n3"), step_code=143)  # srun's, of its own kill
+    _write_records(start, "n1")
+    write_record(start.records, Record("n3"))
+    assert next_order("check", start) == "requeue"
+    assert excluded_nodes(tmp_path) == ["n2"]
 
 
 @pytest.mark.parametrize("nodes", [("n1",), ("n1", "n2", "n3")])
@@ -161,7 +170,6 @@ def test_an_evaluation_leaves_what_the_job_that_trains_knows(
     told = list[str]()
     monkeypatch.setattr("launch.supervise.notify_end", lambda *args: told.append(args[2]))
     exclude_nodes(tmp_path, ["bad"])
-    (tmp_path / "launch/unjudged").write_text("6\n")
     (tmp_path / "exit/7.0").mkdir(parents=True)
     (tmp_path / "exit/7.0/rank-00000").write_text("0")
     for kind, code in (("evaluate", "exit 0"), ("program", "exit 0")):
@@ -170,5 +178,4 @@ def test_an_evaluation_leaves_what_the_job_that_trains_knows(
         kept = ["bad"] if kind == "evaluate" else []
         assert next_order("ranks", start) == code
         assert excluded_nodes(tmp_path) == kept
-        assert (tmp_path / "launch/unjudged").exists() == (kind == "evaluate")
         assert told == ([] if kind == "evaluate" else ["finished"])

@@ -88,7 +88,9 @@ elif [ "$code" = 126 ] || [ "$code" = 127 ]; then
 fi
 # scancel, preemption and the time limit end this script too, a moment after what it started.
 sleep 5
-[ "$code" != 143 ] || { echo "requeue: ended by SIGTERM"; requeue; }  # of a longer GraceTime
+if [ "$code" = 143 ] && [ "$restarts" -lt 50 ]; then  # of a longer GraceTime
+  echo "requeue: ended by SIGTERM"; requeue
+fi
 failures=$(( $(cat "$failures_file" 2>/dev/null || echo 0) + 1 ))
 ready eval 'echo "$failures" >"$failures_file"'
 if [ "$failures" -ge 3 ]; then
