@@ -176,6 +176,7 @@ class Mirror:
         self._source, self._folder = run_dir / checkpoints.FOLDER, target / checkpoints.FOLDER
         self._task: BackgroundTask[None] | None = None
         self._is_due = False
+        self._num_moved = 0  # chunks and files
         self.busy_with: Path | None = None
         """The checkpoint that is being copied; it must not be removed."""
         path = target / _OWNER_FILE
@@ -194,12 +195,15 @@ class Mirror:
             self._task = BackgroundTask(self._work)
 
     def finish(self, beat: Callable[[], None] = lambda: None) -> None:
-        """Wait until every requested copy has been tried; calls `beat` meanwhile."""
+        """Wait until every requested copy has been tried; calls `beat` while it gets on."""
         while self._task is not None:
             if not self._task.is_done():
                 logger.info("waiting for the copy of checkpoints to %s", self._target)
+            moved = -1
             while not self._task.is_done():
-                beat()
+                if moved != self._num_moved:  # storage that hangs gives no sign of life
+                    moved = self._num_moved
+                    beat()
                 time.sleep(_LOOK_EVERY_S)
             # A request may have come between the thread's last look and its end.
             self._task = BackgroundTask(self._work) if self._is_due else None
@@ -263,8 +267,9 @@ class Mirror:
         unfinished = self._unfinished(path)
         for name, entry in checkpoints.read_manifest(path).files.items():
             (unfinished / name).parent.mkdir(parents=True, exist_ok=True)
-            if _copy_file(path / name, unfinished / name) != entry["sha256"]:
+            if self._copy_file(path / name, unfinished / name) != entry["sha256"]:
                 raise CheckpointError(f"{path / name} does not match its manifest")
+            self._num_moved += 1
         files.write_atomic(
             unfinished / checkpoints.MANIFEST_FILE, (path / checkpoints.MANIFEST_FILE).read_bytes()
         )
@@ -278,17 +283,19 @@ class Mirror:
         files.write_atomic(self._folder / checkpoints.LATEST_FILE, f"{newest.name}\n".encode())
         logger.info("copied %s to %s", path.name, final)
 
+    def _copy_file(self, source: Path, target: Path) -> str:
+        """Copy and flush a file; return the sha256 of the copy."""
+        with source.open("rb") as read, target.open("wb") as written:
+            while chunk := read.read(_CHUNK_BYTES):
+                written.write(chunk)
+                self._num_moved += 1
+            written.flush()
+            os.fsync(written.fileno())
+        self._num_moved += 1
+        return files.sha256_file(target)
+
     def _unfinished(self, path: Path) -> Path:
         return self._folder / f"{_UNFINISHED}{path.name}"
 
     def _owner(self) -> dict[str, str]:
         return {"run_dir": str(self._run_dir.absolute())}
-
-
-def _copy_file(source: Path, target: Path) -> str:
-    """Copy and flush a file; return the sha256 of the copy."""
-    with source.open("rb") as read, target.open("wb") as written:
-        shutil.copyfileobj(read, written, _CHUNK_BYTES)
-        written.flush()
-        os.fsync(written.fileno())
-    return files.sha256_file(target)

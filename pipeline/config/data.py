@@ -321,11 +321,6 @@ class DataConfig:
                 f"{self.replace_random_prob} must be at most 1; lower one of the two"
             )
         weights = self.ngram_weights
-        if weights is not None and self.masking != "ngram":
-            raise ConfigError(
-                f"data.ngram_weights={list(weights)} has no meaning with data.masking="
-                f"{self.masking}; set data.masking=ngram, or leave it out"
-            )
         if weights is not None and (min(weights, default=-1.0) < 0 or not any(weights)):
             raise ConfigError(
                 f"data.ngram_weights={list(weights)}: expected numbers from 0, one of them above 0"

@@ -117,7 +117,13 @@ class RunConfig:
 
     def warnings(self) -> list[str]:
         """Describe what is allowed, but more often a slip than meant."""
-        return self.timeline.warnings()
+        found, spikes = self.timeline.warnings(), self.spikes
+        if spikes.steps_in_a_row > spikes.window_steps:
+            found.append(
+                f"spikes.steps_in_a_row={spikes.steps_in_a_row} is above spikes.window_steps="
+                f"{spikes.window_steps}, the steps that are kept, so that no spike is ever found"
+            )
+        return found
 
     def identity_at(self, cursor: int = 0) -> dict[str, Any]:
         """Values that fix weights' shapes, order and masks until a cursor: no resume changes them.

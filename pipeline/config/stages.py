@@ -300,6 +300,19 @@ class Timeline:
     def warnings(self) -> list[str]:
         """Describe what is allowed, but more often a slip than meant."""
         found = []
+        for stage in self.stages:
+            where = f"{stage.title}: " if self.has_stages else ""
+            if stage.data.ngram_weights is not None and stage.data.masking != "ngram":
+                found.append(
+                    f"{where}data.ngram_weights has no effect with data.masking="
+                    f"{stage.data.masking}"
+                )
+            base = self.stages[0].model.rotary_base
+            if stage.model.rotary_base != base and stage.model.positions != "rotary":
+                found.append(
+                    f"{where}model.rotary_base={stage.model.rotary_base:g} has no effect with "
+                    f"model.positions={stage.model.positions}"
+                )
         for before, stage in zip(self.stages, self.stages[1:], strict=False):
             base = self.stages[0].model.rotary_base
             if stage.model.rotary_base == base != before.model.rotary_base:
@@ -426,11 +439,6 @@ def _sections(
                 f"{where}.{name} = {given[name]!r}: a stage cannot change it"
                 f"{': ' + reason if reason else ''}; it may change {', '.join(allowed)}"
             )
-    if "rotary_base" in stage.model and model.positions != "rotary":
-        raise ConfigError(
-            f"stages.{number}.model.rotary_base={stage.model['rotary_base']} has no meaning with "
-            f"model.positions={model.positions}; leave it out"
-        )
     decay = stage.train.get("decay", "none")
     if decay not in DECAYS:
         raise ConfigError(

@@ -414,11 +414,3 @@ class SpikeConfig:
     max_rewinds: int = param(
         3, "times to go back to the same checkpoint before giving up", unit="rewinds", ge=1
     )
-
-    def __post_init__(self) -> None:
-        if self.steps_in_a_row > self.window_steps:
-            raise ConfigError(
-                f"spikes.steps_in_a_row={self.steps_in_a_row} is above spikes.window_steps="
-                f"{self.window_steps}, the steps that are kept, so that no spike would ever be "
-                "found; lower the first, or raise the second"
-            )

@@ -406,6 +406,9 @@ def _as_before(
             return None
         found.append(group._replace(weight=weight))
         left -= {*sources}
+    # As of a dataset that is read without a mix: one weight is that of all.
+    one = len({group.weight for group in found if group.weight}) == 1
+    found = [of._replace(weight=Fraction(bool(of.weight))) if one else of for of in found]
     return None if left else found
 
 

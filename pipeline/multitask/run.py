@@ -177,6 +177,7 @@ class MultiTaskWork:
         self.objective = MultiTaskObjective(specs, factors, initial)
         self._held_out: EvalLoader | None = None
         self._balancer: Balancer
+        self._is_recorded = False
         file, self.tokenizer = tokenizer_of(trained.require_tokenizer())
         sha256 = hashlib.sha256(self.tokenizer).hexdigest()
         # Without what is so by default: runs from before keep their hash.
@@ -343,17 +344,18 @@ class MultiTaskWork:
         return 0.0 if is_mlm and not trains_mlm else 1.0
 
     def weighing(self, state: TrainState, batch: int) -> StepWeighing:
-        """Weigh the tasks of a step."""
-        return self._balancer.at(state.weights, batch)
-
-    def evaluation(self, model: EncoderModel, engine: Engine) -> "MixedScores":
-        """Score dev of all tasks, and held-out text; writes what the run is."""
-        assert isinstance(model, MultiTaskModel)
+        """Weigh the tasks of a step; before the first one what the run is goes on record."""
         # Here a checkpoint has been accepted: a start that is refused leaves the record as it was.
-        if env.process_info_or_alone().is_first:
+        if not self._is_recorded and env.process_info_or_alone().is_first:
             folder = self._config.folder.path
             write_atomic(folder / MIX_FILE, mix_text(self._mix).encode())
             write_json_atomic(folder / LEFT_OUT_FILE, self.left_out)
+        self._is_recorded = True
+        return self._balancer.at(state.weights, batch)
+
+    def evaluation(self, model: EncoderModel, engine: Engine) -> "MixedScores":
+        """Score dev of all tasks, and held-out text."""
+        assert isinstance(model, MultiTaskModel)
         if self._mix.config.balance.norms == "output":
             model.measure_output()
             self._balancer.output = model.take_output

@@ -84,7 +84,7 @@ def _conditions_on_kinds_of_tasks() -> list[str]:
 # What is counted, and the most that there may be of it.
 COUNTED: dict[str, tuple[Callable[[], list[str]], int]] = {
     "modules": (lambda: list(MODULES), 277),
-    "lines": (lambda: [n for n, m in MODULES.items() for _ in range(m.num_lines)], 74_150),
+    "lines": (lambda: [n for n, m in MODULES.items() for _ in range(m.num_lines)], 74_160),
     "crumbs": (_crumbs, 0),
     "long functions": (_long_functions, 0),
     "long files": (_long_files, 0),

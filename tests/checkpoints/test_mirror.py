@@ -2,6 +2,7 @@
 
 import fcntl
 import shutil
+import time
 from pathlib import Path
 from threading import Event
 
@@ -132,3 +133,20 @@ def test_a_copy_that_takes_its_time_gives_signs_of_life(
     mirror.request()
     mirror.finish(beats.set)  # it ends with the first of them
     assert beats.is_set()
+
+
+def test_a_copy_that_hangs_gives_no_signs_of_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirror, beats = Mirror(tmp_path / "run", tmp_path / "copies", Retention(2)), list[int]()
+
+    def copy() -> None:
+        for _ in range(3):
+            mirror._num_moved += 1
+            time.sleep(0.3)
+        time.sleep(2)
+
+    monkeypatch.setattr(mirror, "_copy_missing", copy)
+    mirror.request()
+    mirror.finish(lambda: beats.append(1))
+    assert 2 <= len(beats) <= 4

@@ -86,11 +86,6 @@ def test_steps_and_schedule_follow_from_the_stages(tmp_path: Path) -> None:
         ({"data": {"window_blocks": 3}}, (), ("stages.1.data.window_blocks", "mask_prob")),
         ({"model": {"hidden_size": 64}}, (), ("stages.1.model.hidden_size", "rotary_base")),
         ({"model": {"score_residual": "none"}}, (), ("score_residual", "plan")),
-        (
-            {"model": {"rotary_base": 160000}},
-            ("model.positions=learned",),
-            ("stages.1.model.rotary_base=160000", "model.positions=learned"),
-        ),
         ({"train": {"optimizer": "lamb"}}, (), ("stages.1.train.optimizer", "grad_clip")),
         ({"data": {"mask_prob": 1.5}}, (), ("stages.1.data.mask_prob", "< 1")),
         ({"data": {"sequence": 5}}, (), ("stages.1.data.sequence", "seq_len")),
@@ -115,6 +110,14 @@ def test_what_does_not_fit_is_refused_with_its_place(
         _load(tmp_path, _STABLE, {name: it for name, it in given.items() if it is not None},
               more=more)  # fmt: skip
     assert [fact for fact in facts if fact not in str(refused.value)] == []
+
+
+def test_a_base_of_positions_that_are_learned_is_warned_of(tmp_path: Path) -> None:
+    longer = {"name": "next", "steps": 10, "model": {"rotary_base": 160000}}
+    for positions, count in (("rotary", 0), ("learned", 1)):
+        config = _load(tmp_path, _STABLE, longer, more=(f"model.positions={positions}",))
+        found = [text for text in config.warnings() if "rotary_base=160000 has no effect" in text]
+        assert len(found) == count
 
 
 def test_phases_are_the_beginning_of_the_first_stage(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from pipeline.config.data import DataConfig
+from pipeline.config.runs import PretrainConfig
 from pipeline.config.schema import build
 from pipeline.config.strict_yaml import parse
 from pipeline.config.train import SpikeConfig, TrainConfig
@@ -53,17 +54,19 @@ def test_what_does_not_fit_is_refused(text: str, message: str) -> None:
         _read(text)
 
 
-def test_more_steps_in_a_row_than_are_kept_would_find_no_spike() -> None:
-    assert SpikeConfig(window_steps=8, steps_in_a_row=8).steps_in_a_row == 8
-    with pytest.raises(ConfigError, match=r"steps_in_a_row=9 is above spikes\.window_steps=8"):
-        SpikeConfig(window_steps=8, steps_in_a_row=9)
-
-
-def test_weights_of_n_grams_belong_to_n_grams() -> None:
-    more: dict[str, Any] = {"ngram_weights": (4, 3), "mask_selection": "exact"}
-    assert DataConfig(dir="d", masking="ngram", **more).ngram_weights == (4, 3)
-    with pytest.raises(ConfigError, match=r"ngram_weights=\[4, 3\] has no meaning with .*=span"):
-        DataConfig(dir="d", masking="span", **more)
+@pytest.mark.parametrize(("values", "said"), [
+    ({}, None),
+    ({"spikes": SpikeConfig(window_steps=8, steps_in_a_row=8)}, None),
+    ({"spikes": SpikeConfig(window_steps=8, steps_in_a_row=9)}, "so that no spike is ever found"),
+    ({"data": DataConfig(dir="d", masking="ngram", mask_selection="exact", ngram_weights=(4, 3))},
+     None),
+    ({"data": DataConfig(dir="d", masking="span", mask_selection="exact", ngram_weights=(4, 3))},
+     "data.ngram_weights has no effect with data.masking=span"),
+])  # fmt: skip
+def test_what_has_no_effect_is_warned_of(values: dict[str, Any], said: str | None) -> None:
+    found = PretrainConfig(**{"run_dir": "r", "data": DataConfig(dir="d"), **values}).warnings()
+    assert len(found) == (said is not None)
+    assert not said or said in found[0]
 
 
 @pytest.mark.parametrize(("field", "value"), [

@@ -63,7 +63,7 @@ def test_similar_tokens_stand_in_place_of_masks(masking: Any, tmp_path: Path) ->
     table[::5] = -1
     np.save(tmp_path / "similar.npy", table)
     config = DataConfig(dir="unused", masking=masking, mask_selection="exact",
-                        ngram_weights=(4, 3, 2, 1) if masking == "ngram" else None,
+                        ngram_weights=(4, 3, 2, 1),
                         similar=str(tmp_path / "similar.npy"))  # fmt: skip
     batch = batch_of(40, 250, document_length=50, start_share=0.4)
     tokens, selected, _ = mask_by_words(batch, config, VOCABULARY, KEY)

@@ -206,6 +206,11 @@ def test_sources_that_are_grouped_otherwise_begin_anew_with_a_word(
     assert before == pytest.approx(after, abs=0.02)
     assert min(after.values()) > 0
     assert not caplog.text
+    # One weight for all is no weight, as in the first stage: `coverage` counts passes by it.
+    double = {"mix": [{"source": name, "weight": 2.0} for name in ("one", "two")]}
+    pair = [StageConfig(name=name, steps=5, data=double) for name in "ab"]
+    steps = _steps(_stages(_config(two, *pair)))
+    assert [of.weight for at in (0, 5 * _BATCH) for of in steps.of(at).order.groups] == [1, 1]
 
 
 def test_ranks_and_workers_make_the_same_batches(variants: Variants) -> None:
