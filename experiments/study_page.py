@@ -292,7 +292,7 @@ def figure(
             at = "" if len(metrics[title]) > 1 else ", ".join(plan.parts[part].grid)
             _name_axes(row, plan, part, title, places, at)
             if not differences:
-                row[1].set_axis_off()
+                row[1].set_visible(False)
         rest = [panel for row in axes[len(drawn) :] for panel in row]
         for panel, name in zip(rest, profiles, strict=False):
             _draw_profile(panel, plan, part, name, readings)

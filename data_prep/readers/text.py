@@ -53,9 +53,7 @@ _LATER_PARTS = 8
 class BrokenFileError(Exception):
     """A file is not readable from here on; `documents.read_file` catches it."""
 
-    def __init__(
-        self, reason: str, message: str, unfinished: bytes = b"", rows: int = 1, at: int = 0
-    ) -> None:
+    def __init__(self, reason: str, message: str, unfinished: bytes = b"", rows: int = 1) -> None:
         super().__init__(message)
         self.reason = reason
         """`CUT_SHORT` or `DAMAGED`."""
@@ -63,7 +61,7 @@ class BrokenFileError(Exception):
         """The beginning of the document that the break goes through."""
         self.rows = rows
         """Rows from there on, as far as that is known: all of them are lost."""
-        self.at = at
+        self.at = 0
         """Bytes of the file, as it is stored, before the damaged member."""
 
 
