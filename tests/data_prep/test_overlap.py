@@ -132,8 +132,15 @@ def test_sources_may_be_cleaned_each_in_its_way(tmp_path: Path) -> None:
         prep = PrepConfig(output_dir=str(folder), sources=sources)
         (folder / "resolved.yaml").write_text(resolved_text(prep))
         row = "quick brown fox jumps over the lazy dog and then it runs away from all"
-        found = _count(tmp_path, [("a", [row])], [str(folder)])  # the top level counts for none
+        found = _count(tmp_path, [("a", [row])], [str(folder)])
         assert (found["documents"], found["sets"]["a"]["shared"]) == (len(sources), shared)
+    # Where each source has its own way, that of the top level is nobody's.
+    of_all = CleanConfig(simplified=True)
+    alike = tuple(SourceConfig(name=n, inputs=(corpus,), clean=of_all) for n in ("u", "v"))
+    (folder := tmp_path / "all").mkdir()
+    prep = PrepConfig(output_dir=str(folder), sources=alike)
+    (folder / "resolved.yaml").write_text(resolved_text(prep))
+    assert _count(tmp_path, [("a", [text])], [str(folder)])["sets"]["a"]["shared"] == 1
 
 
 def test_a_count_is_kept_until_rows_corpus_or_lengths_change(tmp_path: Path) -> None:
